@@ -1,0 +1,132 @@
+"""The rows of a table: ids, slots and the one door through which all of them change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.sparse.column import Column
+from recckpt.sparse.index import IdIndex
+from recckpt.types import SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+
+_ID_SPEC = SlotSpec("id", "int64", ())
+
+
+class RowStore:
+    """Rows 0 to ``len - 1``, all live: an id each, and one column a slot.
+
+    The door: ``add``, ``write``, ``erase`` and ``clear`` are the only ways in which a row changes. Not
+    thread-safe, but for ``write`` to rows that no other thread reads or writes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.columns: dict[str, Column] = {}
+        self._initial: dict[str, float] = {}
+        self._ids = Column(_ID_SPEC, torch.device("cpu"))
+        self._index = IdIndex()
+        self.generation = 0  # goes up when rows are renumbered
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of index, ids and slots, room for growth included."""
+        return self._index.nbytes + self._ids.nbytes + sum(c.nbytes for c in self.columns.values())
+
+    @property
+    def ids(self) -> Column:
+        """The ids in row order, on the CPU."""
+        return self._ids
+
+    def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
+        """Add a slot whose rows, old and new, start at ``initial``."""
+        column = Column(spec, self.device)
+        column.reserve(self._ids.capacity)
+        self.columns[spec.name] = column
+        self._initial[spec.name] = initial
+        for piece in column.pieces(0, len(self)):
+            piece.fill_(initial)
+
+    def initial(self, name: str) -> float:
+        """Return the value that new rows of a slot start with."""
+        return self._initial[name]
+
+    def reserve(self, n_rows: int) -> None:
+        """Make room for ``n_rows`` rows in all."""
+        self._index.reserve(n_rows)
+        for column in (self._ids, *self.columns.values()):
+            column.reserve(n_rows)
+
+    def find(self, ids: Int64s) -> Int64s:
+        """Return the row of each id, -1 where it is absent."""
+        return self._index.find(ids)
+
+    def add(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the row of each id and the ids that were new, in the order of their rows, which come last.
+
+        The slots of the new rows hold nothing defined: the caller writes all of them, or calls
+        :meth:`initialize`.
+        """
+        first = len(self)
+        rows, new_ids = self._index.find_or_add(ids)
+        if len(new_ids):
+            for column in (self._ids, *self.columns.values()):
+                column.reserve(len(self))
+            self._ids.write(first, torch.from_numpy(new_ids))
+        return rows, new_ids
+
+    def initialize(self, begin: int, end: int, without: frozenset[str] = frozenset()) -> None:
+        """Give the rows [begin, end) the initial value in every slot not named in ``without``."""
+        for name, column in self.columns.items():
+            if name not in without:
+                for piece in column.pieces(begin, end):
+                    piece.fill_(self._initial[name])
+
+    def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
+        """Set ``rows``, all different, to ``values``: slot name -> tensor of shape (len(rows), *slot_shape)."""
+        in_sequence = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+        for name, tensor in values.items():
+            if in_sequence:
+                self.columns[name].write(int(rows[0]), tensor)
+            else:
+                self.columns[name].scatter(rows, tensor)
+
+    def erase(self, ids: Int64s) -> int:
+        """Drop the rows of ``ids`` that are present, move the last rows into the gaps, return the number dropped."""
+        erased = self._index.erase(ids)
+        n_rows = len(self)
+        holes = np.sort(erased[erased < n_rows])
+        tail = np.arange(n_rows, n_rows + len(erased), dtype=np.int64)
+        movers = tail[~np.isin(tail, erased)]
+        if len(movers):
+            moved_ids = self._ids.gather(movers)
+            self._index.move(moved_ids.numpy(), holes)
+            self._ids.scatter(holes, moved_ids)
+            self.write(holes, {name: column.gather(movers) for name, column in self.columns.items()})
+        self.generation += len(erased) > 0
+        return len(erased)
+
+    def clear(self) -> None:
+        """Drop all rows and their memory."""
+        self._index = IdIndex()
+        for column in (self._ids, *self.columns.values()):
+            column.clear()
+        self.generation += 1
+
+    def to(self, device: torch.device) -> RowStore:
+        """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
+        copy = RowStore(device)
+        copy.columns = {name: column.to(device) for name, column in self.columns.items()}
+        copy._initial = dict(self._initial)
+        copy._ids = self._ids.to(self._ids.device)
+        copy._index = self._index.copy()
+        copy.generation = self.generation
+        return copy

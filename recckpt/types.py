@@ -1,0 +1,97 @@
+"""What a table is to the rest of recckpt: the protocol and the description of its slots (no torch here)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMBEDDING = "embedding"  # part of the format: the slot that holds a table's values
+ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and their bytes per value
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+}
+MAX_TABLE_NAME_BYTES = 1024
+
+
+@dataclass(frozen=True, order=True)
+class SlotSpec:
+    """One named column of a table.
+
+    Attributes:
+        name: ``embedding`` or an optimizer slot such as ``sparse_adamw_exp_avg``.
+        dtype: a key of :data:`ITEM_BYTES`.
+        shape: shape of one row; ``()`` is a scalar slot.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@runtime_checkable
+class HashTable(Protocol):
+    """Anything that recckpt saves as a table: ids, and tensors with one row an id.
+
+    ``ids()``, ``embeddings()`` and every value of ``slots`` share one row order. All of them may be
+    views: recckpt reads them while the save runs and never writes to them.
+    """
+
+    name: str
+
+    def ids(self) -> Tensor:
+        """Return the int64 ids, shape (rows,)."""
+
+    def embeddings(self) -> Tensor:
+        """Return the values, shape (rows, *embedding_shape)."""
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        """Return the optimizer slots by name, each of shape (rows, *slot_shape)."""
+
+    def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
+        """Set the rows of ``ids``, adding those that are new."""
+
+    def clear(self) -> None:
+        """Drop all rows."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+
+def is_hashtable(obj: object) -> TypeGuard[HashTable]:
+    """Say whether ``obj`` fits the :class:`HashTable` protocol; ours and foreign tables alike."""
+    return not isinstance(obj, type) and isinstance(obj, HashTable)
+
+
+def check_table_name(name: Any) -> str:
+    """Return ``name``, or raise ValueError where no table can have it."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a table name is a non-empty string, found {name!r}")
+    if "\0" in name:
+        raise ValueError(f"a table name holds no NUL character, found {name!r}")
+    try:
+        size = len(name.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a table name is encodable as UTF-8, found {name!r}") from error
+    if size > MAX_TABLE_NAME_BYTES:
+        raise ValueError(
+            f"a table name has at most {MAX_TABLE_NAME_BYTES} bytes of UTF-8, found {size}: {name[:40]!r}..."
+        )
+    return name

@@ -1,0 +1,39 @@
+"""Packaging of recckpt; the tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    "s3": ["s3fs"],
+    "gcs": ["gcsfs"],
+    "azure": ["adlfs"],
+    "sql": ["polars"],
+    "test": ["pytest>=8", "hypothesis>=6.100", "polars>=1.0"],
+    "lint": ["ruff>=0.6", "mypy>=1.11"],
+    "bench": ["safetensors>=0.4"],
+}
+
+setup(
+    name="recckpt",
+    version="0.1.0",
+    description="Checkpoints for recommendation models: hashtable embeddings and dense tensors",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["recckpt", "recckpt.*"]),
+    package_data={"recckpt": ["py.typed"]},
+    install_requires=[
+        "torch>=2.6",
+        "numpy>=1.26",
+        "pyarrow>=17",
+        "fsspec>=2024.6",
+        "tqdm>=4.66",
+        "numba>=0.60",
+        "xxhash>=3.4",
+    ],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["recckpt = recckpt.cli:main"]},
+)
