@@ -1,0 +1,69 @@
+"""recckpt: checkpoints for recommendation models. Nothing is imported before it is used, torch least of all."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recckpt.errors import (
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        FormatVersionError,
+        LoadConfError,
+        RecckptError,
+        SaveFailedError,
+        StateMismatchError,
+        WriterFencedError,
+    )
+    from recckpt.manager import CheckpointManager
+    from recckpt.reader import CheckpointReader
+    from recckpt.saver import Saver
+    from recckpt.split import filter_out_sparse_param, split_sparse_dense_state_dict
+    from recckpt.types import is_hashtable
+
+_HOMES = {
+    "Saver": "saver",
+    "CheckpointManager": "manager",
+    "CheckpointReader": "reader",
+    "split_sparse_dense_state_dict": "split",
+    "filter_out_sparse_param": "split",
+    "is_hashtable": "types",
+    "RecckptError": "errors",
+    "CheckpointNotFoundError": "errors",
+    "CheckpointExistsError": "errors",
+    "CorruptCheckpointError": "errors",
+    "FormatVersionError": "errors",
+    "StateMismatchError": "errors",
+    "LoadConfError": "errors",
+    "WriterFencedError": "errors",
+    "SaveFailedError": "errors",
+}
+
+__all__ = [
+    "Saver",
+    "CheckpointManager",
+    "CheckpointReader",
+    "split_sparse_dense_state_dict",
+    "filter_out_sparse_param",
+    "is_hashtable",
+    "RecckptError",
+    "CheckpointNotFoundError",
+    "CheckpointExistsError",
+    "CorruptCheckpointError",
+    "FormatVersionError",
+    "StateMismatchError",
+    "LoadConfError",
+    "WriterFencedError",
+    "SaveFailedError",
+]
+
+logging.getLogger("recckpt").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

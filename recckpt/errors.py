@@ -83,10 +83,7 @@ class StateMismatchError(RecckptError, ValueError):
         lines = [f"{what} does not fit the model:"]
         lines += [f"  missing in the checkpoint: {name!r}" for name in missing]
         lines += [f"  not in the model: {name!r}" for name in unexpected]
-        lines += [
-            f"  {name!r}: found {found}, expected {expected}"
-            for name, (found, expected) in mismatched.items()
-        ]
+        lines += [f"  {name!r}: found {found}, expected {expected}" for name, (found, expected) in mismatched.items()]
         lines += [f"  {remedy}"] if remedy else []
         super().__init__("\n".join(lines))
         self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), mismatched

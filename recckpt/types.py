@@ -75,6 +75,11 @@ class HashTable(Protocol):
         """Return the number of rows."""
 
 
+def is_optimizer_slot(name: str) -> bool:
+    """Say whether a slot belongs to the sparse optimizer; part of the format: its name begins with ``sparse_``."""
+    return name.startswith("sparse_")
+
+
 def is_hashtable(obj: object) -> TypeGuard[HashTable]:
     """Say whether ``obj`` fits the :class:`HashTable` protocol; ours and foreign tables alike."""
     return not isinstance(obj, type) and isinstance(obj, HashTable)

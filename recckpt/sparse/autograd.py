@@ -1,4 +1,4 @@
-"""Gradients of a table: which rows a backward pass reached, and with what."""
+"""Gradients of a table: which ids a backward pass reached, and with what."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.index import IdIndex
+from recckpt.sparse.kernels import add_rows
 
 if TYPE_CHECKING:
     from recckpt.sparse.store import RowStore
@@ -18,61 +19,77 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
+_MAX_ENTRIES = 64
+
+
 class Gradients:
-    """The gradients of a table since its optimizer last took them, one entry a backward pass."""
+    """The gradients of a table since its optimizer last took them, one entry a backward pass.
+
+    An entry keeps ids, not rows: rows may be renumbered before the optimizer comes.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Int64s, Int64s, int, Tensor]] = []
+        self._entries: list[tuple[Int64s, Tensor]] = []
 
-    def add(self, ids: Int64s, rows: Int64s, generation: int, grad: Tensor) -> None:
-        """Remember the gradient of ``rows``, which were those of ``ids`` in this generation of the store."""
-        self._entries.append((ids, rows, generation, grad))
+    def add(self, ids: Int64s, grads: Tensor) -> None:
+        """Remember the gradients of ``ids``, of which some may be equal."""
+        # Summed now and not when taken: the memory of ``grads`` is autograd's, which may reuse it.
+        self._entries.append(_sum_by_id(ids, grads))
+        if len(self._entries) == _MAX_ENTRIES:  # of a table that no optimizer steps, they would only pile up
+            self._merge()
 
     def clear(self) -> None:
         """Forget all gradients."""
         self._entries.clear()
 
     def take(self, store: RowStore) -> tuple[Int64s, Tensor] | None:
-        """Return (different rows, their summed gradients) and forget them; rows erased meanwhile drop out."""
+        """Return (different rows, their summed gradients) and forget them; ids without a row drop out."""
         if not self._entries:
             return None
-        rows = np.concatenate([
-            rows if generation == store.generation else store.find(ids)
-            for ids, rows, generation, _ in self._entries
-        ])
-        grads = torch.cat([grad for *_, grad in self._entries])
-        self._entries.clear()
-        return _sum_by_row(rows, grads)
+        self._merge()
+        ids, grads = self._entries.pop()
+        rows = store.find(ids)
+        present = np.flatnonzero(rows >= 0)
+        if len(present) < len(rows):
+            rows, grads = rows[present], grads[torch.from_numpy(present).to(grads.device)]
+        return rows, grads
+
+    def _merge(self) -> None:
+        """Make one entry of all, in the same order of additions."""
+        if len(self._entries) > 1:
+            ids, grads = zip(*self._entries, strict=True)
+            self._entries = [_sum_by_id(np.concatenate(ids), torch.cat(grads))]
 
 
-def _sum_by_row(rows: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
-    """Add up the gradients of equal rows, in order of occurrence; row -1 drops out."""
-    present = np.flatnonzero(rows >= 0)
-    if len(present) < len(rows):
-        rows, grads = rows[present], grads[torch.from_numpy(present).to(grads.device)]
-    groups, different = IdIndex().find_or_add(rows)
-    sums = torch.zeros((len(different), *grads.shape[1:]), dtype=grads.dtype, device=grads.device)
-    return different, sums.index_add_(0, torch.from_numpy(groups).to(grads.device), grads)
+def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
+    """Return the different ids and the sum of the gradients of each, at least in float32."""
+    index = IdIndex()
+    index.reserve(len(ids))
+    groups, different = index.find_or_add(ids)
+    dtype = torch.promote_types(grads.dtype, torch.float32)
+    grads = grads.detach().to(dtype).contiguous()
+    sums = torch.zeros((len(different), *grads.shape[1:]), dtype=dtype, device=grads.device)
+    if grads.device.type == "cpu":
+        add_rows(groups, grads.flatten(1).numpy(), sums.flatten(1).numpy())
+    else:
+        sums.index_add_(0, torch.from_numpy(groups).to(grads.device), grads)
+    return different, sums
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, read: Callable[[Int64s], Tensor], gradients: Gradients, *where: Any
-    ) -> Tensor:
-        ctx.gradients, ctx.where = gradients, where
-        return read(where[1])
+    def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], gradients: Gradients, ids: Int64s) -> Tensor:
+        ctx.gradients, ctx.ids = gradients, ids
+        return read()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]  # torch types it as Any
-        ctx.gradients.add(*ctx.where, grad.detach())
-        return (None,) * (3 + len(ctx.where))
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.gradients.add(ctx.ids, grad)
+        return None, None, None, None
 
 
-def lookup_with_grad(
-    read: Callable[[Int64s], Tensor], gradients: Gradients, ids: Int64s, rows: Int64s, generation: int
-) -> Tensor:
-    """Return ``read(rows)``; a backward pass through it adds to ``gradients``."""
+def lookup_with_grad(read: Callable[[], Tensor], gradients: Gradients, ids: Int64s) -> Tensor:
+    """Return ``read()``, the embeddings of ``ids``; a backward pass through them adds to ``gradients``."""
     anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
-    out: Tensor = _Lookup.apply(anchor, read, gradients, ids, rows, generation)  # type: ignore[no-untyped-call]
+    out: Tensor = _Lookup.apply(anchor, read, gradients, ids)  # type: ignore[no-untyped-call]
     return out

@@ -99,7 +99,7 @@ class Column:
         """Set the rows from ``begin`` on, one after another, to ``values``."""
         done = 0
         for piece in self.pieces(begin, begin + len(values)):
-            piece.copy_(values[done : done + len(piece)])
+            piece.copy_(values[done : done + len(piece)].detach())
             done += len(piece)
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
@@ -125,13 +125,15 @@ class Column:
         """Return a copy of this column on ``device``."""
         column = Column(self.spec, device)
         column.shift = self.shift
-        column._set_blocks([block.to(device, copy=True) for block in self.blocks])
+        with torch.inference_mode(False):
+            column._set_blocks([block.to(device, copy=True) for block in self.blocks])
         return column
 
     def _set_blocks(self, blocks: list[Tensor]) -> None:
         self.blocks = blocks
         self._addresses = np.array([block.data_ptr() for block in blocks], np.int64)
 
+    @torch.inference_mode(False)  # a block outlives the mode in which it happened to be made
     def _new_block(self, n_rows: int) -> Tensor:
         if self.device.type == "cpu":  # numpy asks for huge pages: random rows then miss the TLB less
             memory = torch.from_numpy(np.empty(n_rows * self.spec.row_bytes, np.uint8))

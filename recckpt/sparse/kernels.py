@@ -1,4 +1,4 @@
-"""Compiled loops over rows: copy them by address, count and order them by bucket (numba, all without the GIL)."""
+"""Compiled loops over rows, without the GIL: copy them by address, count and order them by bucket."""
 
 from __future__ import annotations
 
@@ -24,9 +24,26 @@ def _copy_bytes(typing_context: Any, target: Any, source: Any, n_bytes: Any) -> 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, source, n_bytes = arguments
         pointer = ir.PointerType(ir.IntType(8))
-        cgutils.raw_memcpy(
-            builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), n_bytes, 1
+        cgutils.raw_memcpy(builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), n_bytes, 1)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at ``address``; any address will do, it is never a fault."""
+    signature = types.void(types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, number = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer, number, number, number]),
+            "llvm.prefetch.p0",
         )
+        to_read, keep, data = number(0), number(3), number(1)
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), to_read, keep, data])
         return context.get_dummy_value()
 
     return signature, generate
@@ -34,7 +51,7 @@ def _copy_bytes(typing_context: Any, target: Any, source: Any, n_bytes: Any) -> 
 
 @njit(nogil=True, cache=True)
 def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int) -> None:
-    """Copy ``rows`` out of blocks of ``1 << shift`` rows at the addresses ``blocks`` to address ``target``."""
+    """Copy ``rows`` of blocks of ``1 << shift`` rows, at the addresses ``blocks``, to address ``target``."""
     mask = (1 << shift) - 1
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -51,6 +68,15 @@ def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int
 
 
 @njit(nogil=True, cache=True)
+def add_rows(groups: Any, values: Any, sums: Any) -> None:
+    """Add each row of ``values`` to the row of ``sums`` that its group names, in order."""
+    for i in range(len(groups)):
+        group = groups[i]
+        for j in range(values.shape[1]):
+            sums[group, j] += values[i, j]
+
+
+@njit(nogil=True, cache=True)
 def count_buckets(ids: Any, counts: Any) -> None:
     """Add the number of ``ids`` in each of the 65,536 buckets to ``counts``."""
     for i in range(len(ids)):
@@ -58,7 +84,9 @@ def count_buckets(ids: Any, counts: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def place_rows(ids: Any, first_row: int, begin: int, end: int, cursors: Any, order: Any) -> None:
+def place_rows(  # noqa: PLR0917  # compiled functions take positions only
+    ids: Any, first_row: int, begin: int, end: int, cursors: Any, order: Any
+) -> None:
     """Second half of a counting sort: put each row whose bucket is in [begin, end) at its bucket's cursor."""
     for i in range(len(ids)):
         bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)

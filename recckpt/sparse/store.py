@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recckpt.sparse.column import Column
 from recckpt.sparse.index import IdIndex
-from recckpt.types import SlotSpec
+from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
@@ -59,6 +59,10 @@ class RowStore:
         """Return the value that new rows of a slot start with."""
         return self._initial[name]
 
+    def set_initial(self, name: str, value: float) -> None:
+        """Let new rows of a slot start with ``value``."""
+        self._initial[name] = value
+
     def reserve(self, n_rows: int) -> None:
         """Make room for ``n_rows`` rows in all."""
         self._index.reserve(n_rows)
@@ -91,7 +95,7 @@ class RowStore:
                     piece.fill_(self._initial[name])
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set ``rows``, all different, to ``values``: slot name -> tensor of shape (len(rows), *slot_shape)."""
+        """Set ``rows``, all different, to ``values``: slot name -> tensor, (len(rows), *slot_shape)."""
         in_sequence = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
         for name, tensor in values.items():
             if in_sequence:
@@ -100,7 +104,7 @@ class RowStore:
                 self.columns[name].scatter(rows, tensor)
 
     def erase(self, ids: Int64s) -> int:
-        """Drop the rows of ``ids`` that are present, move the last rows into the gaps, return the number dropped."""
+        """Drop the rows of ``ids`` that are present and return how many; the last rows move into the gaps."""
         erased = self._index.erase(ids)
         n_rows = len(self)
         holes = np.sort(erased[erased < n_rows])
@@ -130,3 +134,21 @@ class RowStore:
         copy._index = self._index.copy()
         copy.generation = self.generation
         return copy
+
+
+class Slots(Mapping[str, Tensor]):
+    """The optimizer slots of a store by name; reading one copies the live rows."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name == EMBEDDING:
+            raise KeyError(name)
+        return self._store.columns[name].to_tensor(len(self._store))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._store.columns if name != EMBEDDING)
+
+    def __len__(self) -> int:
+        return len(self._store.columns) - 1

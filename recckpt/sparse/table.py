@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from recckpt import types
 from recckpt.sparse.autograd import Gradients, lookup_with_grad
-from recckpt.sparse.buckets import Slice
+from recckpt.sparse.buckets import N_BUCKETS, Slice
+from recckpt.sparse.checks import (
+    check_owned,
+    check_slot_name,
+    check_values,
+    checked_shape,
+    dtype_name,
+    flat_ids,
+)
 from recckpt.sparse.initializers import InitializerLike, as_initializer
-from recckpt.sparse.store import RowStore
-from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
+from recckpt.sparse.module import TableModule
+from recckpt.sparse.store import RowStore, Slots
+from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 Int64s = npt.NDArray[np.int64]
 
-_RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
 
-
-class HashTable(nn.Module):
+class HashTable(TableModule):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
@@ -56,11 +61,11 @@ class HashTable(nn.Module):
     ) -> None:
         super().__init__()
         self.name = check_table_name(name)
-        self.embedding_shape = _checked_shape(embedding_shape)
+        self.embedding_shape = checked_shape(embedding_shape)
         self.dtype = dtype
-        self.slice = slice or Slice(0, 65536)
+        self.slice = slice or Slice(0, N_BUCKETS)
         self.seed = xxhash.xxh3_64_intdigest(name.encode("utf-8"))
-        self._spec = SlotSpec(EMBEDDING, _dtype_name(dtype), self.embedding_shape)
+        self._spec = SlotSpec(EMBEDDING, dtype_name(dtype), self.embedding_shape)
         self.initializer = as_initializer(initializer, dtype)
         self._store = RowStore(torch.device(device))
         self._store.add_column(self._spec)
@@ -72,11 +77,6 @@ class HashTable(nn.Module):
         return self._store
 
     @property
-    def device(self) -> torch.device:
-        """Where the slots live."""
-        return self._store.device
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the table holds: index, ids and slots, room for growth included."""
         return self._store.nbytes
@@ -84,7 +84,7 @@ class HashTable(nn.Module):
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """The optimizer slots by name; reading one copies its rows, in the order of :meth:`ids`."""
-        return _Slots(self._store)
+        return Slots(self._store)
 
     def __len__(self) -> int:
         return len(self._store)
@@ -112,10 +112,11 @@ class HashTable(nn.Module):
         Raises:
             ValueError: an unseen id lies outside the slice of this table.
         """
-        flat = _flat_ids(ids)
+        flat = flat_ids(ids)
         rows = self._add(flat) if self.training else self._store.find(flat)
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
-            out = lookup_with_grad(self._read, self._gradients, flat, rows, self._store.generation)
+            owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
+            out = lookup_with_grad(lambda: self._read(rows), self._gradients, owned)
         else:
             out = self._read(rows)
         return out.view(*ids.shape, *self.embedding_shape)
@@ -133,15 +134,15 @@ class HashTable(nn.Module):
             ValueError: a shape, dtype or slot name does not fit; an id lies outside the slice. Nothing has
                 been changed then.
         """
-        flat = _flat_ids(ids)
+        flat = flat_ids(ids)
         values = {EMBEDDING: embeddings, **(slots or {})}
         for name, tensor in values.items():
-            self._check_values(name, tensor, len(flat))
-        self._check_owned(flat)
+            check_values(self.name, self._spec_of(name), tensor, len(flat))
+        check_owned(self.name, self.slice, flat)
         first = len(self)
-        rows, _ = self._store.add(flat)
+        rows, new_ids = self._store.add(flat)
         self._store.initialize(first, len(self), without=frozenset(values))
-        last = _last_occurrence(rows)
+        last = None if len(new_ids) == len(flat) else _last_occurrence(rows)
         if last is not None:
             rows = rows[last]
             values = {name: tensor[torch.from_numpy(last)] for name, tensor in values.items()}
@@ -153,13 +154,13 @@ class HashTable(nn.Module):
         Returns:
             Embeddings of shape ``ids.shape + embedding_shape``, and a bool mask of ``ids.shape``.
         """
-        rows = self._store.find(_flat_ids(ids))
+        rows = self._store.find(flat_ids(ids))
         found = torch.from_numpy(rows >= 0).to(ids.device).view(ids.shape)
         return self._read(rows).view(*ids.shape, *self.embedding_shape), found
 
     def erase(self, ids: Tensor) -> int:
         """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped."""
-        return self._store.erase(_flat_ids(ids))
+        return self._store.erase(flat_ids(ids))
 
     def clear(self) -> None:
         """Drop all rows and pending gradients."""
@@ -179,24 +180,31 @@ class HashTable(nn.Module):
         return self._store.columns[EMBEDDING].to_tensor(len(self))
 
     def add_slot(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, initial: float = 0.0
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        initial: float | None = None,
     ) -> None:
         """Declare a slot whose rows start at ``initial``; declaring the same slot again keeps its rows.
+
+        Args:
+            name: name in checkpoints, such as ``sparse_adamw_exp_avg``.
+            shape: shape of one row; ``()`` is a scalar slot.
+            dtype: any that a table may have.
+            initial: what the rows of a new slot, and new rows of any, start at; None for 0, or for what was
+                declared before.
 
         Raises:
             ValueError: the name is taken, or the slot exists with another shape or dtype.
         """
-        if not name or name in _RESERVED_SLOTS or "@" in name:
-            raise ValueError(f"table {self.name!r}: a slot cannot be named {name!r}; choose another name")
-        spec = SlotSpec(name, _dtype_name(dtype), _checked_shape(shape, scalar=True))
-        present = self._store.columns.get(name)
-        if present is None:
-            self._store.add_column(spec, initial)
-        elif present.spec != spec:
-            raise ValueError(
-                f"table {self.name!r} has slot {name!r} of {present.spec.dtype} {present.spec.shape}, "
-                f"cannot also be {spec.dtype} {spec.shape}; use another slot name"
-            )
+        check_slot_name(self.name, name)
+        spec = SlotSpec(name, dtype_name(dtype), checked_shape(shape, scalar=True))
+        self._check_spec(spec)
+        if name not in self._store.columns:
+            self._store.add_column(spec, initial or 0.0)
+        elif initial is not None:
+            self._store.set_initial(name, initial)
 
     def take_gradients(self) -> tuple[Int64s, Tensor] | None:
         """Return (rows, summed gradients) of all backward passes since the last call, and forget them.
@@ -212,8 +220,7 @@ class HashTable(nn.Module):
 
     def _add(self, ids: Int64s) -> Int64s:
         """Return the rows of ``ids``, after giving the unseen ones theirs."""
-        if not self.slice.is_everything:
-            self._check_owned(ids)
+        check_owned(self.name, self.slice, ids)
         first = len(self)
         rows, new_ids = self._store.add(ids)
         if len(new_ids):
@@ -235,113 +242,36 @@ class HashTable(nn.Module):
         out[torch.from_numpy(seen).to(self.device)] = column.gather(rows[seen])
         return out
 
-    def _check_owned(self, ids: Int64s) -> None:
-        strangers = ids[~self.slice.owns(ids)]
-        if len(strangers):
-            raise ValueError(
-                f"table {self.name!r} holds {self.slice} only; {len(strangers)} of {len(ids)} ids lie outside, "
-                f"the first is {strangers[0]}: send ids to the rank that owns them"
-            )
-
-    def _check_values(self, name: str, tensor: Tensor, n_rows: int) -> None:
+    def _spec_of(self, name: str) -> SlotSpec:
         column = self._store.columns.get(name)
         if column is None:
-            known = sorted(set(self._store.columns) - {EMBEDDING})
-            raise ValueError(f"table {self.name!r} has no slot {name!r}; it has {known}: declare it with add_slot")
-        expected = (n_rows, *column.spec.shape)
-        if tuple(tensor.shape) != expected or tensor.dtype != column.dtype:
+            known = sorted(self.slots)
+            raise ValueError(f"table {self.name!r} has no slot {name!r}, only {known}: declare it with add_slot")
+        return column.spec
+
+    def _check_spec(self, spec: SlotSpec) -> None:
+        """Raise ValueError where the slot exists and is another one."""
+        present = self._store.columns.get(spec.name)
+        if present is not None and present.spec != spec:
             raise ValueError(
-                f"table {self.name!r}, {name!r}: found {tensor.dtype} {tuple(tensor.shape)}, expected "
-                f"{column.dtype} {expected}"
+                f"table {self.name!r} has slot {spec.name!r} of {present.spec.dtype} {present.spec.shape}, "
+                f"cannot also be {spec.dtype} {spec.shape}; use another slot name"
             )
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + self.name] = self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + self.name
-        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name != key and strict]
-        if key not in state_dict:
-            missing_keys += [key] * strict
-        elif not types.is_hashtable(state_dict[key]):
-            error_msgs.append(f"{key!r}: found {type(state_dict[key]).__name__}, expected a hashtable")
-        elif state_dict[key] is not self:
-            try:
-                self._copy_rows_of(state_dict[key])
-            except ValueError as error:
-                error_msgs.append(f"{key!r}: {error}")
-
     def _copy_rows_of(self, other: types.HashTable) -> None:
+        """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
         ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
-        self._check_values(EMBEDDING, embeddings, len(ids))
+        check_owned(self.name, self.slice, flat_ids(ids))
+        check_values(self.name, self._spec, embeddings, len(ids))
+        for name, tensor in slots.items():
+            check_slot_name(self.name, name)
+            spec = SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]))
+            self._check_spec(spec)
+            check_values(self.name, spec, tensor, len(ids))
         for name, tensor in slots.items():
             self.add_slot(name, tensor.shape[1:], tensor.dtype)
         self.clear()
         self.insert(ids, embeddings, slots)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> HashTable:
-        """Follow ``model.to(device)``; the dtype stays, since it is part of the table's identity."""
-        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
-        if probe.dtype != self.dtype:
-            raise TypeError(
-                f"table {self.name!r} keeps its dtype {self.dtype}, cannot become {probe.dtype}: make the table "
-                "with dtype=..., and convert the dense modules one by one"
-            )
-        super()._apply(fn, recurse)
-        if probe.device != self.device:
-            self._store = self._store.to(probe.device)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HashTable:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(self.__dict__)
-        for name in ("_parameters", "_buffers", "_modules"):
-            twin.__dict__[name] = dict(self.__dict__[name])
-        twin._store = self._store.to(self.device)
-        twin._gradients = Gradients()
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"table {self.name!r} cannot be pickled, nor a model or state dict that holds it: save it with "
-            "recckpt.Saver(model, output_dir=...).save(ckpt_id), or split its state dict with "
-            "recckpt.split_sparse_dense_state_dict and pickle the dense half"
-        )
-
-
-class _Slots(Mapping[str, Tensor]):
-    """The optimizer slots of a store; each look-up copies the live rows."""
-
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == EMBEDDING:
-            raise KeyError(name)
-        return self._store.columns[name].to_tensor(len(self._store))
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._store.columns if name != EMBEDDING)
-
-    def __len__(self) -> int:
-        return len(self._store.columns) - 1
-
-
-def _flat_ids(ids: Tensor) -> Int64s:
-    if ids.dtype != torch.int64:
-        raise ValueError(f"ids must be int64, found {ids.dtype}; convert them with ids.long()")
-    flat: Int64s = ids.detach().reshape(-1).cpu().contiguous().numpy()
-    return flat
 
 
 def _last_occurrence(rows: Int64s) -> Int64s | None:
@@ -351,17 +281,3 @@ def _last_occurrence(rows: Int64s) -> Int64s | None:
         return None
     positions: Int64s = np.sort(len(rows) - 1 - last)
     return positions
-
-
-def _checked_shape(shape: int | Sequence[int], scalar: bool = False) -> tuple[int, ...]:
-    sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
-    if (not sizes and not scalar) or math.prod(sizes) < 1 or any(size < 1 for size in sizes):
-        raise ValueError(f"a shape needs dimensions of at least 1, found {sizes}")
-    return sizes
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEM_BYTES:
-        raise ValueError(f"a slot cannot be {dtype}; choose one of {', '.join(ITEM_BYTES)}")
-    return name

@@ -1,0 +1,29 @@
+"""Whole files, checked against the manifest before anybody looks into them (no torch here)."""
+
+from __future__ import annotations
+
+import xxhash
+
+from recckpt import layout
+from recckpt.errors import CorruptCheckpointError
+from recckpt.manifest import FileEntry
+from recckpt.storage import Storage
+
+
+def read_checked(storage: Storage, directory: str, entry: FileEntry) -> bytes:
+    """Return the bytes of a file after checking its size and checksum.
+
+    Raises:
+        CorruptCheckpointError: missing, of another size, or of another checksum.
+    """
+    path = layout.join(directory, entry.name)
+    try:
+        data = storage.read(path, entry.n_bytes + 1)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(path, "", found="no such file", expected=f"{entry.n_bytes} bytes") from error
+    if len(data) != entry.n_bytes:
+        raise CorruptCheckpointError(path, "its size", found=len(data), expected=f"{entry.n_bytes} bytes")
+    found = xxhash.xxh3_64_intdigest(data)
+    if found != entry.xxh3:
+        raise CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{entry.xxh3:016x}")
+    return data

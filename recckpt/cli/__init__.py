@@ -1,0 +1,1 @@
+"""The command line: look into checkpoints from the shell, without torch."""

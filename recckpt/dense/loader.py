@@ -1,0 +1,70 @@
+"""``.pt`` files to dense state: checked whole, then loaded without running any code from them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from recckpt import layout
+from recckpt.checked import read_checked
+from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.manifest import FileEntry
+from recckpt.storage import Storage
+
+
+def load_state(storage: Storage, directory: str, entry: FileEntry) -> dict[str, Any]:
+    """Return the dict in a ``.pt`` file, on the CPU.
+
+    Raises:
+        CorruptCheckpointError: damaged, no torch file, or one that needs code to run.
+    """
+    data, path = read_checked(storage, directory, entry), layout.join(directory, entry.name)
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CorruptCheckpointError(
+            path, "", found=f"not loadable ({reason})", expected="tensors and plain data"
+        ) from error
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(path, "", found=type(state).__name__, expected="a dict")
+    return state
+
+
+def check_fits(found: Mapping[str, Any], live: Mapping[str, Any], *, strict: bool) -> None:
+    """Compare dense state from a file with the model's, before anything is copied.
+
+    Raises:
+        StateMismatchError: a shape or dtype differs, or, with ``strict``, a name on either side has no partner.
+    """
+    mismatched = {
+        name: (_describe(found[name]), _describe(live[name]))
+        for name in live
+        if name in found and _describe(found[name]) != _describe(live[name])
+    }
+    missing = [name for name in live if name not in found] if strict else []
+    unexpected = [name for name in found if name not in live] if strict else []
+    if missing or unexpected or mismatched:
+        remedy = "pass load_conf={'strict': False} to load what fits by name" if missing or unexpected else ""
+        raise StateMismatchError(
+            "model.pt", missing=missing, unexpected=unexpected, mismatched=mismatched, remedy=remedy
+        )
+
+
+def _describe(value: Any) -> str:
+    """Name what has to agree: dtype and shape of tensors, whatever else is plain data."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return "plain data"

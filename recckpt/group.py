@@ -1,0 +1,95 @@
+"""The ranks that save together: the only place that talks to ``torch.distributed``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+DEFAULT_TIMEOUT_SEC = 1800.0
+
+
+class Group(Protocol):
+    """Ranks that all call the same things in the same order."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in order of rank, to all of them. Collective."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value to all. Collective."""
+
+
+class SoloGroup:
+    """One rank, alone."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the one value."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+
+class ProcessGroup:
+    """The ranks of ``torch.distributed``, over a gloo group of their own, so that no training collective is met.
+
+    Making one is collective.
+
+    Args:
+        timeout_sec: how long a rank waits for the others before it raises.
+    """
+
+    def __init__(self, timeout_sec: float = DEFAULT_TIMEOUT_SEC) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_sec))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank."""
+        values: list[Any] = [None] * self.size
+        self._dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        values = [value]
+        self._dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+
+def group_of(shard_id: int, shard_num: int) -> Group:
+    """Return the group for a save of ``shard_num`` shards. Collective where there are several.
+
+    Raises:
+        ValueError: the numbers do not fit each other, or not the process group.
+    """
+    if not (type(shard_num) is int and type(shard_id) is int and 0 <= shard_id < shard_num):
+        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={shard_id}, shard_num={shard_num}")
+    if shard_num == 1:
+        return SoloGroup()
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"shard_num={shard_num} needs torch.distributed: call init_process_group on every rank, then save on all"
+        )
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (shard_id, shard_num):
+        raise ValueError(
+            f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {found[0]} of {found[1]}"
+        )
+    return ProcessGroup()
+
+
+def world_size() -> int:
+    """Return the number of ranks of this job; 1 without a process group."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,122 @@
+"""Registered objects and random generators: their state taken and given back, with no word of files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from recckpt.dense.portable import portable
+
+SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
+
+
+class Registry:
+    """Named objects that are saved beside the model.
+
+    An object has one of the pairs ``dump_io_state``/``load_io_state`` (dataset positions only) and
+    ``state_dict``/``load_state_dict``, or is a plain value, which is its own state.
+
+    Args:
+        what: what the objects are, for messages.
+        methods: (dump, load) names of methods, tried in order.
+        plain: whether plain values are taken.
+    """
+
+    def __init__(self, what: str, methods: tuple[tuple[str, str], ...], *, plain: bool) -> None:
+        self._what, self._methods, self._plain = what, methods, plain
+        self._objects: dict[str, Any] = {}
+
+    def add(self, name: str, obj: Any) -> None:
+        """Register an object.
+
+        Raises:
+            ValueError: the name is empty, reserved or taken, or the object has no state to take.
+        """
+        if not isinstance(name, str) or not name or name == SPARSE_OPTIM:
+            raise ValueError(f"{self._what}: {name!r} is no name to register under; choose another")
+        if name in self._objects:
+            raise ValueError(f"{self._what}: the name {name!r} is registered already; names are unique")
+        if self._pair(obj) is None:
+            if not self._plain:
+                pairs = " or ".join("/".join(pair) for pair in self._methods)
+                raise ValueError(f"{self._what}: {name!r} has neither {pairs}; give it one of these pairs of methods")
+            portable(name, obj)
+        self._objects[name] = obj
+
+    def get(self, name: str) -> Any:
+        """Return the object of a name; of a plain value, the value as it was last loaded."""
+        return self._objects[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._objects
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+    def dump(self) -> dict[str, Any]:
+        """Return the state of all objects as portable data.
+
+        Raises:
+            ValueError: a state holds something that could not be loaded back safely; names the key.
+        """
+        return {name: portable(f"{self._what} {name!r}", self._state(obj)) for name, obj in self._objects.items()}
+
+    def load(self, states: Mapping[str, Any]) -> list[str]:
+        """Give back the states of the objects that have one, and return the names of those that have none."""
+        for name, obj in self._objects.items():
+            if name in states:
+                pair = self._pair(obj)
+                if pair is None:
+                    self._objects[name] = states[name]
+                else:
+                    getattr(obj, pair[1])(states[name])
+        return [name for name in self._objects if name not in states]
+
+    def _state(self, obj: Any) -> Any:
+        pair = self._pair(obj)
+        return obj if pair is None else getattr(obj, pair[0])()
+
+    def _pair(self, obj: Any) -> tuple[str, str] | None:
+        for dump, load in self._methods:
+            if callable(getattr(obj, dump, None)) and callable(getattr(obj, load, None)):
+                return dump, load
+        return None
+
+
+def extra_registry() -> Registry:
+    """Return a registry of objects to checkpoint."""
+    return Registry("register_for_checkpointing", (("state_dict", "load_state_dict"),), plain=True)
+
+
+def io_registry() -> Registry:
+    """Return a registry of dataset positions."""
+    methods = (("dump_io_state", "load_io_state"), ("state_dict", "load_state_dict"))
+    return Registry("register_io_state", methods, plain=False)
+
+
+def dump_rng() -> dict[str, Any]:
+    """Return the state of the random generators of this process: torch, CUDA, numpy and Python."""
+    kind, keys, *rest = np.random.get_state()
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking must not start CUDA
+    cuda = torch.cuda.get_rng_state_all() if initialized else []
+    states = {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "numpy": [kind, keys, *rest],
+        "python": random.getstate(),
+    }
+    return {name: portable(f"random state of {name}", state) for name, state in states.items()}
+
+
+def load_rng(states: Mapping[str, Any]) -> None:
+    """Give the random generators of this process back their state; those of absent devices are left out."""
+    torch.set_rng_state(states["torch"])
+    for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
+        torch.cuda.set_rng_state(state, device)
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    random.setstate(states["python"])

@@ -1,0 +1,107 @@
+"""The names on disk: made and parsed here and nowhere else. Every literal is part of the format."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from urllib.parse import quote, unquote
+
+from recckpt.errors import CorruptCheckpointError
+
+INDEX_FILE = "checkpoint"
+MANIFEST = "manifest.json"
+INTENT = "INTENT"
+MODEL = "model.pt"
+EXTRA = "extra.pt"
+SPARSE_DIR = "sparse"
+
+MAX_ID_BYTES = 200
+_RESERVED_IDS = frozenset({INDEX_FILE, "timeline.jsonl"})
+_OURS = re.compile(
+    r"manifest\.json(\.[0-9a-f]+\.tmp)?|INTENT|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
+    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)"
+)
+
+
+def encode_id(ckpt_id: str) -> str:
+    """Return the directory name of a checkpoint id.
+
+    Raises:
+        ValueError: no checkpoint can have this id.
+    """
+    if not isinstance(ckpt_id, str) or not ckpt_id:
+        raise ValueError(f"a checkpoint id is a non-empty string, found {ckpt_id!r}")
+    encoded = quote(ckpt_id, safe="").replace("~", "%7E")
+    if encoded[0] in ".-":
+        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    if len(encoded) > MAX_ID_BYTES:
+        raise ValueError(
+            f"a checkpoint id has at most {MAX_ID_BYTES} bytes once encoded, found {len(encoded)}: {encoded[:40]}..."
+        )
+    if encoded in _RESERVED_IDS:
+        raise ValueError(f"{ckpt_id!r} is a name of the format; choose another checkpoint id")
+    return encoded
+
+
+def decode_id(encoded: str) -> str:
+    """Return the checkpoint id that :func:`encode_id` encoded."""
+    return unquote(encoded)
+
+
+def attempt_dir(ckpt_id: str, attempt: int) -> str:
+    """Return the directory of one attempt at a checkpoint; attempt 0 has the plain name."""
+    return encode_id(ckpt_id) + (f".{attempt}" if attempt else "")
+
+
+def step_id(step: int) -> str:
+    """Return the id that the manager gives the checkpoint of a step."""
+    return f"ckpt_{step}"
+
+
+def io_state(shard: int) -> str:
+    """Return the name of a shard's dataset positions."""
+    return f"io_state_{shard}.pt"
+
+
+def rng(shard: int) -> str:
+    """Return the name of a shard's random generators."""
+    return f"rng_{shard}.pt"
+
+
+def catalog(shard: int, shards: int) -> str:
+    """Return the name of a shard's catalog."""
+    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.json"
+
+
+def part(shard: int, shards: int, group: int, number: int) -> str:
+    """Return the name of a part."""
+    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
+
+
+def is_part(name: str) -> bool:
+    """Say whether a name is that of a part."""
+    return name.endswith(".arrow")
+
+
+def is_ours(name: str) -> bool:
+    """Say whether a name inside a checkpoint directory is one that recckpt writes."""
+    return _OURS.fullmatch(name) is not None
+
+
+def join(*names: str) -> str:
+    """Join names below the output dir; an empty one is the dir itself."""
+    return "/".join(name for name in names if name)
+
+
+def checked_name(name: str, path: str) -> str:
+    """Return a name read from the file ``path``, or refuse one that could lead out of the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: the name is not a plain relative path.
+    """
+    segments = name.split("/")
+    if any(s in ("", ".", "..") for s in segments) or any(c in name for c in "\\:\0") or len(name) > 1024:
+        raise CorruptCheckpointError(
+            path, "file name", found=f"unsafe path {name!r}", expected="a relative name inside the checkpoint"
+        )
+    return str(PurePosixPath(name))

@@ -1,0 +1,161 @@
+"""The manager: counts steps, saves at intervals, and takes up a run where its newest checkpoint left it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from recckpt import layout
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.listing import Checkpoint, list_checkpoints, locate
+from recckpt.load_conf import parse_load_conf
+from recckpt.manifest import Manifest, Scalar
+from recckpt.saver import Saver, positive_int
+from recckpt.warm_start import load_model_bank
+
+log = logging.getLogger("recckpt")
+
+
+class CheckpointManager:
+    """Saves a run every ``save_interval`` steps as ``ckpt_<step>``, and restores it. Not thread-safe.
+
+    Args:
+        saver: what is saved, and where.
+        save_interval: steps between checkpoints.
+        shard_id: number of this rank.
+        shard_num: number of ranks; with more than 1, ``step``, ``save`` and ``restore`` are collective.
+
+    Raises:
+        ValueError: ``save_interval`` is not an int of at least 1.
+    """
+
+    def __init__(self, saver: Saver, save_interval: int, *, shard_id: int = 0, shard_num: int = 1) -> None:
+        self._saver = saver
+        self._save_interval = positive_int("save_interval", save_interval)
+        self._shard_id, self._shard_num = shard_id, shard_num
+        self._global_step = 0
+        self._held_step: int | None = None  # the step whose state is in a checkpoint
+
+    @property
+    def saver(self) -> Saver:
+        """What is saved, and where."""
+        return self._saver
+
+    @property
+    def save_interval(self) -> int:
+        """Steps between checkpoints."""
+        return self._save_interval
+
+    @property
+    def global_step(self) -> int:
+        """Steps so far, those of the restored run included."""
+        return self._global_step
+
+    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+        """Save an object beside the model; see :meth:`recckpt.Saver.register_for_checkpointing`."""
+        self._saver.register_for_checkpointing(name, obj)
+
+    def register_io_state(self, name: str, obj: Any) -> None:
+        """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""
+        self._saver.register_io_state(name, obj)
+
+    def step(self) -> None:
+        """Count a step, and save if it is a multiple of ``save_interval``; call it after each batch."""
+        self._global_step += 1
+        if self._global_step % self._save_interval == 0:
+            self.save()
+
+    def save(self, *, state: Mapping[str, Scalar] | None = None) -> Manifest | None:
+        """Save this step now; None, and a log line, where it is in a checkpoint already.
+
+        A checkpoint of this step that another branch of the run left behind is superseded.
+
+        Args:
+            state: numbers and strings for readers without torch, such as metrics.
+
+        Raises:
+            SaveFailedError: nothing was committed; the next save may well work.
+        """
+        ckpt_id = layout.step_id(self._global_step)
+        if self._held_step == self._global_step:
+            log.info("%s is saved already", ckpt_id)
+            return None
+        manifest = self._saver.save(
+            ckpt_id, self._shard_id, self._shard_num, step=self._global_step, state=state, overwrite=True
+        )
+        self._held_step = self._global_step
+        return manifest
+
+    def restore(
+        self,
+        global_step: int | None = None,
+        *,
+        load_conf: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        required: bool = False,
+    ) -> int:
+        """Bring back the newest committed checkpoint, or that of one step, and return its step.
+
+        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the one before.
+
+        Args:
+            global_step: the step to restore; None for the newest.
+            load_conf: what to take; None for everything.
+            rng: whether to restore the random generators of torch, CUDA, numpy and Python.
+            required: whether it is an error that there is nothing to restore.
+
+        Returns:
+            The step; 0 where there was nothing to restore.
+
+        Raises:
+            CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
+            CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
+            StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
+        """
+        selection = parse_load_conf(load_conf)
+        storage = self._saver.storage
+        candidates = self._candidates(global_step)
+        if not candidates and required:
+            raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
+        if not candidates:
+            log.info("%s: no checkpoint to restore, starting from step 0", storage.url)
+            return 0
+        for older, checkpoint in enumerate(candidates, start=1):
+            try:
+                manifest = self._saver.load_checkpoint(storage, checkpoint, selection, shard_id=self._shard_id, rng=rng)
+                break
+            except CorruptCheckpointError as error:
+                if older == len(candidates):
+                    raise
+                log.error(
+                    "%s is damaged, restoring %s instead: %s",
+                    checkpoint.ckpt_id,
+                    candidates[older].ckpt_id,
+                    error,
+                )
+        self._global_step = manifest.step or 0
+        self._held_step = self._global_step
+        log.info("restored %s, step %d", checkpoint.ckpt_id, self._global_step)
+        return self._global_step
+
+    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> None:
+        """Take state from other runs, in order; call it before :meth:`restore`, which wins where it finds something.
+
+        Args:
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...]}``; see
+                :meth:`recckpt.Saver.load_by_config`.
+        """
+        load_model_bank(self._saver, bank, self._shard_id)
+
+    def _candidates(self, global_step: int | None) -> list[Checkpoint]:
+        """Return what may be restored, best first."""
+        storage = self._saver.storage
+        if global_step is not None:
+            return [locate(storage, layout.step_id(global_step))]
+        listing = list_checkpoints(storage)
+        for directory, error in listing.damaged.items():
+            log.error("%s/%s is damaged and passed over: %s", storage.url, directory, error)
+        if not listing.committed and listing.damaged:
+            raise next(iter(listing.damaged.values()))
+        return listing.current[::-1]

@@ -1,0 +1,262 @@
+"""The manifest: the commit record of a checkpoint (docs/format.md, section 3)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from recckpt import layout
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.strict_json import Fields, parse
+from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
+
+FORMAT = "recckpt"  # part of the format
+VERSION = 1  # part of the format
+CHECKSUM = "xxh3_64"  # part of the format
+MAX_BYTES = 64 << 20  # part of the format
+_SEAL = re.compile(rb',\n  "manifest_xxh3": "([0-9a-f]{16})"\n}\n')  # part of the format
+_SEAL_BYTES = len(b',\n  "manifest_xxh3": "0123456789abcdef"\n}\n')
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint; parts have no checksum here, their catalog has several."""
+
+    name: str
+    n_bytes: int
+    xxh3: int | None = None
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """Where a shard's catalog is and which buckets [begin, end) its rows lie in."""
+
+    catalog: str
+    buckets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """A table as it was saved: rows over all shards, and its slots."""
+
+    name: str
+    rows: int
+    slots: tuple[SlotSpec, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, the id included."""
+        return 8 + sum(slot.row_bytes for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without opening its other files."""
+
+    ckpt_id: str
+    save_id: str
+    seq: int
+    time: str
+    shards: tuple[ShardEntry, ...]
+    tables: tuple[TableEntry, ...]
+    files: tuple[FileEntry, ...]
+    epoch: int = 0
+    step: int | None = None
+    state: Mapping[str, Scalar] = field(default_factory=dict)
+    writer: Mapping[str, str] = field(default_factory=dict)
+    ephemeral: bool = False
+    pinned: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts checkpoints by age."""
+        return self.epoch, self.seq
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.n_bytes for file in self.files)
+
+    def file(self, name: str) -> FileEntry | None:
+        """Return the entry of a file, None where the checkpoint has none of that name."""
+        return next((file for file in self.files if file.name == name), None)
+
+    def table(self, name: str) -> TableEntry | None:
+        """Return the entry of a table, None where the checkpoint has none of that name."""
+        return next((table for table in self.tables if table.name == name), None)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the bytes of ``manifest.json``, sealed with their own checksum."""
+    body = _to_json(manifest).encode("utf-8").removesuffix(b"\n}")
+    return body + b',\n  "manifest_xxh3": "%016x"\n}\n' % xxhash.xxh3_64_intdigest(body)
+
+
+def decode(data: bytes, path: str) -> Manifest:
+    """Return the manifest in ``data``.
+
+    Args:
+        data: the bytes of the file.
+        path: the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: anything but a whole, sealed and consistent manifest.
+        FormatVersionError: written by a newer format.
+    """
+    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    if len(data) > MAX_BYTES or seal is None:
+        raise CorruptCheckpointError(
+            path, "its end", found=f"{len(data)} bytes ending in {data[-20:]!r}", expected="a sealed manifest"
+        )
+    found = xxhash.xxh3_64_intdigest(data[:-_SEAL_BYTES])
+    if found != int(seal[1], 16):
+        raise CorruptCheckpointError(path, "manifest_xxh3", found=f"{found:016x}", expected=seal[1].decode())
+    fields = parse(data, path)
+    _check_header(fields)
+    return _from_fields(fields)
+
+
+def _to_json(manifest: Manifest) -> str:
+    values = {
+        "format": FORMAT,
+        "version": VERSION,
+        "checksum": CHECKSUM,
+        "ckpt_id": manifest.ckpt_id,
+        "save_id": manifest.save_id,
+        "kind": "full",
+        "parent": None,
+        "epoch": manifest.epoch,
+        "seq": manifest.seq,
+        "step": manifest.step,
+        "time": manifest.time,
+        "shards": [{"catalog": s.catalog, "buckets": list(s.buckets)} for s in manifest.shards],
+        "tables": [
+            {"name": table.name, "rows": table.rows, "slots": [_slot_json(slot) for slot in table.slots]}
+            for table in manifest.tables
+        ],
+        "files": [_file_json(file) for file in manifest.files],
+        "state": dict(manifest.state),
+        "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
+        "writer": dict(manifest.writer),
+    }
+    lines = [f"  {json.dumps(key)}: {_value_json(value)}" for key, value in values.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _value_json(value: Any) -> str:
+    """One list item a line: a manifest is read by people too."""
+    if isinstance(value, list) and value:
+        return "[\n    " + ",\n    ".join(_dumps(item) for item in value) + "\n  ]"
+    return _dumps(value)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=True)
+
+
+def _slot_json(slot: SlotSpec) -> dict[str, Any]:
+    return {"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)}
+
+
+def _file_json(file: FileEntry) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": file.name, "bytes": file.n_bytes}
+    return entry if file.xxh3 is None else {**entry, "xxh3": f"{file.xxh3:016x}"}
+
+
+def _check_header(fields: Fields) -> None:
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", fields.text("format"), FORMAT)
+    if fields.count("version") > VERSION:
+        raise FormatVersionError(fields.path, found=fields.count("version"), supported=VERSION)
+    if fields.text("checksum") != CHECKSUM:
+        raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
+    if fields.text("kind") != "full":
+        raise FormatVersionError(fields.path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
+
+
+def _from_fields(fields: Fields) -> Manifest:
+    flags = fields.mapping("flags")
+    manifest = Manifest(
+        ckpt_id=fields.text("ckpt_id"),
+        save_id=fields.text("save_id"),
+        epoch=fields.count("epoch"),
+        seq=fields.count("seq"),
+        step=fields.maybe_count("step"),
+        time=fields.text("time"),
+        shards=tuple(_shard(entry) for entry in fields.objects("shards")),
+        tables=tuple(_table(entry) for entry in fields.objects("tables")),
+        files=tuple(_file(entry) for entry in fields.objects("files")),
+        state=fields.scalars("state"),
+        writer={name: str(version) for name, version in fields.scalars("writer").items()},
+        ephemeral=flags.flag("ephemeral"),
+        pinned=flags.flag("pinned"),
+    )
+    _check_consistent(manifest, fields)
+    return manifest
+
+
+def _shard(fields: Fields) -> ShardEntry:
+    catalog = layout.checked_name(fields.text("catalog"), fields.path)
+    return ShardEntry(catalog, bucket_range(fields))
+
+
+def bucket_range(fields: Fields) -> tuple[int, int]:
+    """Return the field ``buckets``: [begin, end) within 0 to 65,536."""
+    values = fields.counts("buckets")
+    if len(values) != 2 or not values[0] <= values[1] <= 65536:
+        raise fields.wrong("buckets", str(values), "[begin, end) within 0 to 65536")
+    return values[0], values[1]
+
+
+def _table(fields: Fields) -> TableEntry:
+    try:
+        name = check_table_name(fields.text("name"))
+    except ValueError as error:
+        raise fields.wrong("name", str(error), "a table name") from error
+    slots = tuple(_slot(entry) for entry in fields.objects("slots"))
+    names = [slot.name for slot in slots]
+    if len(set(names)) < len(names) or EMBEDDING not in names:
+        raise fields.wrong("slots", str(names), "different names, one of them 'embedding'")
+    return TableEntry(name, fields.count("rows"), slots)
+
+
+def _slot(fields: Fields) -> SlotSpec:
+    name, dtype = fields.text("name"), fields.text("dtype")
+    if name in ("", "id", "table", "op"):
+        raise fields.wrong("name", repr(name), "a slot name")
+    if dtype not in ITEM_BYTES:
+        raise fields.wrong("dtype", repr(dtype), f"one of {', '.join(ITEM_BYTES)}")
+    spec = SlotSpec(name, dtype, fields.counts("shape", low=1))
+    if spec.row_bytes >= 2**31:
+        raise fields.wrong("shape", str(spec.shape), "a row of less than 2 GiB")
+    return spec
+
+
+def _file(fields: Fields) -> FileEntry:
+    name = layout.checked_name(fields.text("name"), fields.path)
+    xxh3 = None if layout.is_part(name) else fields.checksum("xxh3")
+    return FileEntry(name, fields.count("bytes"), xxh3)
+
+
+def _check_consistent(manifest: Manifest, fields: Fields) -> None:
+    tables = [table.name for table in manifest.tables]
+    files = [file.name for file in manifest.files]
+    for key, names in (("tables", tables), ("files", files)):
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise fields.wrong(key, f"{twice[0]!r} twice", "different names")
+    count = len(manifest.shards)
+    for number, shard in enumerate(manifest.shards):
+        if shard.catalog != layout.catalog(number, count) or manifest.file(shard.catalog) is None:
+            raise fields.wrong(f"shards[{number}].catalog", shard.catalog, f"{layout.catalog(number, count)}, listed")
+    try:
+        layout.encode_id(manifest.ckpt_id)
+    except ValueError as error:
+        raise fields.wrong("ckpt_id", str(error), "a checkpoint id") from error

@@ -1,0 +1,155 @@
+"""Look into a checkpoint without the model and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from recckpt import layout
+from recckpt.dense.torch_file import TorchFile
+from recckpt.listing import locate_path
+from recckpt.load_conf import nearest
+from recckpt.manifest import Manifest, TableEntry
+from recckpt.sparse.buckets import bucket_of
+from recckpt.sparse.catalog import Batch, Part
+from recckpt.sparse.codec import ID, PartReader, slot_field
+from recckpt.sparse.shards import read_parts
+
+
+class CheckpointReader:
+    """Reads tables and tensors of one committed checkpoint; every byte given out is checked.
+
+    Imports no torch and runs no code from the files. Not thread-safe.
+
+    Args:
+        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint.
+        CorruptCheckpointError: its manifest is damaged, or a file is missing or of another size.
+        FormatVersionError: written by a newer format.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._storage, self._checkpoint = locate_path(str(path))
+        self._parts: list[Part] | None = None
+        self._tensors: TorchFile | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """All that is known without opening other files."""
+        return self._checkpoint.manifest
+
+    def tables(self) -> list[str]:
+        """Return the names of the tables."""
+        return [table.name for table in self.manifest.tables]
+
+    def schema(self, name: str, columns: Collection[str] | None = None) -> pa.Schema:
+        """Return the Arrow schema of the batches of a table: ``id`` and one column a slot."""
+        slots = self._entry(name).slots
+        return pa.schema(
+            [
+                pa.field(ID, pa.int64(), nullable=False),
+                *(slot_field(slot) for slot in slots if columns is None or slot.name in columns),
+            ]
+        )
+
+    def table(
+        self, name: str, columns: Collection[str] | None = None, ids: Iterable[int] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a table as Arrow batches, in bucket order within each shard.
+
+        Args:
+            name: the table.
+            columns: slots to read beside ``id``; None for all.
+            ids: only the rows of these ids; batches that cannot hold them are not read.
+
+        Raises:
+            KeyError: no such table or slot.
+            CorruptCheckpointError: a file is damaged.
+        """
+        entry = self._entry(name)
+        slots = [slot.name for slot in entry.slots]
+        for column in columns or ():
+            if column not in (*slots, ID):
+                raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
+        wanted = [slot for slot in slots if columns is None or slot in columns]
+        return self._batches(entry, wanted, None if ids is None else np.unique(np.fromiter(ids, np.int64)))
+
+    def lookup(self, name: str, ids: Sequence[int], columns: Collection[str] | None = None) -> pa.Table:
+        """Return the rows of ``ids`` that the table has, in no particular order.
+
+        Raises:
+            KeyError: no such table or slot.
+            CorruptCheckpointError: a file is damaged.
+        """
+        batches = list(self.table(name, columns, ids))
+        return pa.Table.from_batches(batches, self.schema(name, columns))
+
+    def tensor_names(self) -> list[str]:
+        """Return the names of the dense tensors."""
+        return self._dense().names()
+
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a dense tensor."""
+        return self._dense().shape(name)
+
+    def tensor_dtype(self, name: str) -> str:
+        """Return the dtype of a dense tensor, such as ``float32``."""
+        return self._dense().dtype(name)
+
+    def read_tensor(self, name: str) -> npt.NDArray[Any]:
+        """Return a dense tensor as a numpy array; bfloat16 comes as uint16 bit patterns.
+
+        Raises:
+            KeyError: no such tensor.
+            CorruptCheckpointError: the file is damaged.
+        """
+        return self._dense().read(name)
+
+    def _entry(self, name: str) -> TableEntry:
+        entry = self.manifest.table(name)
+        if entry is None:
+            raise KeyError(f"no table {name!r} in {self.manifest.ckpt_id!r}{nearest(name, self.tables())}")
+        return entry
+
+    def _batches(
+        self, entry: TableEntry, slots: list[str], ids: npt.NDArray[np.int64] | None
+    ) -> Iterator[pa.RecordBatch]:
+        buckets = None if ids is None else np.unique(bucket_of(ids))
+        schema = self.schema(entry.name, slots)
+        if self._parts is None:
+            self._parts = read_parts(self._checkpoint, self._storage)
+        for part in self._parts:
+            numbers = [
+                n for n, batch in enumerate(part.batches) if batch.table == entry.name and _meets(batch, buckets)
+            ]
+            if not numbers:
+                continue
+            reader = PartReader(self._storage, self._checkpoint.directory, part, entry.slots, slots)
+            for number in numbers:
+                columns = reader.read(number)
+                batch = pa.RecordBatch.from_arrays([columns[n] for n in (ID, *slots)], schema=schema)
+                if ids is not None:
+                    found = np.isin(batch.column(ID).to_numpy(), ids)
+                    batch = batch.take(pa.array(np.flatnonzero(found)))
+                if batch.num_rows:
+                    yield batch
+
+    def _dense(self) -> TorchFile:
+        if self._tensors is None:
+            path = layout.join(self._checkpoint.directory, layout.MODEL)
+            self._tensors = TorchFile(self._storage.open(path), path)
+        return self._tensors
+
+
+def _meets(batch: Batch, buckets: npt.NDArray[np.int64] | None) -> bool:
+    """Say whether a batch may hold rows of any of the sorted buckets."""
+    if buckets is None:
+        return True
+    at = np.searchsorted(buckets, batch.buckets[0])
+    return bool(at < len(buckets) and buckets[at] < batch.buckets[1])

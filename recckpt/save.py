@@ -1,0 +1,181 @@
+"""The hallway of a save: begin, write, agree, commit, rotate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar, cast
+
+from recckpt import layout, rotation
+from recckpt.commit import Attempt, begin, commit, write_index
+from recckpt.dense.saver import save_state
+from recckpt.errors import RecckptError, SaveFailedError
+from recckpt.group import Group
+from recckpt.listing import list_checkpoints
+from recckpt.manifest import FileEntry, Manifest, ShardEntry, TableEntry
+from recckpt.progress import Progress
+from recckpt.sparse import catalog as catalogs
+from recckpt.sparse.catalog import Catalog
+from recckpt.sparse.saver import SparseSaver
+from recckpt.stage import Staged
+from recckpt.storage import HashingSink, Storage
+
+log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What one rank wrote, for the manifest."""
+
+    shard: ShardEntry
+    tables: tuple[TableEntry, ...]
+    files: tuple[FileEntry, ...]
+
+
+def save(
+    staged: Staged,
+    ckpt_id: str,
+    *,
+    storage: Storage,
+    group: Group,
+    sparse_saver: SparseSaver,
+    max_keep: int | None,
+    overwrite: bool = False,
+) -> Manifest:
+    """Write and commit a checkpoint. Collective: all ranks return its manifest, or all raise alike.
+
+    Raises:
+        CheckpointExistsError: the id is committed already and ``overwrite`` is false.
+        SaveFailedError: a rank failed; nothing was committed.
+    """
+    attempt = _on_rank_0(group, ckpt_id, lambda: begin(storage, ckpt_id, overwrite=overwrite))
+    with Progress(f"saving {ckpt_id}", staged.sparse_bytes) as progress:
+        progress.n_rows = staged.n_rows
+        writer = _ShardWriter(attempt, storage, group, sparse_saver)
+        records = _on_all_ranks(group, ckpt_id, lambda: writer.write(staged, progress))
+        record = _manifest(attempt, staged, records)
+        _on_rank_0(group, ckpt_id, lambda: commit(storage, attempt.directory, record))
+    if group.rank == 0:
+        _tidy(storage, max_keep)
+    return record
+
+
+@dataclass(frozen=True)
+class _ShardWriter:
+    """Writes all files of one rank."""
+
+    attempt: Attempt
+    storage: Storage
+    group: Group
+    sparse_saver: SparseSaver
+
+    def write(self, staged: Staged, progress: Progress) -> ShardRecord:
+        """Write dense beside sparse, and the catalog last."""
+        rank = self.group.rank
+        states = {layout.io_state(rank): staged.io_state, layout.rng(rank): staged.rng}
+        if rank == 0:
+            states |= {layout.MODEL: staged.dense, layout.EXTRA: staged.extra}
+        with ThreadPoolExecutor(1, thread_name_prefix="recckpt-dense") as pool:
+            dense = pool.submit(self._write_states, states)
+            catalog = self.sparse_saver.save(
+                staged.tables,
+                self.storage,
+                self.attempt.directory,
+                save_id=self.attempt.save_id,
+                shard=rank,
+                shards=self.group.size,
+                advance=progress.advance,
+            )
+            files = dense.result()
+        files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
+        files += [self._write_catalog(catalog)]
+        tables = tuple(TableEntry(t.name, t.n_rows, t.slots) for t in staged.tables)
+        return ShardRecord(ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files))
+
+    def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
+        return [save_state(state, self.storage, self.attempt.directory, name) for name, state in states.items()]
+
+    def _write_catalog(self, catalog: Catalog) -> FileEntry:
+        name = layout.catalog(self.group.rank, self.group.size)
+        with self.storage.create(layout.join(self.attempt.directory, name)) as sink:
+            hashing = HashingSink(sink)
+            hashing.write(catalogs.encode(catalog))
+        return FileEntry(name, sink.n_bytes, hashing.xxh3)
+
+
+def _manifest(attempt: Attempt, staged: Staged, records: list[ShardRecord]) -> Manifest:
+    tables: dict[str, TableEntry] = {}
+    for record in records:
+        for table in record.tables:
+            rows = tables[table.name].rows if table.name in tables else 0
+            tables[table.name] = TableEntry(table.name, rows + table.rows, table.slots)
+    return Manifest(
+        ckpt_id=attempt.ckpt_id,
+        save_id=attempt.save_id,
+        seq=attempt.seq,
+        step=staged.step,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        shards=tuple(record.shard for record in records),
+        tables=tuple(tables.values()),
+        files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
+        state=staged.state,
+        writer=_versions(),
+    )
+
+
+def _tidy(storage: Storage, max_keep: int | None) -> None:
+    """Bring index file and directory up to date; the checkpoint is safe already, so a failure is a warning."""
+    try:
+        listing = list_checkpoints(storage)
+        for directory, error in listing.damaged.items():
+            log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
+        victims = rotation.expired(listing, max_keep)
+        for victim in victims:
+            rotation.remove(storage, victim)
+        write_index(storage, list_checkpoints(storage) if victims else listing)
+    except OSError as error:
+        log.warning("%s: could not bring the index file up to date: %s", storage.url, error)
+
+
+def _on_rank_0(group: Group, ckpt_id: str, work: Callable[[], _T]) -> _T:
+    """Do work on rank 0 and give its result, or its error, to all ranks."""
+    return _on_all_ranks(group, ckpt_id, lambda: work() if group.rank == 0 else cast(_T, None))[0]
+
+
+def _on_all_ranks(group: Group, ckpt_id: str, work: Callable[[], _T]) -> list[_T]:
+    """Do work on every rank and return all results; if it fails on any, raise the first failure on all."""
+    result: _T | None = None
+    failure: BaseException | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    outcomes = group.all_gather((result, _sendable(failure)))
+    for rank, (_, reason) in enumerate(outcomes):
+        if isinstance(reason, RecckptError):
+            raise failure if failure is not None and rank == group.rank else reason
+        if reason is not None:
+            raise SaveFailedError(ckpt_id, rank, reason) from (failure if rank == group.rank else None)
+    return [result for result, _ in outcomes]
+
+
+def _sendable(failure: BaseException | None) -> RecckptError | str | None:
+    """Return what other ranks are told of an error: ours as they are, others by their text."""
+    if failure is None or isinstance(failure, RecckptError):
+        return failure
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in ("recckpt", "torch", "numpy", "pyarrow"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,210 @@
+"""The saver: what of a model goes into a checkpoint, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recckpt import load as loading
+from recckpt import save as saving
+from recckpt.group import Group, group_of, world_size
+from recckpt.io_state import extra_registry, io_registry
+from recckpt.listing import Checkpoint, locate, locate_path, newest, open_checkpoint
+from recckpt.load_conf import Selection, parse_entry, parse_load_conf
+from recckpt.manifest import Manifest, Scalar
+from recckpt.sparse.saver import SparseSaver
+from recckpt.split import split_sparse_dense_state_dict, unwrap
+from recckpt.stage import stage
+from recckpt.storage import Storage, open_storage
+
+
+class Saver:
+    """Saves and loads a model: its tables, its dense state and what is registered beside them.
+
+    The state is read from the model at each save. Not thread-safe.
+
+    Args:
+        model: any module; tables are found in its ``state_dict()``. DistributedDataParallel, DataParallel and
+            ``torch.compile`` wrappers are looked through, so names are always those of the model itself.
+        sparse_optim: the optimizer of the tables; its slots are saved with them, its scalars in ``extra.pt``.
+        output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
+        max_keep: how many checkpoints to keep; None keeps all.
+        concurrency: threads that read and write tables.
+
+    Raises:
+        ValueError: a number is not one, or two tables share a name.
+        OSError: the output dir cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sparse_optim: Optimizer | None = None,
+        output_dir: str = "./",
+        max_keep: int | None = 1,
+        concurrency: int = 4,
+    ) -> None:
+        split_sparse_dense_state_dict(unwrap(model).state_dict())
+        self.model, self.sparse_optim = model, sparse_optim
+        self.max_keep = None if max_keep is None else positive_int("max_keep", max_keep)
+        self._concurrency = positive_int("concurrency", concurrency)
+        self._extra, self._io_state = extra_registry(), io_registry()
+        self._loaded_extra: dict[str, Any] = {}
+        self._sparse_saver = SparseSaver(self._concurrency)
+        self._groups: dict[int, Group] = {}
+        self.storage: Storage = open_storage(str(output_dir))
+        self.storage.prepare()
+
+    @property
+    def output_dir(self) -> str:
+        """Where checkpoints go."""
+        return self.storage.url
+
+    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+        """Save an object beside the model, such as a dense optimizer or a scheduler.
+
+        Args:
+            name: unique name.
+            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value (see :meth:`get_extra_data`).
+
+        Raises:
+            ValueError: the name is taken, or the value could not be loaded back.
+        """
+        self._extra.add(name, obj)
+
+    def register_io_state(self, name: str, obj: Any) -> None:
+        """Save the position of a dataset, one state a shard.
+
+        Args:
+            name: unique name.
+            obj: has ``dump_io_state`` and ``load_io_state``, or ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ValueError: the name is taken, or the object has neither pair of methods.
+        """
+        self._io_state.add(name, obj)
+
+    def get_extra_data(self, name: str) -> Any:
+        """Return what is registered under a name: a plain value as it was last loaded, or the object.
+
+        A name that is not registered gives the state that the last loaded checkpoint had for it.
+
+        Raises:
+            KeyError: neither.
+        """
+        return self._extra.get(name) if name in self._extra else self._loaded_extra[name]
+
+    def save(
+        self,
+        ckpt_id: str,
+        shard_id: int = 0,
+        shard_num: int = 1,
+        *,
+        step: int | None = None,
+        state: Mapping[str, Scalar] | None = None,
+        overwrite: bool = False,
+    ) -> Manifest:
+        """Write, commit and rotate. Collective when ``shard_num`` is more than 1.
+
+        Args:
+            ckpt_id: name of the checkpoint.
+            shard_id: number of this rank.
+            shard_num: number of ranks.
+            step: global step, kept for ``CheckpointManager.restore``.
+            state: numbers and strings for readers without torch, such as metrics.
+            overwrite: supersede a committed checkpoint of this id.
+
+        Returns:
+            The manifest of the committed checkpoint.
+
+        Raises:
+            ValueError: something in the state could not be loaded back; names it, nothing was written.
+            CheckpointExistsError: the id is committed and ``overwrite`` is false.
+            SaveFailedError: a rank failed; nothing was committed.
+        """
+        group = self._groups.get(shard_num) or group_of(shard_id, shard_num)
+        self._groups[shard_num] = group
+        staged = stage(self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state)
+        return saving.save(
+            staged,
+            ckpt_id,
+            storage=self.storage,
+            group=group,
+            sparse_saver=self._sparse_saver,
+            max_keep=self.max_keep,
+            overwrite=overwrite,
+        )
+
+    def load(
+        self,
+        ckpt_path: str | None = None,
+        ckpt_id: str | None = None,
+        load_conf: Mapping[str, Any] | None = None,
+        shard_id: int = 0,
+        direct_path: bool = False,
+    ) -> Manifest:
+        """Load a checkpoint into the model and what is registered.
+
+        Args:
+            ckpt_path: an output dir; None for the own one.
+            ckpt_id: which checkpoint in it; None for the newest.
+            load_conf: what to take, see :mod:`recckpt.load_conf`; None for everything.
+            shard_id: number of this rank, whose dataset positions are taken.
+            direct_path: ``ckpt_path`` is the checkpoint itself, not an output dir.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            LoadConfError: ``load_conf`` asks for something that does not exist.
+            StateMismatchError: the state does not fit the model; nothing has been changed.
+            CorruptCheckpointError: a file is damaged.
+        """
+        selection = parse_load_conf(load_conf)
+        if direct_path:
+            if ckpt_path is None or ckpt_id is not None:
+                raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
+            storage, checkpoint = open_checkpoint(str(ckpt_path))
+        else:
+            storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
+            checkpoint = newest(storage) if ckpt_id is None else locate(storage, ckpt_id)
+        return self.load_checkpoint(storage, checkpoint, selection, shard_id=shard_id)
+
+    def load_by_config(self, conf: Mapping[str, Any], shard_id: int = 0) -> Manifest:
+        """Load what an entry of a model bank says: a ``load_conf`` with a ``path``.
+
+        Args:
+            conf: ``path``, a checkpoint or an output dir (its newest), and the keys of a ``load_conf``. IO state
+                is left out unless ``load`` names it.
+            shard_id: number of this rank.
+
+        Raises:
+            LoadConfError: a key is unknown, or ``path`` is missing.
+        """
+        entry = parse_entry(conf)
+        storage, checkpoint = locate_path(entry.path)
+        return self.load_checkpoint(storage, checkpoint, entry.selection, shard_id=shard_id)
+
+    def load_checkpoint(
+        self,
+        storage: Storage,
+        checkpoint: Checkpoint,
+        selection: Selection,
+        *,
+        shard_id: int = 0,
+        rng: bool = False,
+    ) -> Manifest:
+        """Load a checkpoint that has been located; what ``load`` and ``restore`` come down to."""
+        target = loading.Target(self.model, self.sparse_optim, self._extra, self._io_state, shard_id, world_size())
+        self._loaded_extra = loading.load(
+            checkpoint, target, selection, storage=storage, concurrency=self._concurrency, rng=rng
+        )
+        return checkpoint.manifest
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Return ``value``, or raise ValueError where it is not an int of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1, found {value!r}")
+    return value

@@ -1,0 +1,156 @@
+"""The catalog of a shard: its parts, their batches and checksums (docs/format.md, section 4)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from recckpt import layout
+from recckpt.errors import FormatVersionError
+from recckpt.manifest import Manifest, bucket_range
+from recckpt.strict_json import Fields, parse
+
+FORMAT = "recckpt-catalog"  # part of the format
+VERSION = 1  # part of the format
+MAX_BYTES = 1 << 30  # part of the format
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One record batch: rows of one table, in bucket order.
+
+    Attributes:
+        table: name of the table.
+        rows: number of rows, at least 1.
+        buckets: [begin, end) of its first and last row.
+        xxh3: column name -> checksum of its values.
+    """
+
+    table: str
+    rows: int
+    buckets: tuple[int, int]
+    xxh3: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Arrow file.
+
+    Attributes:
+        file: name in the checkpoint.
+        n_bytes: size of the file.
+        frame: checksum of all bytes that are no column values.
+        tables: the dictionary of its ``table`` column.
+        batches: its record batches, in file order.
+    """
+
+    file: str
+    n_bytes: int
+    frame: int
+    tables: tuple[str, ...]
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All that one shard wrote of its tables."""
+
+    save_id: str
+    shard: int
+    shards: int
+    parts: tuple[Part, ...]
+    buckets: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranges = [batch.buckets for part in self.parts for batch in part.batches]
+        object.__setattr__(
+            self, "buckets", (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
+        )
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows by table, of the tables that have any."""
+        rows: dict[str, int] = {}
+        for part in self.parts:
+            for batch in part.batches:
+                rows[batch.table] = rows.get(batch.table, 0) + batch.rows
+        return rows
+
+
+def encode(catalog: Catalog) -> bytes:
+    """Return the bytes of a catalog file."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": catalog.save_id,
+        "shard": catalog.shard,
+        "shards": catalog.shards,
+    }
+    parts = ",\n".join(_part_json(part) for part in catalog.parts)
+    return f'{json.dumps(head)[:-1]}, "parts": [\n{parts}\n]}}\n'.encode()
+
+
+def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
+    """Return the catalog in ``data``, checked against its manifest.
+
+    Raises:
+        CorruptCheckpointError: not a whole catalog of this shard of this save.
+        FormatVersionError: written by a newer format.
+    """
+    fields = parse(data, path)
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", fields.text("format"), FORMAT)
+    if fields.count("version") > VERSION:
+        raise FormatVersionError(path, found=fields.count("version"), supported=VERSION)
+    expected = (manifest.save_id, shard, len(manifest.shards))
+    found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
+    if found != expected:
+        raise fields.wrong("save_id, shard, shards", str(found), str(expected))
+    return Catalog(*found, tuple(_part(entry, manifest) for entry in fields.objects("parts")))
+
+
+def _part_json(part: Part) -> str:
+    numbers = {name: number for number, name in enumerate(part.tables)}
+    head = {
+        "file": part.file,
+        "bytes": part.n_bytes,
+        "frame": f"{part.frame:016x}",
+        "tables": list(part.tables),
+    }
+    batches = ",\n".join(json.dumps(_batch_json(batch, numbers)) for batch in part.batches)
+    return f'{json.dumps(head)[:-1]}, "batches": [\n{batches}\n]}}'
+
+
+def _batch_json(batch: Batch, numbers: dict[str, int]) -> dict[str, Any]:
+    return {
+        "table": numbers[batch.table],
+        "rows": batch.rows,
+        "buckets": list(batch.buckets),
+        "xxh3": {name: f"{value:016x}" for name, value in batch.xxh3.items()},
+    }
+
+
+def _part(fields: Fields, manifest: Manifest) -> Part:
+    file, n_bytes = layout.checked_name(fields.text("file"), fields.path), fields.count("bytes")
+    listed = manifest.file(file)
+    if listed is None or listed.n_bytes != n_bytes:
+        raise fields.wrong("file", f"{file} of {n_bytes} bytes", "a file that the manifest lists with this size")
+    tables = fields.texts("tables")
+    for table in tables:
+        if manifest.table(table) is None:
+            raise fields.wrong("tables", repr(table), "a table that the manifest lists")
+    batches = tuple(_batch(entry, tables, manifest) for entry in fields.objects("batches"))
+    return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches)
+
+
+def _batch(fields: Fields, tables: list[str], manifest: Manifest) -> Batch:
+    number = fields.count("table")
+    if number >= len(tables):
+        raise fields.wrong("table", str(number), f"less than {len(tables)}")
+    entry = manifest.table(tables[number])
+    checksums = fields.mapping("xxh3").checksums()
+    columns = {"table", "id", *(slot.name for slot in entry.slots)} if entry else set()
+    if checksums.keys() != columns:
+        raise fields.wrong("xxh3", str(sorted(checksums)), str(sorted(columns)))
+    return Batch(tables[number], fields.count("rows", low=1), bucket_range(fields), checksums)

@@ -1,0 +1,258 @@
+"""Arrow and back: schemas, record batches and part files (docs/format.md, section 5)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.sparse.catalog import Batch, Part
+from recckpt.storage import Sink, Storage
+from recckpt.types import SlotSpec
+
+TABLE, ID = "table", "id"  # part of the format
+_DTYPE_KEY = b"recckpt.dtype"  # part of the format
+_ARROW = {
+    "float16": pa.float16(),
+    "bfloat16": pa.uint16(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "int8": pa.int8(),
+    "uint8": pa.uint8(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+}
+_TABLE_TYPE = pa.dictionary(pa.int16(), pa.utf8())
+ID_SPEC = SlotSpec(ID, "int64", ())
+
+
+def slot_field(slot: SlotSpec) -> pa.Field:
+    """Return the Arrow field of a slot."""
+    item = _ARROW[slot.dtype]
+    kind = pa.fixed_shape_tensor(item, slot.shape) if slot.shape else item
+    metadata = {_DTYPE_KEY: b"bfloat16"} if slot.dtype == "bfloat16" else None
+    return pa.field(slot.name, kind, nullable=False, metadata=metadata)
+
+
+def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
+    """Return the schema of a part whose tables have these slots."""
+    head = [pa.field(TABLE, _TABLE_TYPE, nullable=False), pa.field(ID, pa.int64(), nullable=False)]
+    return pa.schema(head + [slot_field(slot) for slot in slots])
+
+
+def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
+    """Wrap the bytes of a column as an Arrow array, without a copy."""
+    item = _ARROW[spec.dtype]
+    values = pa.Array.from_buffers(item, n_rows * math.prod(spec.shape), [None, buffer])
+    if not spec.shape:
+        return values
+    rows = pa.FixedSizeListArray.from_arrays(values, math.prod(spec.shape))
+    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(item, spec.shape), rows)
+
+
+def column_buffer(array: pa.Array) -> pa.Buffer:
+    """Return the bytes of the values of a column, without a copy."""
+    values = array
+    if isinstance(values, pa.ExtensionArray):
+        values = values.storage.flatten()
+    elif isinstance(values, pa.DictionaryArray):
+        values = values.indices
+    item = values.type.bit_width // 8
+    return values.buffers()[1].slice(values.offset * item, len(values) * item)
+
+
+@dataclass(frozen=True)
+class ColumnBytes:
+    """Values of one column of a batch, in memory that the caller may reuse after the write."""
+
+    spec: SlotSpec
+    values: npt.NDArray[np.uint8]
+
+
+class PartWriter:
+    """Writes one part into a sink; :meth:`finish` returns its catalog entry. Not thread-safe."""
+
+    def __init__(self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec]) -> None:
+        self._file, self._tables = file, tuple(tables)
+        self._numbers = {name: number for number, name in enumerate(tables)}
+        self._dictionary = pa.array(self._tables, pa.utf8())
+        self._schema = part_schema(slots)
+        self._framed = _FrameSink(sink)
+        self._batches: list[Batch] = []
+        self._arrow = pa.ipc.new_file(pa.PythonFile(self._framed, "w"), self._schema)
+
+    def write(self, table: str, buckets: tuple[int, int], columns: Sequence[ColumnBytes]) -> None:
+        """Write rows of one table; the first column is the ids, the others are in the order of the slots."""
+        n_rows = len(columns[0].values) // 8
+        numbers = np.full(n_rows, self._numbers[table], np.int16)
+        buffers = {TABLE: pa.py_buffer(numbers), **{c.spec.name: pa.py_buffer(c.values) for c in columns}}
+        xxh3 = {name: xxhash.xxh3_64_intdigest(buffer) for name, buffer in buffers.items()}
+        indices = pa.Array.from_buffers(pa.int16(), n_rows, [None, buffers[TABLE]])
+        arrays = [pa.DictionaryArray.from_arrays(indices, self._dictionary)]
+        arrays += [column_array(column.spec, buffers[column.spec.name], n_rows) for column in columns]
+        self._framed.values = {buffer.address for buffer in buffers.values()}
+        self._arrow.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._framed.values = set()
+        self._batches.append(Batch(table, n_rows, buckets, xxh3))
+
+    def finish(self) -> Part:
+        """Write the footer; the sink is still the caller's to close."""
+        self._arrow.close()
+        frame = self._framed.frame.intdigest()
+        return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches))
+
+
+class _FrameSink:
+    """The file object that Arrow writes to; hashes what no column checksum covers."""
+
+    closed = False
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.frame = xxhash.xxh3_64()
+        self.n_bytes = 0
+        self.values: set[int] = set()  # addresses of the column values that are being written
+
+    def write(self, data: Any) -> int:
+        if not (isinstance(data, pa.Buffer) and data.address in self.values):
+            self.frame.update(data)
+        size = self._sink.write(data)
+        self.n_bytes += size
+        return size
+
+    def tell(self) -> int:
+        return self.n_bytes
+
+    def flush(self) -> None:
+        """Do nothing: the sink is made durable once, when it closes."""
+
+    def close(self) -> None:
+        """Do nothing: the sink belongs to the caller."""
+
+
+class PartReader:
+    """Reads one part and checks every byte that it gives out against the catalog. Not thread-safe.
+
+    Args:
+        storage: where the checkpoint lies.
+        directory: the checkpoint's directory in it.
+        part: catalog entry of the file.
+        slots: the slots that its tables have, by the manifest.
+        columns: names of the slots to read, None for all; the ids are always read.
+
+    Raises:
+        CorruptCheckpointError: the file is missing, of another size, not Arrow, or of another schema.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        part: Part,
+        slots: Sequence[SlotSpec],
+        columns: Iterable[str] | None = None,
+    ) -> None:
+        self.path, self._part = f"{directory}/{part.file}", part
+        wanted = None if columns is None else set(columns)
+        self._specs = {spec.name: spec for spec in slots if wanted is None or spec.name in wanted}
+        try:
+            mapped = storage.map(self.path)
+            found = len(mapped) if mapped is not None else storage.size(self.path)
+        except FileNotFoundError as error:
+            raise self._corrupt("", "no such file", f"{part.n_bytes} bytes") from error
+        if found != part.n_bytes:
+            raise self._corrupt("its size", f"{found} bytes", f"{part.n_bytes} bytes")
+        self.mapped = mapped
+        source = pa.BufferReader(mapped) if mapped is not None else pa.PythonFile(storage.open(self.path), "r")
+        self._arrow = self._opened(source, slots)
+
+    def read(self, number: int) -> Mapping[str, pa.Array]:
+        """Return id and slots of a batch, each checked: name -> Arrow array."""
+        batch = self._part.batches[number]
+        where = f"batch {number} (table {batch.table!r})"
+        try:
+            found = self._arrow.get_batch(number)
+            found.validate()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._corrupt(where, f"invalid Arrow ({error})", "a record batch") from error
+        if found.num_rows != batch.rows:
+            raise self._corrupt(where, f"{found.num_rows} rows", f"{batch.rows} rows")
+        arrays = {}
+        for name in (ID, *self._specs):
+            array = found.column(name)
+            if array.null_count:
+                raise self._corrupt(f"{where}, column {name!r}", f"{array.null_count} nulls", "no nulls")
+            self._check(f"{where}, column {name!r}", column_buffer(array), batch.xxh3[name])
+            arrays[name] = array
+        return arrays
+
+    def read_all(self) -> Iterator[Mapping[str, pa.Array]]:
+        """Yield all batches."""
+        for number in range(len(self._part.batches)):
+            yield self.read(number)
+
+    def check_frame(self) -> None:
+        """Check the bytes that are no column values, so that every byte of the file has been looked at.
+
+        Needs all columns and a file that lies in memory.
+        """
+        frame, done = xxhash.xxh3_64(), 0
+        whole = pa.py_buffer(self.mapped)
+        for number, batch in enumerate(self._part.batches):
+            found = self._arrow.get_batch(number)
+            for name in found.schema.names:
+                values = column_buffer(found.column(name))
+                if name == TABLE:
+                    self._check(f"batch {number}, column 'table'", values, batch.xxh3[TABLE])
+                begin = values.address - whole.address
+                if not done <= begin <= begin + values.size <= whole.size:
+                    raise self._corrupt(f"batch {number}, column {name!r}", "values out of order", "file order")
+                frame.update(whole.slice(done, begin - done))
+                done = begin + values.size
+        frame.update(whole.slice(done))
+        if frame.intdigest() != self._part.frame:
+            raise self._corrupt("its frame", f"{frame.intdigest():016x}", f"{self._part.frame:016x}")
+
+    def _opened(self, source: Any, slots: Sequence[SlotSpec]) -> Any:
+        try:
+            reader = pa.ipc.open_file(source)
+            self._check_schema(reader.schema, slots)
+            if reader.num_record_batches != len(self._part.batches):
+                count, expected = reader.num_record_batches, len(self._part.batches)
+                raise self._corrupt("", f"{count} batches", f"{expected} batches")
+            names = [TABLE, ID, *self._specs]
+            if len(names) < len(reader.schema):
+                included = [reader.schema.get_field_index(name) for name in names]
+                options = pa.ipc.IpcReadOptions(included_fields=included)
+                source.seek(0)
+                reader = pa.ipc.open_file(source, options=options)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._corrupt("", f"no Arrow file ({error})", "an Arrow IPC file") from error
+        return reader
+
+    def _check_schema(self, found: pa.Schema, slots: Sequence[SlotSpec]) -> None:
+        expected = part_schema(slots)
+        if sorted(found.names) != sorted(expected.names):
+            raise self._corrupt("its columns", str(found.names), str(expected.names))
+        for field in expected:
+            other = found.field(field.name)
+            if other.type != field.type or (other.metadata or {}).get(_DTYPE_KEY) != (field.metadata or {}).get(
+                _DTYPE_KEY
+            ):
+                raise self._corrupt(f"column {field.name!r}", str(other.type), str(field.type))
+
+    def _check(self, where: str, values: pa.Buffer, expected: int) -> None:
+        found = xxhash.xxh3_64_intdigest(values)
+        if found != expected:
+            raise self._corrupt(where, f"checksum {found:016x}", f"{expected:016x}")
+
+    def _corrupt(self, where: str, found: str, expected: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(self.path, where, found=found, expected=expected)

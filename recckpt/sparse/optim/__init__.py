@@ -1,0 +1,15 @@
+"""Optimizers of hashtables: they touch the rows that had a gradient and keep their moments as slots."""
+
+from recckpt.sparse.optim.adagrad import SparseAdagrad, SparseRowWiseAdagrad
+from recckpt.sparse.optim.adam import SparseAdam, SparseAdamW
+from recckpt.sparse.optim.optimizer import SparseOptimizer
+from recckpt.sparse.optim.sgd import SparseSGD
+
+__all__ = [
+    "SparseOptimizer",
+    "SparseSGD",
+    "SparseAdagrad",
+    "SparseRowWiseAdagrad",
+    "SparseAdam",
+    "SparseAdamW",
+]

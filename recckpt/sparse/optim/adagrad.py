@@ -1,0 +1,95 @@
+"""Adagrad, with one sum a value or one a row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recckpt.sparse.optim.groups import Group, check_number
+from recckpt.sparse.optim.optimizer import SparseOptimizer, Tables, slot_dtype
+from recckpt.sparse.table import HashTable
+
+
+class SparseAdagrad(SparseOptimizer):
+    """Adagrad, by the rule of ``torch.optim.Adagrad`` on sparse gradients.
+
+    ``sum += grads ** 2; weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) + eps)``, with
+    ``sum`` in the slot ``sparse_adagrad_sum``.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+        lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
+        eps: keeps the divisor from 0.
+        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+    """
+
+    slot_names = ("sparse_adagrad_sum",)
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        eps: float = 1e-10,
+        initial_accumulator_value: float = 0.0,
+    ) -> None:
+        super().__init__(
+            tables,
+            {
+                "lr": lr,
+                "lr_decay": lr_decay,
+                "eps": eps,
+                "initial_accumulator_value": initial_accumulator_value,
+            },
+        )
+
+    def _check(self, group: Group) -> None:
+        for name in ("lr", "lr_decay", "eps", "initial_accumulator_value"):
+            check_number(group, name)
+
+    def _add_slots(self, table: HashTable, group: Group) -> None:
+        initial = group["initial_accumulator_value"]
+        table.add_slot(self.slot_names[0], table.embedding_shape, slot_dtype(table), initial)
+
+    def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        lr = group["lr"] / (1 + (step - 1) * group["lr_decay"])
+        sums = slots[0].addcmul_(grads, grads)
+        weights.addcdiv_(grads, sums.sqrt().add_(group["eps"]), value=-lr)
+
+
+class SparseRowWiseAdagrad(SparseOptimizer):
+    """Adagrad with one sum a row, by the rule of FBGEMM (``OptimType.EXACT_ROWWISE_ADAGRAD``).
+
+    ``sum += mean(grads ** 2)`` over the row, ``weights -= lr * grads / (sqrt(sum) + eps)``, with ``sum`` in
+    the scalar slot ``sparse_rowwise_adagrad_sum``.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+        eps: keeps the divisor from 0.
+        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+    """
+
+    slot_names = ("sparse_rowwise_adagrad_sum",)
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-8,
+        initial_accumulator_value: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
+        super().__init__(tables, defaults)
+
+    def _check(self, group: Group) -> None:
+        for name in ("lr", "eps", "initial_accumulator_value"):
+            check_number(group, name)
+
+    def _add_slots(self, table: HashTable, group: Group) -> None:
+        table.add_slot(self.slot_names[0], (), slot_dtype(table), group["initial_accumulator_value"])
+
+    def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        sums = slots[0].add_(grads.flatten(1).square().mean(1))
+        scale = (sums.sqrt() + group["eps"]).reciprocal_().mul_(-group["lr"])
+        weights.add_(grads * scale.view(-1, *[1] * (grads.dim() - 1)))

@@ -1,0 +1,95 @@
+"""Parameter groups of tables, and how a saved set of them is matched with the live one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from recckpt.errors import StateMismatchError
+
+Group = dict[str, Any]
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with scalar tensors and numpy scalars as the Python numbers that checkpoints hold."""
+    if isinstance(value, (Tensor, np.generic)):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
+    return value
+
+
+def options(group: Mapping[str, Any], *without: str) -> Group:
+    """Return the entries of a group in plain values, less the tensors and those named in ``without``."""
+    return {key: plain(value) for key, value in group.items() if key != "params" and key not in without}
+
+
+def check_number(group: Group, name: str, low: float = 0.0, below: float = float("inf")) -> None:
+    """Raise ValueError unless the hyper-parameter ``name`` lies in [low, below)."""
+    value = group[name]
+    if not isinstance(value, (int, float)) or not low <= value < below:
+        raise ValueError(f"found {name}={value!r}, expected a number of [{low}, {below})")
+
+
+def check_betas(group: Group) -> None:
+    """Raise ValueError unless ``betas`` are two numbers of [0, 1)."""
+    betas = group["betas"]
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise ValueError(f"found betas={betas!r}, expected two numbers of [0, 1)")
+    for number, beta in enumerate(betas):
+        check_number({f"betas[{number}]": beta}, f"betas[{number}]", below=1.0)
+
+
+def match(saved: Mapping[str, Any], live: Sequence[Group], slots: Sequence[str], keys: Iterable[str]) -> list[Group]:
+    """Return the saved groups in the order of the live ones, and their tables likewise.
+
+    Args:
+        saved: a ``state_dict()`` of a sparse optimizer.
+        live: the groups of the optimizer that is to take it over.
+        slots: its slot names.
+        keys: hyper-parameters that every group has.
+
+    Raises:
+        StateMismatchError: they are of different tables, rules or groups.
+    """
+    if not _is_well_formed(saved):
+        raise StateMismatchError(
+            "the state dict", remedy="it is not one of a recckpt sparse optimizer: save and load the same one"
+        )
+    saved_groups = {frozenset(group["tables"]): group for group in saved["param_groups"]}
+    have, need = frozenset().union(*saved_groups), [name for group in live for name in group["tables"]]
+    mismatched: dict[str, tuple[object, object]] = {}
+    if list(saved["slots"]) != list(slots):
+        mismatched["slots"] = (saved["slots"], list(slots))
+    matched = []
+    for number, group in enumerate(live):
+        found = saved_groups.get(frozenset(group["tables"]), {})
+        if have == set(need) and not found:
+            others = [sorted(tables) for tables in saved_groups if tables & set(group["tables"])]
+            mismatched[f"tables of group {number}"] = (others, group["tables"])
+        elif found and not set(keys) <= set(found):
+            mismatched[f"hyper-parameters of group {number}"] = (sorted(found), sorted(keys))
+        matched.append({**options(group), **found, "tables": group["tables"]})
+    missing, unexpected = sorted(set(need) - have), sorted((have | set(saved["state"])) - set(need))
+    if missing or unexpected or mismatched:
+        raise StateMismatchError(
+            "the state of the sparse optimizer", missing=missing, unexpected=unexpected, mismatched=mismatched
+        )
+    return matched
+
+
+def _is_well_formed(saved: Any) -> bool:
+    return (
+        isinstance(saved, Mapping)
+        and {"slots", "state", "param_groups"} <= set(saved)
+        and all(isinstance(group, Mapping) and "tables" in group for group in saved["param_groups"])
+        and isinstance(saved["state"], Mapping)
+        and all(_is_step(state) for state in saved["state"].values())
+    )
+
+
+def _is_step(state: Any) -> bool:
+    return isinstance(state, Mapping) and type(state.get("step")) is int and state["step"] >= 0

@@ -1,0 +1,171 @@
+"""What the sparse optimizers have in common: tables in place of parameters, slots in place of state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recckpt.sparse.optim.groups import Group, match, options
+from recckpt.sparse.table import HashTable
+from recckpt.types import EMBEDDING
+
+Int64s = npt.NDArray[np.int64]
+Tables = Mapping[str, HashTable] | Iterable[HashTable] | Iterable[Group]
+
+
+class SparseOptimizer(Optimizer):
+    """A ``torch.optim.Optimizer`` over tables: a rule for the rows that had a gradient.
+
+    Learning-rate schedulers, parameter groups and gradient accumulation work as with any optimizer. A table
+    is known by its own ``name``. What grows with the rows lies in slots of the tables and is saved with
+    them; ``state_dict()`` holds the step of each table and the hyper-parameters, all of them plain scalars.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        defaults: the hyper-parameters of groups that do not name their own.
+
+    Attributes:
+        slot_names: the slots of every table that belong to this optimizer.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tables: Tables, defaults: Group) -> None:
+        self._tables: dict[str, HashTable] = {}
+        given = _as_list(tables)
+        if not given:
+            raise ValueError("a sparse optimizer needs a table, found none")
+        super().__init__(given if isinstance(given[0], dict) else [{"tables": given}], options(defaults))
+
+    @property
+    def tables(self) -> dict[str, HashTable]:
+        """The tables by name."""
+        return dict(self._tables)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add tables with hyper-parameters of their own: ``{"tables": ..., "lr": ...}``.
+
+        Raises:
+            TypeError: there is something else than tables.
+            ValueError: a table is here already, or of integers; a hyper-parameter is out of range.
+        """
+        if not isinstance(param_group, dict) or "tables" not in param_group:
+            raise TypeError(f"a group is a dict with the key 'tables', found {param_group!r}")
+        tables = _as_list(param_group["tables"])
+        self._check_tables(tables)
+        group = {**self.defaults, **options(param_group, "tables")}
+        self._check(group)
+        for table in tables:
+            self._add_slots(table, group)
+            self._tables[table.name] = table
+        # torch keeps its books by tensor: an empty one stands for each table
+        proxies, names = [torch.empty(0) for _ in tables], [table.name for table in tables]
+        super().add_param_group({**group, "params": proxies, "tables": names})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the backward passes so far."""
+        for table in self._tables.values():
+            table.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the rows that had a gradient since the last step.
+
+        Args:
+            closure: computes the loss again, with its backward pass, and returns it.
+
+        Returns:
+            What ``closure`` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for name, proxy in zip(group["tables"], group["params"], strict=True):
+                taken = self._tables[name].take_gradients()
+                if taken is not None:
+                    state = self.state[proxy]
+                    state["step"] = state.get("step", 0) + 1
+                    self._update_rows(self._tables[name], *taken, state["step"], options(group))
+        return loss
+
+    def _update_rows(self, table: HashTable, rows: Int64s, grads: Tensor, step: int, group: Group) -> None:
+        columns = table.store.columns
+        weights = columns[EMBEDDING].gather(rows).to(grads.dtype)  # float32 at least, as the gradients
+        slots = [columns[name].gather(rows) for name in self.slot_names]
+        self._update(weights, grads, slots, step, group)
+        table.store.write(rows, {EMBEDDING: weights, **dict(zip(self.slot_names, slots, strict=True))})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps by table name and the groups, in plain scalars; the rest lies in the tables."""
+        packed = super().state_dict()
+        names = [name for group in packed["param_groups"] for name in group["tables"]]
+        return {
+            "slots": list(self.slot_names),
+            "state": {names[index]: dict(state) for index, state in packed["state"].items()},
+            "param_groups": [options(group) for group in packed["param_groups"]],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the steps and hyper-parameters of a ``state_dict()`` over the same tables, in any order.
+
+        Raises:
+            StateMismatchError: it is of other tables, another rule or other groups. Nothing has been
+                changed then.
+        """
+        groups = match(state_dict, self.param_groups, self.slot_names, self.defaults)
+        for group in groups:
+            self._check(group)
+        names = [name for group in groups for name in group["tables"]]
+        number = {name: i for i, name in enumerate(names)}
+        super().load_state_dict(
+            {
+                "state": {number[name]: dict(state) for name, state in state_dict["state"].items()},
+                "param_groups": [{**group, "params": [number[name] for name in group["tables"]]} for group in groups],
+            }
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_tables": self._tables}
+
+    def _check_tables(self, tables: list[Any]) -> None:
+        seen = dict(self._tables)
+        for table in tables:
+            if not isinstance(table, HashTable):
+                raise TypeError(f"a sparse optimizer takes recckpt.HashTable, found {table!r}")
+            if not table.dtype.is_floating_point:
+                raise ValueError(f"table {table.name!r} of {table.dtype} has no gradients: leave it out")
+            if table.name in seen:
+                raise ValueError(f"table {table.name!r} is here twice: name every table once")
+            seen[table.name] = table
+
+    def _add_slots(self, table: HashTable, group: Group) -> None:
+        """Declare the slots of this optimizer, by default of the shape of an embedding and from zero on."""
+        for name in self.slot_names:
+            table.add_slot(name, table.embedding_shape, slot_dtype(table))
+
+    def _check(self, group: Group) -> None:
+        """Raise ValueError where a hyper-parameter is out of range."""
+        raise NotImplementedError
+
+    def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        """Apply the rule in place to the rows of one table; all tensors have one row an id."""
+        raise NotImplementedError
+
+
+def slot_dtype(table: HashTable) -> torch.dtype:
+    """Return the dtype of moments and arithmetic: float32, or float64 for a table of it."""
+    return torch.promote_types(table.dtype, torch.float32)
+
+
+def _as_list(tables: Any) -> list[Any]:
+    if isinstance(tables, HashTable):
+        return [tables]
+    return list(tables.values() if isinstance(tables, Mapping) else tables)

@@ -1,0 +1,32 @@
+"""Where checkpoints lie: one seam for all kinds of storage (the only place that knows fsspec)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recckpt.storage.base import HashingSink, Sink, Storage
+from recckpt.storage.local import LocalStorage
+from recckpt.storage.objects import ObjectStorage
+
+__all__ = ["HashingSink", "Sink", "Storage", "open_parent", "open_storage"]
+
+
+def open_storage(url: str) -> Storage:
+    """Return the storage at a local path or any fsspec URL.
+
+    Raises:
+        ValueError: the URL is empty or its protocol is unknown to fsspec; the message names what to install.
+    """
+    if not isinstance(url, str) or not url:
+        raise ValueError(f"an output dir is a path or URL, found {url!r}")
+    if "://" not in url or url.startswith(("file://", "local://")):
+        return LocalStorage(url.split("://", 1)[-1])
+    return ObjectStorage(url)
+
+
+def open_parent(path: str) -> tuple[Storage, str]:
+    """Return the storage around a directory or URL, and its name in it."""
+    if "://" not in path:
+        path = str(Path(path).expanduser().absolute())
+    parent, _, name = path.rstrip("/").rpartition("/")
+    return open_storage(parent if parent and not parent.endswith("/") else f"{parent}/"), name

@@ -1,0 +1,133 @@
+"""What every storage promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import xxhash
+
+
+class Sink(ABC):
+    """A file that is being written for the first time; as a context manager it is published or gone.
+
+    Leaving the ``with`` block well makes the file durable under its name. An exception in it, or from
+    ``close``, leaves no file.
+    """
+
+    n_bytes: int = 0
+
+    @abstractmethod
+    def write(self, data: Any) -> int:
+        """Write all of a bytes-like object and return its size."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the file durable and publish it."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop the file; raises nothing."""
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.discard()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.discard()
+            raise
+
+
+class HashingSink:
+    """A file object over a sink that takes the checksum of all that passes."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._hash = sink, xxhash.xxh3_64()
+
+    @property
+    def xxh3(self) -> int:
+        """Checksum of the bytes so far."""
+        return self._hash.intdigest()
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        self._hash.update(data)
+        return self._sink.write(data)
+
+    def flush(self) -> None:
+        """Do nothing: a sink is made durable once, when it closes."""
+
+
+class Storage(ABC):
+    """A tree of files below one root. Names are relative, with ``/``; OSErrors pass through with the path.
+
+    Files appear whole or not at all and are never overwritten, but for ``replace``. Thread-safe.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the root where it can be made, and raise OSError where files cannot be written to it."""
+
+    @abstractmethod
+    def make_dir(self, name: str) -> None:
+        """Make a directory that nobody else has made; FileExistsError where something has that name."""
+
+    @abstractmethod
+    def create(self, name: str) -> Sink:
+        """Open a new file; FileExistsError where one has that name."""
+
+    @abstractmethod
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        """Write a small file in one atomic step; FileExistsError where one has that name."""
+
+    @abstractmethod
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small file in one atomic step, over an older one."""
+
+    @abstractmethod
+    def sync_dir(self, name: str) -> None:
+        """Make the entries of a directory durable."""
+
+    @abstractmethod
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for seeking and reading; FileNotFoundError where there is none."""
+
+    @abstractmethod
+    def map(self, name: str) -> memoryview | None:
+        """Return a file's bytes as a memory map, None where this storage has no such thing."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Return the bytes of a file; FileNotFoundError where there is none or it leads out of the root."""
+
+    @abstractmethod
+    def list_dirs(self) -> list[str]:
+        """Return the names of the directories in the root."""
+
+    @abstractmethod
+    def list_files(self, directory: str) -> list[str]:
+        """Return the names of all files below a directory, relative to it; [] where there is none."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is gone already is no error."""
+
+    @abstractmethod
+    def remove_empty_dirs(self, name: str) -> None:
+        """Remove a directory and those below it; OSError where files are left in it."""
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` of a file, from its start."""
+        with self.open(name) as file:
+            return file.read(max_bytes)

@@ -1,0 +1,160 @@
+"""Local and mounted file systems: exclusive creation, fsync of files and directories, links as the commit."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from recckpt.storage.base import Sink, Storage
+
+
+class LocalStorage(Storage):
+    """Files below a directory. Follows "POSIX" of the commit protocol; needs hard links."""
+
+    def __init__(self, path: str) -> None:
+        self._root = Path(path).expanduser().absolute()
+        super().__init__(str(self._root))
+
+    def prepare(self) -> None:
+        """Make the root and check that files can be written to it."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        probe = f".probe-{secrets.token_hex(8)}.tmp"
+        try:
+            self.put_if_absent(probe, b"")
+        finally:
+            self.remove(probe)
+
+    def make_dir(self, name: str) -> None:
+        """Make a directory exclusively; its parent's entry is durable afterwards."""
+        path = self._root / name
+        path.mkdir()
+        _sync_dir(path.parent)
+
+    def create(self, name: str) -> Sink:
+        """Open a new file, making the directory it is in."""
+        path = self._root / name
+        if not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _sync_dir(path.parent.parent)
+        return _LocalSink(path)
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        """Link a finished, synced file to its name, which fails where the name is taken."""
+        path = self._root / name
+        temporary = _write_beside(path, data)
+        try:
+            os.link(temporary, path)
+        finally:
+            temporary.unlink()
+        _sync_dir(path.parent)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Rename a finished, synced file over its name."""
+        path = self._root / name
+        temporary = _write_beside(path, data)
+        try:
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_dir(path.parent)
+
+    def sync_dir(self, name: str) -> None:
+        """Fsync a directory."""
+        _sync_dir(self._root / name)
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file inside the root."""
+        return self._inside(name).open("rb")
+
+    def map(self, name: str) -> memoryview | None:
+        """Map a file; an empty one is b""."""
+        with self.open(name) as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file inside the root."""
+        return self._inside(name).stat().st_size
+
+    def list_dirs(self) -> list[str]:
+        """Return the directories of the root that are no links."""
+        if not self._root.is_dir():
+            return []
+        return [entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]
+
+    def list_files(self, directory: str) -> list[str]:
+        """Return all files below a directory; links are listed, never followed."""
+        top = self._root / directory
+        found = [Path(base, name) for base, _, names in os.walk(top, followlinks=False) for name in names]
+        links = [Path(base, d) for base, dirs, _ in os.walk(top) for d in dirs if Path(base, d).is_symlink()]
+        return sorted(path.relative_to(top).as_posix() for path in found + links)
+
+    def remove(self, name: str) -> None:
+        """Unlink a name; what a link points to stays."""
+        (self._root / name).unlink(missing_ok=True)
+
+    def remove_empty_dirs(self, name: str) -> None:
+        """Remove a tree of empty directories."""
+        for base, _, _ in os.walk(self._root / name, topdown=False, followlinks=False):
+            Path(base).rmdir()
+
+    def _inside(self, name: str) -> Path:
+        """Return the path of a file; one that a link leads out of its checkpoint is not found."""
+        path = self._root / name
+        if not path.resolve().is_relative_to((self._root / name.split("/", maxsplit=1)[0]).resolve()):
+            raise FileNotFoundError(f"{path} is a link that leads out of its directory; it is not followed")
+        return path
+
+
+class _LocalSink(Sink):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        total = len(view)
+        while view:  # a write may be short
+            view = view[os.write(self._fd, view) :]
+        self.n_bytes += total
+        return total
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        try:
+            os.fsync(fd)  # once: after a failure the kernel reports the lost pages as clean
+            size = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        if size != self.n_bytes:
+            raise OSError(f"{self._path}: found {size} bytes after writing {self.n_bytes}; the disk may be full")
+
+    def discard(self) -> None:
+        fd, self._fd = self._fd, -1
+        try:
+            if fd >= 0:
+                os.close(fd)
+            self._path.unlink()
+        except OSError:
+            pass  # the error that led here is the one to report; the leftover has no manifest
+
+
+def _write_beside(path: Path, data: bytes) -> Path:
+    """Write a synced temporary file in the directory of ``path``."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    with _LocalSink(temporary) as sink:
+        sink.write(data)
+    return temporary
+
+
+def _sync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

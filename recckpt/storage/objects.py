@@ -1,0 +1,119 @@
+"""Everything that fsspec reaches: one object a file, no directories, no renames, nothing published on an error."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, BinaryIO, cast
+
+import fsspec
+
+from recckpt.storage.base import Sink, Storage
+
+
+class ObjectStorage(Storage):
+    """Objects below a URL. Follows "Object stores" of the commit protocol."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url.rstrip("/"))
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as error:
+            raise ValueError(f"{url}: {error}; install the extra for it, such as recckpt[s3]") from error
+
+    def prepare(self) -> None:
+        """Check that objects can be written."""
+        probe = f"{self._root}/.probe"
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(probe, b"")
+        self._fs.rm_file(probe)
+
+    def make_dir(self, name: str) -> None:
+        """Refuse a prefix under which there are objects; stores have no directories to make."""
+        if self.list_files(name):
+            raise FileExistsError(f"{self.url}/{name} exists already")
+
+    def create(self, name: str) -> Sink:
+        """Open an upload that is published when it closes."""
+        if self._fs.exists(self._path(name)):
+            raise FileExistsError(f"{self.url}/{name} exists already")
+        return _ObjectSink(self._fs, self._path(name))
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        """Put one small object; who wins a race is decided by reading it back."""
+        path = self._path(name)
+        try:
+            self._fs.pipe_file(path, data, mode="create")
+        except FileExistsError:
+            if self._fs.cat_file(path) != data:
+                raise
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Put one small object."""
+        self._fs.pipe_file(self._path(name), data)
+
+    def sync_dir(self, name: str) -> None:
+        """Do nothing: a published object is durable."""
+
+    def open(self, name: str) -> BinaryIO:
+        """Open an object for ranged reads."""
+        return cast(BinaryIO, self._fs.open(self._path(name), "rb"))
+
+    def map(self, name: str) -> memoryview | None:
+        """Return None: there is no memory to map."""
+        return None
+
+    def size(self, name: str) -> int:
+        """Return the bytes of an object."""
+        return int(self._fs.info(self._path(name))["size"])
+
+    def list_dirs(self) -> list[str]:
+        """Return the first segments of the names below the root."""
+        try:
+            entries = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return [str(e["name"]).rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "directory"]
+
+    def list_files(self, directory: str) -> list[str]:
+        """Return the names of all objects below a prefix."""
+        top = self._path(directory)
+        prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
+        return sorted(str(path)[prefix:] for path in self._fs.find(top))
+
+    def remove(self, name: str) -> None:
+        """Delete an object."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def remove_empty_dirs(self, name: str) -> None:
+        """Remove what some backends keep as directory entries."""
+        left = self.list_files(name)
+        if left:
+            raise OSError(f"{self.url}/{name} still holds {left[0]}")
+        if self._fs.isdir(self._path(name)):
+            self._fs.rm(self._path(name), recursive=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+
+class _ObjectSink(Sink):
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+        self._file = fs.open(path, "wb", autocommit=False)
+
+    def write(self, data: Any) -> int:
+        size = int(self._file.write(memoryview(data).cast("B")))
+        self.n_bytes += size
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        self._file.commit()
+
+    def discard(self) -> None:
+        try:
+            self._file.discard()
+            self._fs.rm_file(self._path)  # some backends, memory:// among them, publish when they open
+        except Exception:
+            pass  # the error that led here is the one to report; the leftover has no manifest

@@ -1,0 +1,144 @@
+"""JSON from files that nobody vouches for: parsed strictly, and taken apart field by field."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar, cast
+
+from recckpt.errors import CorruptCheckpointError
+
+MAX_DEPTH = 16  # part of the format
+_HEX = re.compile(r"[0-9a-f]+")
+_T = TypeVar("_T")
+
+
+def parse(data: bytes, path: str) -> Fields:
+    """Return the JSON object in ``data``.
+
+    Raises:
+        CorruptCheckpointError: not UTF-8, not JSON, not an object, NaN, a duplicate key, or nested too deep.
+    """
+    try:
+        text = data.decode("utf-8")
+        _check_depth(text)
+        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(path, "", found=f"invalid JSON ({error})", expected="a JSON object") from error
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(path, "", found=type(value).__name__, expected="a JSON object")
+    return Fields(value, path, "")
+
+
+class Fields:
+    """A JSON object whose fields are read with their type; what does not fit is a corrupt file."""
+
+    def __init__(self, values: dict[str, Any], path: str, where: str) -> None:
+        self._values, self.path, self._where = values, path, where
+
+    def text(self, key: str) -> str:
+        """Return a string field."""
+        return self._get(key, str)
+
+    def maybe_text(self, key: str) -> str | None:
+        """Return a string field, None where it is absent."""
+        return self._get(key, str) if key in self._values else None
+
+    def checksum(self, key: str) -> int:
+        """Return the value of a field of 16 hex digits."""
+        text = self.text(key)
+        if len(text) != 16 or not _HEX.fullmatch(text):
+            raise self.wrong(key, repr(text), "16 hex digits")
+        return int(text, 16)
+
+    def flag(self, key: str) -> bool:
+        """Return a bool field."""
+        return self._get(key, bool)
+
+    def count(self, key: str, low: int = 0) -> int:
+        """Return an int field of at least ``low`` that fits 63 bits."""
+        return self._int(key, self._get(key, int), low)
+
+    def maybe_count(self, key: str) -> int | None:
+        """Return an int field that may be null."""
+        return None if self._values.get(key) is None else self.count(key)
+
+    def counts(self, key: str, low: int = 0) -> tuple[int, ...]:
+        """Return a field that is a list of ints."""
+        return tuple(self._int(f"{key}[{i}]", value, low) for i, value in enumerate(self._get(key, list)))
+
+    def texts(self, key: str) -> list[str]:
+        """Return a field that is a list of strings."""
+        values = self._get(key, list)
+        for i, value in enumerate(values):
+            if not isinstance(value, str):
+                raise self.wrong(f"{key}[{i}]", repr(value), "a string")
+        return cast(list[str], values)
+
+    def mapping(self, key: str) -> Fields:
+        """Return a field that is an object."""
+        return Fields(self._get(key, dict), self.path, self._place(key))
+
+    def objects(self, key: str) -> list[Fields]:
+        """Return a field that is a list of objects."""
+        values = self._get(key, list)
+        for i, value in enumerate(values):
+            if not isinstance(value, dict):
+                raise self.wrong(f"{key}[{i}]", type(value).__name__, "an object")
+        return [Fields(value, self.path, self._place(f"{key}[{i}]")) for i, value in enumerate(values)]
+
+    def checksums(self) -> dict[str, int]:
+        """Return an object all of whose fields are checksums."""
+        return {key: self.checksum(key) for key in self._values}
+
+    def scalars(self, key: str) -> dict[str, Any]:
+        """Return a field that is an object of numbers, strings, bools and nulls."""
+        values = self._get(key, dict)
+        for name, value in values.items():
+            if not isinstance(value, str | int | float | bool | None):
+                raise self.wrong(f"{key}.{name}", type(value).__name__, "a number, string, bool or null")
+        return values
+
+    def has(self, key: str) -> bool:
+        """Say whether a field is there and not null."""
+        return self._values.get(key) is not None
+
+    def wrong(self, key: str, found: str, expected: str) -> CorruptCheckpointError:
+        """Return the error for a field that does not fit."""
+        return CorruptCheckpointError(self.path, self._place(key), found=found[:200], expected=expected)
+
+    def _get(self, key: str, kind: type[_T]) -> _T:
+        value = self._values.get(key)
+        if type(value) is not kind:
+            found = "no such field" if key not in self._values else repr(value)
+            raise self.wrong(key, found, f"a field of type {kind.__name__}")
+        return value
+
+    def _int(self, key: str, value: Any, low: int) -> int:
+        if type(value) is not int or not low <= value < 2**63:
+            raise self.wrong(key, repr(value), f"an int of at least {low}")
+        return value
+
+    def _place(self, key: str) -> str:
+        return f"{self._where}.{key}" if self._where else key
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_depth(text: str) -> None:
+    """Refuse deep nesting before the parser recurses into it."""
+    depth = 0
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
