@@ -65,8 +65,11 @@ def commit(storage: Storage, directory: str, record: Manifest) -> None:
     """Make a checkpoint visible; from here on it is the newest, even if this call then fails.
 
     Raises:
+        CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
         OSError: a file has not the size that was written, or the manifest could not be made durable.
     """
+    path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
+    manifest.decode(data, path)  # what no reader would take must not count
     for file in record.files:
         name = layout.join(directory, file.name)
         size = storage.size(name)
@@ -74,7 +77,7 @@ def commit(storage: Storage, directory: str, record: Manifest) -> None:
             raise OSError(f"{storage.url}/{name}: found {size} bytes, {file.n_bytes} were written; check the storage")
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))
-    storage.put_if_absent(layout.join(directory, layout.MANIFEST), manifest.encode(record))
+    storage.put_if_absent(path, data)
     storage.sync_dir("")
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from recckpt.errors import RecckptError
 
 DEFAULT_TIMEOUT_SEC = 1800.0
+_T = TypeVar("_T")
 
 
 class Group(Protocol):
@@ -86,6 +90,39 @@ def group_of(shard_id: int, shard_num: int) -> Group:
             f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {found[0]} of {found[1]}"
         )
     return ProcessGroup()
+
+
+def together(group: Group, work: Callable[[], _T], failed: Callable[[int, str], RecckptError]) -> list[_T]:
+    """Do work on every rank and return all results, in order of rank. Collective.
+
+    Args:
+        group: the ranks.
+        work: what each of them does.
+        failed: makes the error that all ranks raise where one had an error that is not ours: (rank, text) -> error.
+
+    Raises:
+        RecckptError: work failed on a rank; all raise the failure of the first.
+    """
+    result: _T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    outcomes = group.all_gather((result, _sendable(failure)))
+    for rank, (_, reason) in enumerate(outcomes):
+        if isinstance(reason, RecckptError):
+            raise failure if failure is not None and rank == group.rank else reason
+        if reason is not None:
+            raise failed(rank, reason) from (failure if rank == group.rank else None)
+    return [result for result, _ in outcomes]
+
+
+def _sendable(failure: Exception | None) -> RecckptError | str | None:
+    """Return what other ranks are told of an error: ours as they are, others by their text."""
+    if failure is None or isinstance(failure, RecckptError):
+        return failure
+    return f"{type(failure).__name__}: {failure}"
 
 
 def world_size() -> int:

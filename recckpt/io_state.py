@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
 from recckpt.dense.portable import portable
+from recckpt.errors import StateMismatchError
+
+log = logging.getLogger("recckpt")
 
 SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
 
@@ -65,16 +71,42 @@ class Registry:
         """
         return {name: portable(f"{self._what} {name!r}", self._state(obj)) for name, obj in self._objects.items()}
 
-    def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Give back the states of the objects that have one, and return the names of those that have none."""
-        for name, obj in self._objects.items():
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Give back the states of the objects that have one, and log a warning for those that have none.
+
+        Raises:
+            StateMismatchError: an object refused its state; names it.
+        """
+        for name in self._objects:
             if name in states:
-                pair = self._pair(obj)
-                if pair is None:
-                    self._objects[name] = states[name]
-                else:
-                    getattr(obj, pair[1])(states[name])
-        return [name for name in self._objects if name not in states]
+                self._give(name, states[name])
+            else:
+                log.warning("%s: %r is not in the checkpoint and keeps its present state", self._what, name)
+
+    @contextmanager
+    def loaded(self, states: Mapping[str, Any]) -> Iterator[None]:
+        """Load the states; if one is refused, or the block fails, the objects get back what they had."""
+        before = copy.deepcopy({name: self._state(obj) for name, obj in self._objects.items() if name in states})
+        try:
+            self.load(states)
+            yield
+        except BaseException:
+            with suppress(StateMismatchError):  # the error that led here is the one to report
+                for name, state in before.items():
+                    self._give(name, state)
+            raise
+
+    def _give(self, name: str, state: Any) -> None:
+        obj = self._objects[name]
+        pair = self._pair(obj)
+        if pair is None:
+            self._objects[name] = state
+            return
+        try:
+            getattr(obj, pair[1])(state)
+        except Exception as error:
+            refusal = f"{type(obj).__qualname__}.{pair[1]} refused it: {type(error).__name__}: {error}"
+            raise StateMismatchError(f"the state of {name!r}", remedy=refusal) from error
 
     def _state(self, obj: Any) -> Any:
         pair = self._pair(obj)

@@ -16,9 +16,11 @@ EXTRA = "extra.pt"
 SPARSE_DIR = "sparse"
 
 MAX_ID_BYTES = 200
+_MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
+_UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, "timeline.jsonl"})
 _OURS = re.compile(
-    r"manifest\.json(\.[0-9a-f]+\.tmp)?|INTENT|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
+    r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)"
 )
 
@@ -99,9 +101,12 @@ def checked_name(name: str, path: str) -> str:
     Raises:
         CorruptCheckpointError: the name is not a plain relative path.
     """
-    segments = name.split("/")
-    if any(s in ("", ".", "..") for s in segments) or any(c in name for c in "\\:\0") or len(name) > 1024:
+    if len(name) > _MAX_NAME_CHARS or _UNSAFE.search(name) or not all(map(_is_plain, name.split("/"))):
         raise CorruptCheckpointError(
-            path, "file name", found=f"unsafe path {name!r}", expected="a relative name inside the checkpoint"
+            path, "file name", found=f"unsafe path {name[:200]!r}", expected="a relative name inside the checkpoint"
         )
     return str(PurePosixPath(name))
+
+
+def _is_plain(segment: str) -> bool:
+    return segment not in ("", ".", "..") and len(segment.encode()) <= _MAX_SEGMENT_BYTES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recckpt import layout, manifest
@@ -12,6 +13,8 @@ from recckpt.manifest import Manifest
 from recckpt.storage import Storage, open_parent, open_storage
 
 log = logging.getLogger("recckpt")
+
+_TRIES = 3  # looks at a directory that seems empty: rotation may have removed what a commit has replaced meanwhile
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class Listing:
     Attributes:
         committed: all committed ones, superseded ones included.
         damaged: directory -> error, of those with a manifest that cannot be trusted.
+        highest_seq: the highest sequence number that was seen, of a damaged one, it may be; 0 where there is none.
     """
 
     committed: tuple[Checkpoint, ...]
     damaged: dict[str, CorruptCheckpointError | FormatVersionError]
+    highest_seq: int = 0
 
     @property
     def current(self) -> list[Checkpoint]:
@@ -48,7 +53,7 @@ class Listing:
     @property
     def next_seq(self) -> int:
         """The sequence number of the next commit."""
-        return 1 + max((checkpoint.manifest.seq for checkpoint in self.committed), default=0)
+        return 1 + self.highest_seq
 
     def find(self, ckpt_id: str) -> Checkpoint | None:
         """Return the newest committed checkpoint of an id."""
@@ -57,15 +62,32 @@ class Listing:
 
 def list_checkpoints(storage: Storage) -> Listing:
     """Read all manifests of an output dir and check that their files are there."""
-    committed, damaged = [], {}
-    for directory in storage.list_dirs():
+    for _ in range(_TRIES):
+        directories = storage.list_dirs()
+        listing = _list(storage, directories)
+        if listing.committed or not directories:
+            break
+    return listing
+
+
+def _list(storage: Storage, directories: Sequence[str]) -> Listing:
+    committed: list[Checkpoint] = []
+    damaged: dict[str, CorruptCheckpointError | FormatVersionError] = {}
+    highest_seq = 0
+    for directory in directories:
         try:
-            checkpoint = read_checkpoint(storage, directory)
+            record = read_manifest(storage, directory)
+            if record is None:
+                continue
+            highest_seq = max(highest_seq, record.seq)
+            problem = next(file_problems(storage, directory, record), None)
+            if problem is None:
+                committed.append(Checkpoint(directory, record))
+            elif read_manifest(storage, directory) is not None:  # or it has just been removed
+                damaged[directory] = problem
         except (CorruptCheckpointError, FormatVersionError) as error:
             damaged[directory] = error
-        else:
-            committed += [checkpoint] if checkpoint else []
-    return Listing(tuple(sorted(committed, key=lambda c: c.manifest.order)), damaged)
+    return Listing(tuple(sorted(committed, key=lambda c: c.manifest.order)), damaged, highest_seq)
 
 
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
@@ -75,21 +97,40 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
         CorruptCheckpointError: the manifest is damaged, or a file that it lists is not there with its size.
         FormatVersionError: written by a newer format.
     """
+    found = read_manifest(storage, directory)
+    if found is None:
+        return None
+    for problem in file_problems(storage, directory, found):
+        raise problem
+    return Checkpoint(directory, found)
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest | None:
+    """Return the manifest in a directory, None where there is none; its files are not looked at.
+
+    Raises:
+        CorruptCheckpointError: the manifest is damaged.
+        FormatVersionError: written by a newer format.
+    """
     path = layout.join(directory, layout.MANIFEST)
     try:
         data = storage.read(path, manifest.MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    found = manifest.decode(data, path)
-    for file in found.files:
+    return manifest.decode(data, path)
+
+
+def file_problems(storage: Storage, directory: str, record: Manifest) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each listed file that is not there with its size."""
+    for file in record.files:
         name = layout.join(directory, file.name)
         try:
             size = storage.size(name)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CorruptCheckpointError(name, "", found="no such file", expected=f"{file.n_bytes} bytes") from error
+        except (FileNotFoundError, NotADirectoryError):
+            yield CorruptCheckpointError(name, "", found="no such file", expected=f"{file.n_bytes} bytes")
+            continue
         if size != file.n_bytes:
-            raise CorruptCheckpointError(name, "its size", found=f"{size} bytes", expected=f"{file.n_bytes} bytes")
-    return Checkpoint(directory, found)
+            yield CorruptCheckpointError(name, "its size", found=f"{size} bytes", expected=f"{file.n_bytes} bytes")
 
 
 def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
@@ -147,13 +188,36 @@ def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
 
 
 def locate_path(path: str) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint at ``path``, or the newest one where ``path`` is an output dir."""
+    """Return the checkpoint at ``path``, or the newest one where ``path`` is an output dir.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: there are only damaged ones.
+        FormatVersionError: there are only such as a newer recckpt wrote.
+    """
     storage, directory = open_parent(path)
     checkpoint = read_checkpoint(storage, directory)
-    if checkpoint is None:
-        storage = open_storage(path)
-        checkpoint = newest(storage)
+    if checkpoint is not None:
+        return storage, checkpoint
+    inside = open_storage(path)
+    try:
+        return inside, newest(inside)
+    except CheckpointNotFoundError:
+        checkpoint = _later_attempt(storage, directory)
+        if checkpoint is None:
+            raise
     return storage, checkpoint
+
+
+def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
+    """Return the newest checkpoint in ``<directory>.<n>``: the id of a crashed or superseded attempt lives on there."""
+    attempt = re.compile(re.escape(directory) + r"\.[1-9]\d*")
+    try:
+        names = [name for name in storage.list_dirs() if attempt.fullmatch(name)]
+    except OSError:  # of a bucket or directory that may be entered but not listed
+        return None
+    found = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
+    return max(found, key=lambda checkpoint: checkpoint.manifest.order, default=None)
 
 
 def describe(checkpoints: Sequence[Checkpoint]) -> str:

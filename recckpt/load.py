@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ from recckpt.storage import Storage
 from recckpt.types import HashTable
 
 log = logging.getLogger("recckpt")
+
+_WRAPPED = "module."
+_REMEDY = "pass load_conf={'strict': False} to load what fits by name"
 
 
 @dataclass(frozen=True)
@@ -70,23 +73,24 @@ def load(
     files = _Files(checkpoint, storage)
     model = unwrap(target.model)
     sparse, live = split_sparse_dense_state_dict(model.state_dict())
-    dense = _without_module_prefix(files.state(layout.MODEL), live) if "dense" in selection else {}
+    dense = _with_prefix_of(live, files.state(layout.MODEL)) if "dense" in selection else {}
     extra = files.state(layout.EXTRA) if selection.groups & {"extra", "sparse_opt"} else {}
+    optim_state = extra.pop(SPARSE_OPTIM, None)
     io_state = _io_state(files, target) if "io_state" in selection else {}
     generators = files.state(layout.rng(target.shard)) if rng and files.shards == target.shards else {}
-    tables = _table_loads(checkpoint, sparse, selection)
+    tables = _check_state(checkpoint, sparse, dense, live, selection)
     parts = read_parts(checkpoint, storage) if tables else []
-    if "dense" in selection:
-        check_fits(dense, live, strict=selection.strict)
 
-    with _sparse_optim_loaded(target.sparse_optim, extra if "sparse_opt" in selection else {}):
+    with ExitStack() as undone_on_error:  # what can refuse its state goes first
+        if "sparse_opt" in selection:
+            undone_on_error.enter_context(_sparse_optim_loaded(target.sparse_optim, optim_state))
+        if "extra" in selection:
+            undone_on_error.enter_context(target.extra.loaded(extra))
         _fill_tables(checkpoint, tables, parts, storage, concurrency)
     if "dense" in selection:
         model.load_state_dict({name: dense[name] for name in dense if name in live}, strict=False)
-    if "extra" in selection:
-        _log_fresh("extra state", target.extra.load(extra))
     if "io_state" in selection:
-        _log_fresh("io state", target.io_state.load(io_state))
+        target.io_state.load(io_state)  # a dataset that is moved may not find back, so it is the last to be
     if generators:
         load_rng(generators)
     return extra
@@ -105,16 +109,41 @@ class _Files:
         return load_state(self._storage, self._checkpoint.directory, entry) if entry else {}
 
 
-def _table_loads(checkpoint: Checkpoint, sparse: Mapping[str, HashTable], selection: Selection) -> list[TableLoad]:
-    if not selection.groups & {"sparse", "sparse_opt"}:
-        return []
-    return plan_load(
-        sparse,
-        checkpoint.manifest.tables,
-        with_rows="sparse" in selection,
-        with_optimizer="sparse_opt" in selection,
-        strict=selection.strict,
-    )
+def _check_state(
+    checkpoint: Checkpoint,
+    sparse: Mapping[str, HashTable],
+    dense: Mapping[str, Any],
+    live: Mapping[str, Any],
+    selection: Selection,
+) -> list[TableLoad]:
+    """Return the tables to fill, or raise one error for all that differs, tables and tensors."""
+    tables: list[TableLoad] = []
+    mismatches: list[StateMismatchError] = []
+    if selection.groups & {"sparse", "sparse_opt"}:
+        try:
+            tables = plan_load(
+                sparse,
+                checkpoint.manifest.tables,
+                with_rows="sparse" in selection,
+                with_optimizer="sparse_opt" in selection,
+                strict=selection.strict,
+            )
+        except StateMismatchError as error:
+            mismatches.append(error)
+    if "dense" in selection:
+        try:
+            check_fits(dense, live, strict=selection.strict)
+        except StateMismatchError as error:
+            mismatches.append(error)
+    if mismatches:
+        raise StateMismatchError(
+            checkpoint.ckpt_id,
+            missing=[name for error in mismatches for name in error.missing],
+            unexpected=[name for error in mismatches for name in error.unexpected],
+            mismatched={name: pair for error in mismatches for name, pair in error.mismatched.items()},
+            remedy=_REMEDY if any(error.missing or error.unexpected for error in mismatches) else "",
+        )
+    return tables
 
 
 def _fill_tables(
@@ -129,17 +158,15 @@ def _fill_tables(
 
 
 @contextmanager
-def _sparse_optim_loaded(sparse_optim: Optimizer | None, extra: Mapping[str, Any]) -> Iterator[None]:
-    """Load the optimizer's scalars first, since that refuses what does not fit; undo it if the tables fail."""
-    if sparse_optim is None or not extra:
-        yield
-        return
-    if SPARSE_OPTIM not in extra:
-        _log_fresh("extra state", ["the sparse optimizer"])
+def _sparse_optim_loaded(sparse_optim: Optimizer | None, state: Mapping[str, Any] | None) -> Iterator[None]:
+    """Load the optimizer's scalars, and undo it if the block fails."""
+    if sparse_optim is None or state is None:
+        if sparse_optim is not None:
+            log.warning("the sparse optimizer is not in the checkpoint and keeps its present state")
         yield
         return
     before = sparse_optim.state_dict()
-    sparse_optim.load_state_dict(extra[SPARSE_OPTIM])
+    sparse_optim.load_state_dict(dict(state))
     try:
         yield
     except BaseException:
@@ -157,13 +184,12 @@ def _io_state(files: _Files, target: Target) -> dict[str, Any]:
     return files.state(layout.io_state(target.shard))
 
 
-def _without_module_prefix(dense: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Strip ``module.`` from names that somebody saved from inside a DDP wrapper, where the model has no such."""
-    if dense and not any(name in live for name in dense) and all(name.startswith("module.") for name in dense):
-        return {name.removeprefix("module."): value for name, value in dense.items()}
+def _with_prefix_of(live: Mapping[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
+    """Strip or add ``module.`` where the model is wrapped on one side only, in a way that ``unwrap`` cannot see."""
+    if not live or not dense or any(name in live for name in dense):
+        return dense
+    if all(name.startswith(_WRAPPED) for name in dense):
+        return {name.removeprefix(_WRAPPED): value for name, value in dense.items()}
+    if all(name.startswith(_WRAPPED) for name in live):
+        return {_WRAPPED + name: value for name, value in dense.items()}
     return dense
-
-
-def _log_fresh(what: str, names: list[str]) -> None:
-    for name in names:
-        log.warning("%s: %r is not in the checkpoint and keeps its present state", what, name)

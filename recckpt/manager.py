@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from recckpt import layout
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
+from recckpt.group import together
 from recckpt.listing import Checkpoint, list_checkpoints, locate
-from recckpt.load_conf import parse_load_conf
+from recckpt.load_conf import Selection, parse_load_conf
 from recckpt.manifest import Manifest, Scalar
 from recckpt.saver import Saver, positive_int
 from recckpt.warm_start import load_model_bank
 
 log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
 
 
 class CheckpointManager:
@@ -115,7 +117,7 @@ class CheckpointManager:
         """
         selection = parse_load_conf(load_conf)
         storage = self._saver.storage
-        candidates = self._candidates(global_step)
+        candidates = self._on_all_ranks(lambda: self._candidates(global_step))
         if not candidates and required:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
         if not candidates:
@@ -123,7 +125,7 @@ class CheckpointManager:
             return 0
         for older, checkpoint in enumerate(candidates, start=1):
             try:
-                manifest = self._saver.load_checkpoint(storage, checkpoint, selection, shard_id=self._shard_id, rng=rng)
+                manifest = self._on_all_ranks(lambda: self._load(checkpoint, selection, rng=rng))  # noqa: B023  # called at once
                 break
             except CorruptCheckpointError as error:
                 if older == len(candidates):
@@ -134,6 +136,8 @@ class CheckpointManager:
                     candidates[older].ckpt_id,
                     error,
                 )
+        if manifest.step is None:
+            log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
         self._global_step = manifest.step or 0
         self._held_step = self._global_step
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._global_step)
@@ -147,6 +151,23 @@ class CheckpointManager:
                 :meth:`recckpt.Saver.load_by_config`.
         """
         load_model_bank(self._saver, bank, self._shard_id)
+
+    def _load(self, checkpoint: Checkpoint, selection: Selection, *, rng: bool) -> Manifest:
+        return self._saver.load_checkpoint(
+            self._saver.storage,
+            checkpoint,
+            selection,
+            shard_id=self._shard_id,
+            shard_num=self._shard_num,
+            rng=rng,
+        )
+
+    def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
+        """Do work on every rank and return what rank 0 found; if it fails on any, raise on all."""
+        if self._shard_num == 1:
+            return work()
+        group = self._saver.group(self._shard_id, self._shard_num)
+        return together(group, work, lambda rank, cause: RecckptError(f"restoring failed on rank {rank}: {cause}"))[0]
 
     def _candidates(self, global_step: int | None) -> list[Checkpoint]:
         """Return what may be restored, best first."""

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -86,11 +87,19 @@ class Manifest:
 
     def file(self, name: str) -> FileEntry | None:
         """Return the entry of a file, None where the checkpoint has none of that name."""
-        return next((file for file in self.files if file.name == name), None)
+        return self._files_by_name.get(name)
 
     def table(self, name: str) -> TableEntry | None:
         """Return the entry of a table, None where the checkpoint has none of that name."""
-        return next((table for table in self.tables if table.name == name), None)
+        return self._tables_by_name.get(name)
+
+    @cached_property
+    def _files_by_name(self) -> dict[str, FileEntry]:
+        return {file.name: file for file in self.files}
+
+    @cached_property
+    def _tables_by_name(self) -> dict[str, TableEntry]:
+        return {table.name: table for table in self.tables}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -110,16 +119,13 @@ def decode(data: bytes, path: str) -> Manifest:
         CorruptCheckpointError: anything but a whole, sealed and consistent manifest.
         FormatVersionError: written by a newer format.
     """
-    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    if len(data) > MAX_BYTES or seal is None:
-        raise CorruptCheckpointError(
-            path, "its end", found=f"{len(data)} bytes ending in {data[-20:]!r}", expected="a sealed manifest"
-        )
-    found = xxhash.xxh3_64_intdigest(data[:-_SEAL_BYTES])
-    if found != int(seal[1], 16):
-        raise CorruptCheckpointError(path, "manifest_xxh3", found=f"{found:016x}", expected=seal[1].decode())
+    if len(data) > MAX_BYTES:
+        raise CorruptCheckpointError(path, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
     fields = parse(data, path)
-    _check_header(fields)
+    _check_header(fields)  # before the seal: another version, or another checksum, may be sealed otherwise
+    _check_seal(data, path)
+    if fields.text("kind") != "full":
+        raise FormatVersionError(path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
     return _from_fields(fields)
 
 
@@ -177,8 +183,17 @@ def _check_header(fields: Fields) -> None:
         raise FormatVersionError(fields.path, found=fields.count("version"), supported=VERSION)
     if fields.text("checksum") != CHECKSUM:
         raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
-    if fields.text("kind") != "full":
-        raise FormatVersionError(fields.path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
+
+
+def _check_seal(data: bytes, path: str) -> None:
+    """Refuse a manifest that is not as it was written."""
+    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    if seal is None:
+        found, expected = f"a file ending in {data[-20:]!r}", "the checksum of the manifest"
+        raise CorruptCheckpointError(path, "its end", found=found, expected=expected)
+    digest = xxhash.xxh3_64_intdigest(data[:-_SEAL_BYTES])
+    if digest != int(seal[1], 16):
+        raise CorruptCheckpointError(path, "manifest_xxh3", found=f"{digest:016x}", expected=seal[1].decode())
 
 
 def _from_fields(fields: Fields) -> Manifest:
@@ -253,6 +268,8 @@ def _check_consistent(manifest: Manifest, fields: Fields) -> None:
         if twice:
             raise fields.wrong(key, f"{twice[0]!r} twice", "different names")
     count = len(manifest.shards)
+    if not count:
+        raise fields.wrong("shards", "none", "at least one")
     for number, shard in enumerate(manifest.shards):
         if shard.catalog != layout.catalog(number, count) or manifest.file(shard.catalog) is None:
             raise fields.wrong(f"shards[{number}].catalog", shard.catalog, f"{layout.catalog(number, count)}, listed")

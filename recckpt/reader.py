@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from recckpt.sparse.shards import read_parts
 class CheckpointReader:
     """Reads tables and tensors of one committed checkpoint; every byte given out is checked.
 
-    Imports no torch and runs no code from the files. Not thread-safe.
+    Imports no torch and runs no code from the files. A context manager, which closes it. Not thread-safe.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
@@ -37,7 +37,20 @@ class CheckpointReader:
     def __init__(self, path: str) -> None:
         self._storage, self._checkpoint = locate_path(str(path))
         self._parts: list[Part] | None = None
+        self._dense_file: BinaryIO | None = None
         self._tensors: TorchFile | None = None
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file of the dense tensors; it is opened again when it is asked for."""
+        if self._dense_file is not None:
+            self._dense_file.close()
+        self._dense_file = self._tensors = None
 
     @property
     def manifest(self) -> Manifest:
@@ -92,7 +105,7 @@ class CheckpointReader:
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
-        return self._dense().names()
+        return self._dense().names() if self.manifest.file(layout.MODEL) else []
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a dense tensor."""
@@ -143,7 +156,10 @@ class CheckpointReader:
     def _dense(self) -> TorchFile:
         if self._tensors is None:
             path = layout.join(self._checkpoint.directory, layout.MODEL)
-            self._tensors = TorchFile(self._storage.open(path), path)
+            if self.manifest.file(layout.MODEL) is None:
+                raise KeyError(f"{self.manifest.ckpt_id!r} has no dense tensors")
+            self._dense_file = self._storage.open(path)
+            self._tensors = TorchFile(self._dense_file, path)
         return self._tensors
 
 

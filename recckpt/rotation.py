@@ -35,3 +35,17 @@ def remove(storage: Storage, checkpoint: Checkpoint) -> None:
         storage.remove_empty_dirs(directory)
     except OSError as error:
         log.warning("could not remove all of %s/%s: %s", storage.url, directory, error)
+
+
+def abandon(storage: Storage, directory: str) -> None:
+    """Remove what a failed attempt wrote, so that it takes no room; a failure is logged.
+
+    INTENT stays: the directory is never used again.
+    """
+    try:
+        storage.remove(layout.join(directory, layout.MANIFEST))  # first: the commit may have failed after its link
+        for name in storage.list_files(directory):
+            if layout.is_ours(name) and name != layout.INTENT:
+                storage.remove(layout.join(directory, name))
+    except OSError as error:
+        log.warning("could not remove all of the failed attempt %s/%s: %s", storage.url, directory, error)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 from recckpt import layout, rotation
 from recckpt.commit import Attempt, begin, commit, write_index
 from recckpt.dense.saver import save_state
-from recckpt.errors import RecckptError, SaveFailedError
-from recckpt.group import Group
+from recckpt.errors import RecckptError, SaveFailedError, StateMismatchError
+from recckpt.group import Group, together
 from recckpt.listing import list_checkpoints
 from recckpt.manifest import FileEntry, Manifest, ShardEntry, TableEntry
 from recckpt.progress import Progress
@@ -54,15 +54,40 @@ def save(
         SaveFailedError: a rank failed; nothing was committed.
     """
     attempt = _on_rank_0(group, ckpt_id, lambda: begin(storage, ckpt_id, overwrite=overwrite))
-    with Progress(f"saving {ckpt_id}", staged.sparse_bytes) as progress:
-        progress.n_rows = staged.n_rows
-        writer = _ShardWriter(attempt, storage, group, sparse_saver)
-        records = _on_all_ranks(group, ckpt_id, lambda: writer.write(staged, progress))
-        record = _manifest(attempt, staged, records)
-        _on_rank_0(group, ckpt_id, lambda: commit(storage, attempt.directory, record))
+    try:
+        with Progress(f"saving {ckpt_id}", staged.sparse_bytes) as progress:
+            progress.n_rows = staged.n_rows
+            writer = _ShardWriter(attempt, storage, group, sparse_saver)
+            records = _on_all_ranks(group, ckpt_id, lambda: writer.write(staged, progress))
+            record = _on_rank_0(group, ckpt_id, lambda: _commit(attempt, staged, records, storage))
+    except RecckptError:  # all ranks have agreed that they failed, so nobody writes there any more
+        if group.rank == 0:
+            rotation.abandon(storage, attempt.directory)
+        raise
     if group.rank == 0:
         _tidy(storage, max_keep)
     return record
+
+
+def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -> Staged:
+    """Return what ``take`` staged, once every rank has staged its own. Collective.
+
+    Raises:
+        Exception: whatever ``take`` raised here.
+        SaveFailedError: it raised on another rank; nothing was written.
+    """
+    failure: Exception | None = None
+    try:
+        staged = take()
+    except Exception as error:
+        failure = error
+    reasons = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise SaveFailedError(ckpt_id, rank, reason)
+    return staged
 
 
 @dataclass(frozen=True)
@@ -108,24 +133,37 @@ class _ShardWriter:
         return FileEntry(name, sink.n_bytes, hashing.xxh3)
 
 
-def _manifest(attempt: Attempt, staged: Staged, records: list[ShardRecord]) -> Manifest:
-    tables: dict[str, TableEntry] = {}
-    for record in records:
-        for table in record.tables:
-            rows = tables[table.name].rows if table.name in tables else 0
-            tables[table.name] = TableEntry(table.name, rows + table.rows, table.slots)
-    return Manifest(
+def _commit(attempt: Attempt, staged: Staged, records: list[ShardRecord], storage: Storage) -> Manifest:
+    record = Manifest(
         ckpt_id=attempt.ckpt_id,
         save_id=attempt.save_id,
         seq=attempt.seq,
         step=staged.step,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
         shards=tuple(record.shard for record in records),
-        tables=tuple(tables.values()),
+        tables=_tables_of_all(records),
         files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
         state=staged.state,
         writer=_versions(),
     )
+    commit(storage, attempt.directory, record)
+    return record
+
+
+def _tables_of_all(records: list[ShardRecord]) -> tuple[TableEntry, ...]:
+    """Add up the rows of the ranks; a table is one thing, so its slots are the same on all."""
+    tables: dict[str, TableEntry] = {}
+    for rank, record in enumerate(records):
+        for table in record.tables:
+            known = tables.setdefault(table.name, TableEntry(table.name, 0, table.slots))
+            if known.slots != table.slots:
+                raise StateMismatchError(
+                    f"table {table.name!r} of rank {rank}",
+                    mismatched={"slots": (table.slots, known.slots)},
+                    remedy="give the table the same shape, dtype and optimizer on every rank",
+                )
+            tables[table.name] = TableEntry(table.name, known.rows + table.rows, table.slots)
+    return tuple(tables.values())
 
 
 def _tidy(storage: Storage, max_keep: int | None) -> None:
@@ -149,26 +187,7 @@ def _on_rank_0(group: Group, ckpt_id: str, work: Callable[[], _T]) -> _T:
 
 def _on_all_ranks(group: Group, ckpt_id: str, work: Callable[[], _T]) -> list[_T]:
     """Do work on every rank and return all results; if it fails on any, raise the first failure on all."""
-    result: _T | None = None
-    failure: BaseException | None = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    outcomes = group.all_gather((result, _sendable(failure)))
-    for rank, (_, reason) in enumerate(outcomes):
-        if isinstance(reason, RecckptError):
-            raise failure if failure is not None and rank == group.rank else reason
-        if reason is not None:
-            raise SaveFailedError(ckpt_id, rank, reason) from (failure if rank == group.rank else None)
-    return [result for result, _ in outcomes]
-
-
-def _sendable(failure: BaseException | None) -> RecckptError | str | None:
-    """Return what other ranks are told of an error: ours as they are, others by their text."""
-    if failure is None or isinstance(failure, RecckptError):
-        return failure
-    return f"{type(failure).__name__}: {failure}"
+    return together(group, work, lambda rank, cause: SaveFailedError(ckpt_id, rank, cause))
 
 
 def _versions() -> dict[str, str]:

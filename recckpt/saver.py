@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from recckpt import layout
 from recckpt import load as loading
 from recckpt import save as saving
 from recckpt.group import Group, group_of, world_size
@@ -54,7 +55,7 @@ class Saver:
         self._extra, self._io_state = extra_registry(), io_registry()
         self._loaded_extra: dict[str, Any] = {}
         self._sparse_saver = SparseSaver(self._concurrency)
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[tuple[int, int], Group] = {}
         self.storage: Storage = open_storage(str(output_dir))
         self.storage.prepare()
 
@@ -90,7 +91,7 @@ class Saver:
     def get_extra_data(self, name: str) -> Any:
         """Return what is registered under a name: a plain value as it was last loaded, or the object.
 
-        A name that is not registered gives the state that the last loaded checkpoint had for it.
+        A name that is not registered gives the state that the last checkpoint whose extra state was loaded had for it.
 
         Raises:
             KeyError: neither.
@@ -121,13 +122,18 @@ class Saver:
             The manifest of the committed checkpoint.
 
         Raises:
-            ValueError: something in the state could not be loaded back; names it, nothing was written.
+            ValueError: the id is none, or something in the state could not be loaded back; names it, nothing was
+                written.
             CheckpointExistsError: the id is committed and ``overwrite`` is false.
             SaveFailedError: a rank failed; nothing was committed.
         """
-        group = self._groups.get(shard_num) or group_of(shard_id, shard_num)
-        self._groups[shard_num] = group
-        staged = stage(self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state)
+        layout.encode_id(ckpt_id)
+        group = self.group(shard_id, shard_num)
+        staged = saving.stage_on_all_ranks(
+            lambda: stage(self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state),
+            ckpt_id,
+            group,
+        )
         return saving.save(
             staged,
             ckpt_id,
@@ -193,14 +199,23 @@ class Saver:
         selection: Selection,
         *,
         shard_id: int = 0,
+        shard_num: int | None = None,
         rng: bool = False,
     ) -> Manifest:
         """Load a checkpoint that has been located; what ``load`` and ``restore`` come down to."""
-        target = loading.Target(self.model, self.sparse_optim, self._extra, self._io_state, shard_id, world_size())
-        self._loaded_extra = loading.load(
-            checkpoint, target, selection, storage=storage, concurrency=self._concurrency, rng=rng
-        )
+        shards = world_size() if shard_num is None else shard_num
+        target = loading.Target(self.model, self.sparse_optim, self._extra, self._io_state, shard_id, shards)
+        extra = loading.load(checkpoint, target, selection, storage=storage, concurrency=self._concurrency, rng=rng)
+        if "extra" in selection:
+            self._loaded_extra = extra
         return checkpoint.manifest
+
+    def group(self, shard_id: int, shard_num: int) -> Group:
+        """Return the ranks that save and restore together. Collective the first time, where there are several."""
+        key = shard_id, shard_num
+        if key not in self._groups:
+            self._groups[key] = group_of(shard_id, shard_num)
+        return self._groups[key]
 
 
 def positive_int(name: str, value: Any) -> int:

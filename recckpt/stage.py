@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.dense.portable import portable
@@ -61,9 +62,12 @@ def stage(
     """Take the state of a model and its companions as it is now.
 
     Raises:
-        ValueError: two tables of one name, or a value that could not be loaded back safely; names it.
+        ValueError: two tables of one name, or a value that could not be loaded back safely; names it. Or a step that
+            is no count, or an entry of ``state`` that is neither number nor string.
         StateMismatchError: a foreign table that does not fit the protocol.
     """
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step must be an int of at least 0 or None, found {step!r}")
     sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
     extras = extra.dump()
     if sparse_optim is not None:
@@ -75,8 +79,20 @@ def stage(
         io_state=io_state.dump(),
         rng=dump_rng(),
         step=step,
-        state={**_learning_rates(sparse_optim), **(state or {})},
+        state={
+            name: _scalar(name, value) for name, value in {**_learning_rates(sparse_optim), **(state or {})}.items()
+        },
     )
+
+
+def _scalar(name: Any, value: Any) -> Scalar:
+    """Return a value as JSON has it, which knows no NaN and no infinity: they become their names."""
+    found = portable(f"state[{name!r}]", value)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        found = found.item()
+    if not isinstance(name, str) or not isinstance(found, str | int | float | None):
+        raise ValueError(f"state[{name!r}]: found {value!r}, expected a name and a number, string, bool or None")
+    return str(found) if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def _learning_rates(sparse_optim: Optimizer | None) -> dict[str, Scalar]:

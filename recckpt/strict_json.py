@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 from recckpt.errors import CorruptCheckpointError
 
 MAX_DEPTH = 16  # part of the format
 _HEX = re.compile(r"[0-9a-f]+")
+_NO_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, left open it may be, or text
 _T = TypeVar("_T")
 
 
@@ -22,7 +25,9 @@ def parse(data: bytes, path: str) -> Fields:
     try:
         text = data.decode("utf-8")
         _check_depth(text)
-        value = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(path, "", found=f"invalid JSON ({error})", expected="a JSON object") from error
     if not isinstance(value, dict):
@@ -135,10 +140,15 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
 def _check_depth(text: str) -> None:
     """Refuse deep nesting before the parser recurses into it."""
-    depth = 0
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text):
-        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    steps = (1 if bracket in "[{" else -1 for bracket in _NO_BRACKETS.sub("", text))
+    if any(depth > MAX_DEPTH for depth in accumulate(steps)):
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")

@@ -1,1 +1,5 @@
 """The command line: look into checkpoints from the shell, without torch."""
+
+from recckpt.cli.app import main
+
+__all__ = ["main"]

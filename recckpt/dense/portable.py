@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import OrderedDict
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_MAX_INT_BITS = 255 * 8 - 1  # what the safe loader of torch takes
 _CONTAINERS: dict[type, Any] = {list: list, tuple: tuple, set: set}
+
+
+class _EmptyBytes(bytes):
+    """Pickles as other bytes do; plain empty ones would name a function that the safe loader does not know."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return codecs.encode, ("", "latin1")
 
 
 def portable(name: str, value: Any) -> Any:
@@ -26,16 +35,27 @@ def portable(name: str, value: Any) -> Any:
     Raises:
         ValueError: something else is in it; names the place.
     """
+    try:
+        return _portable(name, value)
+    except RecursionError:
+        raise ValueError(f"{name[:200]}: it holds itself, or is nested too deep to be saved") from None
+
+
+def _portable(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return _portable_tensor(name, value)
     if isinstance(value, np.generic | np.ndarray):
         return _portable_numpy(name, value)
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise ValueError(
+            f"{name}: an int of {value.bit_length()} bits cannot be loaded back safely; save it as a string"
+        )
     if type(value) in _PLAIN:
-        return value
+        return value if value != b"" else _EmptyBytes()
     if type(value) in (dict, OrderedDict):
-        return type(value)((_portable_key(name, k), portable(f"{name}[{k!r}]", v)) for k, v in value.items())
+        return type(value)((_portable_key(name, k), _portable(f"{name}[{k!r}]", v)) for k, v in value.items())
     if type(value) in _CONTAINERS:
-        return _CONTAINERS[type(value)](portable(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return _CONTAINERS[type(value)](_portable(f"{name}[{i}]", item) for i, item in enumerate(value))
     raise ValueError(
         f"{name}: a {type(value).__module__}.{type(value).__qualname__} cannot be loaded back safely; a state may hold "
         "tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these"
@@ -44,7 +64,7 @@ def portable(name: str, value: Any) -> Any:
 
 def _portable_key(name: str, key: Any) -> Any:
     if type(key) in (str, int, float, bool, bytes, type(None)):
-        return key
+        return _portable(name, key)
     if isinstance(key, np.generic):
         return key.item()
     if type(key) is tuple:
@@ -55,11 +75,14 @@ def _portable_key(name: str, key: Any) -> Any:
 
 
 def _portable_tensor(name: str, value: Tensor) -> Tensor:
+    if torch.nn.parameter.is_lazy(value):
+        raise ValueError(f"{name}: a parameter of a lazy module has no values before its first batch; run one first")
     tensor = value.detach()
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not plain or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         raise ValueError(
-            f"{name}: a {type(tensor).__qualname__} of layout {tensor.layout} cannot be saved in one file; save "
-            "its plain local tensor"
+            f"{name}: a {type(tensor).__qualname__} of layout {tensor.layout} on {tensor.device} cannot be saved in "
+            "one file; save its plain local tensor"
         )
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
@@ -68,8 +91,10 @@ def _portable_tensor(name: str, value: Tensor) -> Tensor:
 
 
 def _portable_numpy(name: str, value: Any) -> Any:
-    if value.dtype.hasobject or value.dtype.kind not in "biufc":
-        raise ValueError(f"{name}: a numpy array of {value.dtype} cannot be saved; convert it to numbers")
+    item_bytes = value.dtype.itemsize // (2 if value.dtype.kind == "c" else 1)
+    if value.dtype.kind not in "biufc" or item_bytes > 8 or isinstance(value, np.ma.MaskedArray):
+        found = f"{type(value).__name__} of {value.dtype}"
+        raise ValueError(f"{name}: a numpy {found} cannot be saved; convert it to a plain array of numbers")
     if isinstance(value, np.generic):
         return value.item()
     native = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))

@@ -26,5 +26,10 @@ def save_state(state: Mapping[str, Any], storage: Storage, directory: str, name:
     """
     with storage.create(layout.join(directory, name)) as sink:
         hashing = HashingSink(sink)
-        torch.save(dict(state), hashing)  # type: ignore[arg-type]  # torch asks for IO[bytes], uses write alone
+        try:
+            torch.save(dict(state), hashing)  # type: ignore[arg-type]  # torch asks for IO[bytes], uses write alone
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch closes its archive after a failed write, in vain
+                raise error.__context__ from None
+            raise
     return FileEntry(name, sink.n_bytes, hashing.xxh3)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recckpt import layout
-from recckpt.errors import FormatVersionError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.manifest import Manifest, bucket_range
 from recckpt.strict_json import Fields, parse
+from recckpt.types import SlotSpec
 
 FORMAT = "recckpt-catalog"  # part of the format
 VERSION = 1  # part of the format
@@ -98,6 +99,8 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
         CorruptCheckpointError: not a whole catalog of this shard of this save.
         FormatVersionError: written by a newer format.
     """
+    if len(data) > MAX_BYTES:
+        raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"at most {MAX_BYTES}")
     fields = parse(data, path)
     if fields.text("format") != FORMAT:
         raise fields.wrong("format", fields.text("format"), FORMAT)
@@ -137,20 +140,33 @@ def _part(fields: Fields, manifest: Manifest) -> Part:
     if listed is None or listed.n_bytes != n_bytes:
         raise fields.wrong("file", f"{file} of {n_bytes} bytes", "a file that the manifest lists with this size")
     tables = fields.texts("tables")
-    for table in tables:
-        if manifest.table(table) is None:
-            raise fields.wrong("tables", repr(table), "a table that the manifest lists")
-    batches = tuple(_batch(entry, tables, manifest) for entry in fields.objects("batches"))
+    slots = _slots(fields, tables, manifest)
+    columns = {"table", "id", *(slot.name for slot in slots)}
+    batches = tuple(_batch(entry, tables, columns) for entry in fields.objects("batches"))
+    value_bytes = sum(batch.rows for batch in batches) * (2 + 8 + sum(slot.row_bytes for slot in slots))
+    if value_bytes > n_bytes:  # or the loader would make room for rows that are not there
+        raise fields.wrong("batches", f"rows of {value_bytes} bytes", f"less than the {n_bytes} of the file")
     return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches)
 
 
-def _batch(fields: Fields, tables: list[str], manifest: Manifest) -> Batch:
+def _slots(fields: Fields, tables: list[str], manifest: Manifest) -> tuple[SlotSpec, ...]:
+    """Return the slots that all tables of a part have."""
+    slots: tuple[SlotSpec, ...] | None = None
+    for table in tables:
+        entry = manifest.table(table)
+        if entry is None:
+            raise fields.wrong("tables", repr(table), "a table that the manifest lists")
+        if slots not in (None, entry.slots):
+            raise fields.wrong("tables", f"{table!r} of other slots", "tables of one group")
+        slots = entry.slots
+    return slots or ()
+
+
+def _batch(fields: Fields, tables: list[str], columns: set[str]) -> Batch:
     number = fields.count("table")
     if number >= len(tables):
         raise fields.wrong("table", str(number), f"less than {len(tables)}")
-    entry = manifest.table(tables[number])
     checksums = fields.mapping("xxh3").checksums()
-    columns = {"table", "id", *(slot.name for slot in entry.slots)} if entry else set()
     if checksums.keys() != columns:
         raise fields.wrong("xxh3", str(sorted(checksums)), str(sorted(columns)))
     return Batch(tables[number], fields.count("rows", low=1), bucket_range(fields), checksums)

@@ -60,13 +60,26 @@ def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
 
 def column_buffer(array: pa.Array) -> pa.Buffer:
     """Return the bytes of the values of a column, without a copy."""
-    values = array
-    if isinstance(values, pa.ExtensionArray):
-        values = values.storage.flatten()
-    elif isinstance(values, pa.DictionaryArray):
-        values = values.indices
+    values = _values(array)
     item = values.type.bit_width // 8
     return values.buffers()[1].slice(values.offset * item, len(values) * item)
+
+
+def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:
+    """Return a column as a numpy array of shape (rows, *slot_shape), without a copy; bfloat16 as float32, with one."""
+    dtype = np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype)
+    values: npt.NDArray[Any] = np.frombuffer(column_buffer(array), dtype)
+    if slot.dtype == "bfloat16":
+        values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.reshape(len(array), *slot.shape)
+
+
+def _values(array: pa.Array) -> pa.Array:
+    """Return the primitive array in a column."""
+    if isinstance(array, pa.ExtensionArray):
+        rows, width = array.storage, array.storage.type.list_size
+        return rows.values.slice(rows.offset * width, len(rows) * width)  # flatten() imports pyarrow.compute
+    return array.indices if isinstance(array, pa.DictionaryArray) else array
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,7 @@ class PartReader:
         part: catalog entry of the file.
         slots: the slots that its tables have, by the manifest.
         columns: names of the slots to read, None for all; the ids are always read.
+        mapped: the bytes of the file, where the caller has them; a memory map of it otherwise.
 
     Raises:
         CorruptCheckpointError: the file is missing, of another size, not Arrow, or of another schema.
@@ -159,12 +173,14 @@ class PartReader:
         part: Part,
         slots: Sequence[SlotSpec],
         columns: Iterable[str] | None = None,
+        *,
+        mapped: memoryview | None = None,
     ) -> None:
         self.path, self._part = f"{directory}/{part.file}", part
         wanted = None if columns is None else set(columns)
         self._specs = {spec.name: spec for spec in slots if wanted is None or spec.name in wanted}
         try:
-            mapped = storage.map(self.path)
+            mapped = storage.map(self.path) if mapped is None else mapped
             found = len(mapped) if mapped is not None else storage.size(self.path)
         except FileNotFoundError as error:
             raise self._corrupt("", "no such file", f"{part.n_bytes} bytes") from error
@@ -176,23 +192,35 @@ class PartReader:
 
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
-        batch = self._part.batches[number]
-        where = f"batch {number} (table {batch.table!r})"
+        found = self.unchecked(number)
+        for name in (ID, *self._specs):
+            problem = self.column_problem(number, found, name)
+            if problem:
+                raise problem
+        return {name: found.column(name) for name in (ID, *self._specs)}
+
+    def unchecked(self, number: int) -> pa.RecordBatch:
+        """Return a batch of the right number of rows whose values nobody has checked yet."""
         try:
             found = self._arrow.get_batch(number)
             found.validate()
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._corrupt(where, f"invalid Arrow ({error})", "a record batch") from error
-        if found.num_rows != batch.rows:
-            raise self._corrupt(where, f"{found.num_rows} rows", f"{batch.rows} rows")
-        arrays = {}
-        for name in (ID, *self._specs):
-            array = found.column(name)
-            if array.null_count:
-                raise self._corrupt(f"{where}, column {name!r}", f"{array.null_count} nulls", "no nulls")
-            self._check(f"{where}, column {name!r}", column_buffer(array), batch.xxh3[name])
-            arrays[name] = array
-        return arrays
+            raise self._corrupt(self._place(number), f"invalid Arrow ({error})", "a record batch") from error
+        rows = self._part.batches[number].rows
+        if found.num_rows != rows:
+            raise self._corrupt(self._place(number), f"{found.num_rows} rows", f"{rows} rows")
+        return found
+
+    def column_problem(self, number: int, found: pa.RecordBatch, name: str) -> CorruptCheckpointError | None:
+        """Return what is wrong with a column of a batch: nulls, or values of another checksum."""
+        array, where = found.column(name), f"{self._place(number)}, column {name!r}"
+        nulls = array.null_count or _values(array).null_count
+        if nulls:
+            return self._corrupt(where, f"{nulls} nulls", "no nulls")
+        digest, expected = xxhash.xxh3_64_intdigest(column_buffer(array)), self._part.batches[number].xxh3[name]
+        if digest != expected:
+            return self._corrupt(where, f"checksum {digest:016x}", f"{expected:016x}")
+        return None
 
     def read_all(self) -> Iterator[Mapping[str, pa.Array]]:
         """Yield all batches."""
@@ -200,26 +228,28 @@ class PartReader:
             yield self.read(number)
 
     def check_frame(self) -> None:
-        """Check the bytes that are no column values, so that every byte of the file has been looked at.
+        """Check the bytes that are no column values; with those, every byte of the file has been looked at.
 
         Needs all columns and a file that lies in memory.
+
+        Raises:
+            CorruptCheckpointError: they are not what was written.
         """
         frame, done = xxhash.xxh3_64(), 0
         whole = pa.py_buffer(self.mapped)
-        for number, batch in enumerate(self._part.batches):
-            found = self._arrow.get_batch(number)
+        for number in range(len(self._part.batches)):
+            found = self.unchecked(number)
             for name in found.schema.names:
                 values = column_buffer(found.column(name))
-                if name == TABLE:
-                    self._check(f"batch {number}, column 'table'", values, batch.xxh3[TABLE])
                 begin = values.address - whole.address
                 if not done <= begin <= begin + values.size <= whole.size:
-                    raise self._corrupt(f"batch {number}, column {name!r}", "values out of order", "file order")
+                    where = f"{self._place(number)}, column {name!r}"
+                    raise self._corrupt(where, "values out of order", "values in the order of the schema")
                 frame.update(whole.slice(done, begin - done))
                 done = begin + values.size
         frame.update(whole.slice(done))
         if frame.intdigest() != self._part.frame:
-            raise self._corrupt("its frame", f"{frame.intdigest():016x}", f"{self._part.frame:016x}")
+            raise self._corrupt("its frame", f"checksum {frame.intdigest():016x}", f"{self._part.frame:016x}")
 
     def _opened(self, source: Any, slots: Sequence[SlotSpec]) -> Any:
         try:
@@ -249,10 +279,8 @@ class PartReader:
             ):
                 raise self._corrupt(f"column {field.name!r}", str(other.type), str(field.type))
 
-    def _check(self, where: str, values: pa.Buffer, expected: int) -> None:
-        found = xxhash.xxh3_64_intdigest(values)
-        if found != expected:
-            raise self._corrupt(where, f"checksum {found:016x}", f"{expected:016x}")
+    def _place(self, number: int) -> str:
+        return f"batch {number} (table {self._part.batches[number].table!r})"
 
     def _corrupt(self, where: str, found: str, expected: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(self.path, where, found=found, expected=expected)

@@ -19,6 +19,7 @@ from recckpt.manifest import TableEntry
 from recckpt.sparse.buckets import Slice
 from recckpt.sparse.catalog import Batch
 from recckpt.sparse.codec import ID, column_buffer
+from recckpt.sparse.index import IdIndex
 from recckpt.sparse.table import HashTable
 from recckpt.types import EMBEDDING, SlotSpec
 from recckpt.types import HashTable as AnyTable
@@ -53,6 +54,7 @@ class Filler:
         self._slice: Slice | None = getattr(load.table, "slice", None)
         self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.slots}
         self._lock = threading.Lock()
+        self._seen = IdIndex()  # the ids that were checked
 
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""
@@ -60,6 +62,7 @@ class Filler:
 
     def start(self, n_rows: int) -> None:
         """Empty the table and make room for ``n_rows``, so that nothing moves while threads write to it."""
+        self._seen = IdIndex()
         if self.load.with_rows:
             self.load.table.clear()
             if isinstance(self.load.table, HashTable):
@@ -69,6 +72,18 @@ class Filler:
         """Empty a table whose rows turned out to be damaged; it was empty before."""
         if self.load.with_rows:
             self.load.table.clear()
+
+    def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
+        """Look at a batch as ``fill`` would, and change nothing; before ``start``.
+
+        Raises:
+            CorruptCheckpointError: an id occurs twice.
+        """
+        ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
+        with self._lock:
+            rows, new_ids = self._seen.find_or_add(ids)
+        if len(new_ids) < len(ids):
+            raise self._twice(path, f"id {ids[_first_repeat(rows)]}")
 
     def fill(self, columns: Mapping[str, pa.Array], path: str) -> None:
         """Take the rows of one batch that the table owns.

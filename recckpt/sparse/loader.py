@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from recckpt.background import run_all
-from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.errors import StateMismatchError
 from recckpt.manifest import TableEntry
 from recckpt.sparse.catalog import Batch, Part
 from recckpt.sparse.codec import PartReader
@@ -40,16 +40,17 @@ def plan_load(
         entries: the checkpoint's.
         with_rows: whether to take ids, embeddings and slots that are no optimizer's.
         with_optimizer: whether to take the optimizer's slots.
-        strict: whether a table that the checkpoint lacks is an error; otherwise it is left alone.
+        strict: whether a table that one side lacks is an error; otherwise it is left alone.
 
     Raises:
-        StateMismatchError: a table that the checkpoint lacks, or a slot of another dtype or shape; all of them.
+        StateMismatchError: a table that one side lacks, or a slot of another dtype or shape; all of them.
     """
     by_name = {entry.name: entry for entry in entries}
     missing = [name for name in tables if name not in by_name]
+    unexpected = [name for name in by_name if name not in tables]
     loads: list[TableLoad] = []
     mismatched: dict[str, tuple[object, object]] = {}
-    for name in tables.keys() & by_name.keys():
+    for name in (name for name in tables if name in by_name):
         live = {spec.name: spec for spec in source_of(tables[name]).slots}
         saved = {spec.name: spec for spec in by_name[name].slots}
 
@@ -65,8 +66,15 @@ def plan_load(
         _report_slots(name, {slot for slot in live.keys() ^ saved.keys() if wanted(slot)}, live.keys())
         if with_rows or both:
             loads.append(TableLoad(tables[name], by_name[name], both, with_rows))
-    if (missing and strict) or mismatched:
-        raise StateMismatchError("the sparse state", missing=missing, mismatched=mismatched)
+    if mismatched or (strict and (missing or unexpected)):
+        raise StateMismatchError(
+            "the sparse state",
+            missing=missing if strict else [],
+            unexpected=unexpected if strict else [],
+            mismatched=mismatched,
+        )
+    for name in unexpected:
+        log.warning("table %r of the checkpoint is not in the model; it is left out", name)
     for name in missing:
         log.warning("table %r is not in the checkpoint and keeps its present rows", name)
     return loads
@@ -104,8 +112,8 @@ def load_tables(
     runs = list(_runs(parts, fillers))
 
     def check(run: _Run) -> None:
-        for _ in run.read(storage, directory, fillers):
-            pass
+        for batch, columns, path in run.read(storage, directory, fillers):
+            fillers[batch.table].check(columns, path)
 
     def fill(run: _Run) -> None:
         for batch, columns, path in run.read(storage, directory, fillers):
@@ -123,7 +131,7 @@ def load_tables(
         filler.start(rows[name])
     try:
         run_all(fill, runs, concurrency)
-    except CorruptCheckpointError:
+    except BaseException:
         for filler in fillers.values():
             filler.undo()
         raise

@@ -50,7 +50,10 @@ def row_bytes(slots: Sequence[SlotSpec]) -> int:
 
 
 def plan_parts(
-    tables: Sequence[tuple[int, tuple[SlotSpec, ...]]], concurrency: int, part_bytes: int = PART_BYTES
+    tables: Sequence[tuple[int, tuple[SlotSpec, ...]]],
+    concurrency: int,
+    part_bytes: int = PART_BYTES,
+    least_bytes: int = 1,
 ) -> list[PartPlan]:
     """Divide tables over parts of about equal bytes.
 
@@ -58,17 +61,18 @@ def plan_parts(
         tables: rows and slots of each table; the number in this list stands for the table.
         concurrency: number of writers; one large table is spread over as many parts.
         part_bytes: size at which parts roll.
+        least_bytes: size below which another part is not worth its file.
 
     Returns:
         Parts in the order of group and number. Their count is at most groups + concurrency +
-        total bytes / part_bytes, whatever the number of tables.
+        total bytes / part_bytes, whatever the number of tables, and one more for every 32,767 tables.
     """
     groups: dict[tuple[SlotSpec, ...], list[int]] = {}
     for table, (rows, slots) in enumerate(tables):
         if rows:
             groups.setdefault(slots, []).append(table)
     total = sum(rows * row_bytes(slots) for rows, slots in tables)
-    target = max(1, min(part_bytes, -(-total // concurrency)))
+    target = max(least_bytes, min(part_bytes, -(-total // concurrency)))
     return [
         PartPlan(group, number, slots, chunks)
         for group, slots in enumerate(sorted(groups))

@@ -67,7 +67,8 @@ class SparseSaver:
         Raises:
             OSError: the storage failed; other files of the shard may be there, without a catalog.
         """
-        plans = plan_parts([(source.n_rows, source.slots) for source in sources], self._concurrency)
+        sizes = [(source.n_rows, source.slots) for source in sources]
+        plans = plan_parts(sizes, self._concurrency, least_bytes=self._batch_bytes)
         orders = [BucketOrder(source.ids, source.n_rows, self._order_rows) for source in sources]
 
         def write_part(plan: PartPlan) -> Part:

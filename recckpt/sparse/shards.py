@@ -21,7 +21,8 @@ def read_parts(checkpoint: Checkpoint, storage: Storage) -> list[Part]:
     parts: list[Part] = []
     rows = dict.fromkeys((table.name for table in manifest.tables), 0)
     for number, shard in enumerate(manifest.shards):
-        entry = next(file for file in manifest.files if file.name == shard.catalog)
+        entry = manifest.file(shard.catalog)
+        assert entry is not None  # the manifest was checked for that
         path = layout.join(checkpoint.directory, shard.catalog)
         catalog = catalogs.decode(read_checked(storage, checkpoint.directory, entry), path, manifest, number)
         parts += catalog.parts

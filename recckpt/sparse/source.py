@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from recckpt.errors import StateMismatchError
+from recckpt.sparse.checks import check_slot_name
 from recckpt.sparse.column import Column
 from recckpt.sparse.store import RowStore
 from recckpt.sparse.table import HashTable
@@ -41,17 +42,20 @@ def source_of(table: AnyTable) -> TableSource:
 
     Raises:
         StateMismatchError: a foreign table whose ids and slots do not have one row each.
+        ValueError: no table, or no slot, can have this name.
     """
     if isinstance(table, HashTable):
         store: RowStore = table.store
         return TableSource(table.name, len(store), store.ids, _in_order(store.columns))
     ids = table.ids().detach().cpu()
+    for name in table.slots:
+        check_slot_name(table.name, name)
     tensors = {EMBEDDING: table.embeddings(), **table.slots}
     n_rows = len(ids)
     wrong = {
         name: (f"{tensor.dtype} {tuple(tensor.shape)}", f"a storable dtype and {n_rows} rows")
         for name, tensor in tensors.items()
-        if tensor.dim() == 0 or len(tensor) != n_rows or _dtype_name(tensor) not in ITEM_BYTES
+        if tensor.dim() == 0 or len(tensor) != n_rows or 0 in tensor.shape[1:] or _dtype_name(tensor) not in ITEM_BYTES
     }
     if ids.dtype != torch.int64 or ids.dim() != 1:
         wrong["id"] = (f"{ids.dtype} {tuple(ids.shape)}", "int64 of one dimension")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from recckpt.storage.base import HashingSink, Sink, Storage
 from recckpt.storage.local import LocalStorage
-from recckpt.storage.objects import ObjectStorage
 
 __all__ = ["HashingSink", "Sink", "Storage", "open_parent", "open_storage"]
 
@@ -21,6 +20,8 @@ def open_storage(url: str) -> Storage:
         raise ValueError(f"an output dir is a path or URL, found {url!r}")
     if "://" not in url or url.startswith(("file://", "local://")):
         return LocalStorage(url.split("://", 1)[-1])
+    from recckpt.storage.objects import ObjectStorage  # fsspec takes as long to import as a small look-up
+
     return ObjectStorage(url)
 
 
@@ -28,5 +29,7 @@ def open_parent(path: str) -> tuple[Storage, str]:
     """Return the storage around a directory or URL, and its name in it."""
     if "://" not in path:
         path = str(Path(path).expanduser().absolute())
-    parent, _, name = path.rstrip("/").rpartition("/")
-    return open_storage(parent if parent and not parent.endswith("/") else f"{parent}/"), name
+    head, separator, rest = path.rpartition("://")
+    parent, _, name = rest.rstrip("/").rpartition("/")
+    root = "/" if rest.startswith("/") else ""
+    return open_storage(f"{head}{separator}{parent or root}"), name

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,6 +72,11 @@ class LocalStorage(Storage):
         """Open a file inside the root."""
         return self._inside(name).open("rb")
 
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` of a file; room is made for what is there, not for what may be asked for."""
+        with self.open(name) as file:
+            return file.read(min(max_bytes, os.fstat(file.fileno()).st_size + 1))
+
     def map(self, name: str) -> memoryview | None:
         """Map a file; an empty one is b""."""
         with self.open(name) as file:
@@ -85,14 +92,16 @@ class LocalStorage(Storage):
         """Return the directories of the root that are no links."""
         if not self._root.is_dir():
             return []
-        return [entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False)]
+        found = (entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False))
+        return sorted(name for name in found if name != "lost+found")  # of the file system; root alone may look inside
 
     def list_files(self, directory: str) -> list[str]:
         """Return all files below a directory; links are listed, never followed."""
         top = self._root / directory
-        found = [Path(base, name) for base, _, names in os.walk(top, followlinks=False) for name in names]
-        links = [Path(base, d) for base, dirs, _ in os.walk(top) for d in dirs if Path(base, d).is_symlink()]
-        return sorted(path.relative_to(top).as_posix() for path in found + links)
+        found = []
+        for base, dirs, names in os.walk(top, followlinks=False):
+            found += [Path(base, name) for name in (*names, *dirs) if name in names or Path(base, name).is_symlink()]
+        return sorted(path.relative_to(top).as_posix() for path in found)
 
     def remove(self, name: str) -> None:
         """Unlink a name; what a link points to stays."""
@@ -104,11 +113,20 @@ class LocalStorage(Storage):
             Path(base).rmdir()
 
     def _inside(self, name: str) -> Path:
-        """Return the path of a file; one that a link leads out of its checkpoint is not found."""
+        """Return the path of a plain file; one that a link leads out of its checkpoint is not found."""
         path = self._root / name
-        if not path.resolve().is_relative_to((self._root / name.split("/", maxsplit=1)[0]).resolve()):
-            raise FileNotFoundError(f"{path} is a link that leads out of its directory; it is not followed")
-        return path
+        try:
+            target = Path(os.path.realpath(path, strict=True))
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise FileNotFoundError(errno.ENOENT, "a link that leads nowhere", str(path)) from error
+            raise
+        if not target.is_relative_to((self._root / name.split("/", maxsplit=1)[0]).resolve()):
+            problem = "a link that leads out of its directory; it is not followed"
+            raise FileNotFoundError(errno.ENOENT, problem, str(path))
+        if not target.is_file():
+            raise FileNotFoundError(errno.ENOENT, "not a plain file", str(path))
+        return target
 
 
 class _LocalSink(Sink):
@@ -136,12 +154,11 @@ class _LocalSink(Sink):
 
     def discard(self) -> None:
         fd, self._fd = self._fd, -1
-        try:
+        with suppress(OSError):  # the error that led here is the one to report
             if fd >= 0:
                 os.close(fd)
+        with suppress(OSError):  # a leftover has no manifest
             self._path.unlink()
-        except OSError:
-            pass  # the error that led here is the one to report; the leftover has no manifest
 
 
 def _write_beside(path: Path, data: bytes) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
+from io import BytesIO
 from typing import Any, BinaryIO, cast
 
 import fsspec
+from fsspec.implementations.memory import MemoryFile
 
 from recckpt.storage.base import Sink, Storage
 
@@ -14,7 +17,8 @@ class ObjectStorage(Storage):
     """Objects below a URL. Follows "Object stores" of the commit protocol."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url.rstrip("/"))
+        protocol, separator, path = url.partition("://")
+        super().__init__(f"{protocol}{separator}{path.rstrip('/')}")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
@@ -43,9 +47,11 @@ class ObjectStorage(Storage):
         path = self._path(name)
         try:
             self._fs.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            if self._fs.cat_file(path) != data:
+        except OSError as error:  # perhaps of a second try, after a first one whose answer got lost
+            if not self._fs.exists(path):
                 raise
+            if self._fs.cat_file(path) != data:
+                raise FileExistsError(errno.EEXIST, "exists already", f"{self.url}/{name}") from error
 
     def replace(self, name: str, data: bytes) -> None:
         """Put one small object."""
@@ -56,7 +62,10 @@ class ObjectStorage(Storage):
 
     def open(self, name: str) -> BinaryIO:
         """Open an object for ranged reads."""
-        return cast(BinaryIO, self._fs.open(self._path(name), "rb"))
+        file = self._fs.open(self._path(name), "rb")
+        if isinstance(file, MemoryFile):  # the one and only, whose position all readers would share
+            file = BytesIO(file.getvalue())
+        return cast(BinaryIO, file)
 
     def map(self, name: str) -> memoryview | None:
         """Return None: there is no memory to map."""
@@ -64,7 +73,10 @@ class ObjectStorage(Storage):
 
     def size(self, name: str) -> int:
         """Return the bytes of an object."""
-        return int(self._fs.info(self._path(name))["size"])
+        found = self._fs.info(self._path(name))
+        if found["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "a prefix, no object", f"{self.url}/{name}")
+        return int(found["size"])
 
     def list_dirs(self) -> list[str]:
         """Return the first segments of the names below the root."""
@@ -112,8 +124,7 @@ class _ObjectSink(Sink):
         self._file.commit()
 
     def discard(self) -> None:
-        try:
+        with suppress(Exception):  # the error that led here is the one to report
             self._file.discard()
-            self._fs.rm_file(self._path)  # some backends, memory:// among them, publish when they open
-        except Exception:
-            pass  # the error that led here is the one to report; the leftover has no manifest
+        with suppress(Exception):  # some backends, memory:// among them, publish when they open
+            self._fs.rm_file(self._path)

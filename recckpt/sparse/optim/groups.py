@@ -85,6 +85,8 @@ def _is_well_formed(saved: Any) -> bool:
     return (
         isinstance(saved, Mapping)
         and {"slots", "state", "param_groups"} <= set(saved)
+        and isinstance(saved["slots"], (list, tuple))
+        and isinstance(saved["param_groups"], (list, tuple))
         and all(isinstance(group, Mapping) and "tables" in group for group in saved["param_groups"])
         and isinstance(saved["state"], Mapping)
         and all(_is_step(state) for state in saved["state"].values())

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recckpt import types
 from recckpt.sparse.optim.groups import Group, match, options
 from recckpt.sparse.table import HashTable
 from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]
-Tables = Mapping[str, HashTable] | Iterable[HashTable] | Iterable[Group]
+Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Group]
 
 
 class SparseOptimizer(Optimizer):
@@ -120,7 +121,8 @@ class SparseOptimizer(Optimizer):
             StateMismatchError: it is of other tables, another rule or other groups. Nothing has been
                 changed then.
         """
-        groups = match(state_dict, self.param_groups, self.slot_names, self.defaults)
+        known = [key for key in self.defaults if key != "differentiable"]  # torch adds it at the first load
+        groups = match(state_dict, self.param_groups, self.slot_names, known)
         for group in groups:
             self._check(group)
         names = [name for group in groups for name in group["tables"]]

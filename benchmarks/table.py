@@ -1,0 +1,139 @@
+"""The hashtable: index insert and look-up, a training step against torch, memory while it grows.
+
+Run ``python benchmarks/table.py``; prints one JSON line a case. Rounds alternate between the contestants and
+the medians are compared, since the speed of a shared machine drifts. About a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from machine import describe_machine
+from torch import Tensor, nn
+
+from recckpt.sparse.index import IdIndex
+from recckpt.sparse.initializers import Normal
+from recckpt.sparse.optim import SparseAdam
+from recckpt.sparse.table import HashTable
+
+N_IDS = 4_000_000
+BATCH_IDS = 65_536
+FEATURES, BATCH, DIM, VOCABULARY = 4, 8_192, 32, 1_000_000
+
+
+def main() -> None:
+    machine = describe_machine()
+    for case in (index_speed, training_step, growth_memory):
+        print(json.dumps({"case": case.__name__, **case(), "machine": machine}), flush=True)
+
+
+def seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def index_speed(rounds: int = 7) -> dict[str, object]:
+    """Million ids a second on one core, in batches as a training loop brings them."""
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, N_IDS)
+    batches = [ids[i : i + BATCH_IDS] for i in range(0, N_IDS, BATCH_IDS)]
+
+    def insert(index: IdIndex) -> None:
+        for batch in batches:
+            index.find_or_add(batch)
+
+    times: dict[str, list[float]] = {"insert_growing": [], "insert_presized": [], "look_up": []}
+    for _ in range(rounds + 1):
+        growing, presized = IdIndex(), IdIndex()
+        times["insert_growing"].append(seconds(lambda: insert(growing)))  # noqa: B023  # called at once
+        presized.reserve(N_IDS)
+        times["insert_presized"].append(seconds(lambda: insert(presized)))  # noqa: B023
+        times["look_up"].append(seconds(lambda: [presized.find(batch) for batch in batches]))  # noqa: B023
+    rates = {name: round(N_IDS / median(taken[1:]) / 1e6, 1) for name, taken in times.items()}
+    return {"ids": N_IDS, "unit": "M ids/s", **rates, "target": {"insert": 10, "look_up": 15}}
+
+
+def training_step(rounds: int = 40, warm_up: int = 20) -> dict[str, object]:
+    """Milliseconds of forward, backward, step and zero_grad over all features, on the same Zipf ids."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    tables = [HashTable(DIM, name=f"f{i}", initializer=Normal(0, 0.01)) for i in range(FEATURES)]
+    modules = [nn.Embedding(VOCABULARY, DIM, sparse=True) for _ in range(FEATURES)]
+    weights = torch.randn(FEATURES * DIM)
+    ours = SparseAdam(tables)
+    theirs = torch.optim.SparseAdam([p for module in modules for p in module.parameters()])
+
+    def train(layers: list[HashTable] | list[nn.Embedding], optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+        features = torch.cat([layer(column) for layer, column in zip(layers, ids, strict=True)], 1)
+        loss = torch.sigmoid(features @ weights).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times: dict[str, list[float]] = {"recckpt": [], "torch": []}
+    for _ in range(rounds + warm_up):
+        ids = torch.from_numpy(zipf_ids(rng, (FEATURES, BATCH)))
+        times["recckpt"].append(seconds(lambda: train(tables, ours, ids)))  # noqa: B023
+        times["torch"].append(seconds(lambda: train(modules, theirs, ids)))  # noqa: B023
+    taken = {name: round(median(values[warm_up:]) * 1e3, 2) for name, values in times.items()}
+    return {
+        "unit": "ms",
+        **taken,
+        "ratio": round(taken["recckpt"] / taken["torch"], 3),
+        "target": {"ratio": 1},
+    }
+
+
+def zipf_ids(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return rng.zipf(1.1, shape) % VOCABULARY
+
+
+def growth_memory() -> dict[str, object]:
+    """Peak resident memory of a process that grows a table of 4 M x 64 float32, over what the rows need."""
+    result = subprocess.run([sys.executable, __file__, "--grow"], check=True, capture_output=True, text=True)
+    found: dict[str, object] = json.loads(result.stdout)
+    return {**found, "target": {"ratio": 1.25}}
+
+
+def grow() -> None:
+    """Grow the table in batches and print the peak (the child of ``growth_memory``)."""
+    table = HashTable(64, name="grown")
+    with torch.no_grad():
+        table(torch.arange(BATCH_IDS))  # compiled code and the buffers of a batch belong to the baseline
+        table.clear()
+        before = peak_bytes()
+        start = time.perf_counter()
+        for first in range(0, N_IDS, BATCH_IDS):
+            table(torch.arange(first, min(first + BATCH_IDS, N_IDS)))
+        taken = time.perf_counter() - start
+    grown = peak_bytes() - before
+    print(
+        json.dumps(
+            {
+                "rows": len(table),
+                "table_mib": table.nbytes >> 20,
+                "peak_mib": grown >> 20,
+                "ratio": round(grown / table.nbytes, 3),
+                "seconds": round(taken, 2),
+            }
+        )
+    )
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory of this process, which unlike ru_maxrss knows nothing of its parent."""
+    with open("/proc/self/status") as status:  # noqa: PTH123
+        line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+if __name__ == "__main__":
+    grow() if "--grow" in sys.argv else main()

@@ -1,0 +1,135 @@
+"""The door of the command line: arguments in, text or JSON and an exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import cast
+
+from recckpt.cli.outcome import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError
+from recckpt.cli.text import one_line
+from recckpt.errors import RecckptError
+
+_INTERRUPTED = 130  # as a shell says it
+_MODULES = {"ls": "ls", "show": "show", "head": "rows", "get": "rows", "verify": "verify"}
+_EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; ``sys.argv`` where None.
+
+    Returns:
+        0 good, 1 a problem was found, 2 wrong usage.
+    """
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as end:  # argparse has said why
+        return end.code if isinstance(end.code, int) else USAGE
+    logging.basicConfig(format="recckpt: %(message)s", level=logging.WARNING)
+    try:
+        outcome = _run(args)
+    except (RecckptError, CommandError, OSError) as error:
+        return _complain(PROBLEM, str(error))
+    except UsageError as error:
+        return _complain(USAGE, str(error))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    for problem in outcome.problems:
+        _complain(PROBLEM, problem)
+    _print(outcome.text(as_json=args.json))
+    return outcome.code
+
+
+def _run(args: argparse.Namespace) -> Outcome:
+    """Import a command when it is asked for, so that none waits for what another needs."""
+    module = import_module(f"recckpt.cli.{_MODULES[args.command]}")
+    return cast(Outcome, getattr(module, args.command)(args))
+
+
+def _complain(code: int, message: str) -> int:
+    print(f"recckpt: {one_line(message)}", file=sys.stderr)
+    return code
+
+
+def _print(text: str) -> None:
+    """Write to stdout; whoever reads it may leave early, and may not know all of unicode."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="recckpt", description="Look into checkpoints, without torch and without the model.", epilog=_EXIT_CODES
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON; NaN and infinities are strings in it")
+
+    def command(name: str, what: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common], help=what, description=what, epilog=_EXIT_CODES)
+
+    ls = command("ls", "list the checkpoints of an output dir, oldest first")
+    ls.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
+    show = command("show", "show what a checkpoint holds")
+    show.add_argument("--files", action="store_true", help="list the files too")
+    head = command("head", "print the first rows of a table")
+    head.add_argument("-n", type=_natural, default=10, metavar="N", help="number of rows (default: %(default)s)")
+    get = command("get", "print rows of a table by id")
+    for with_checkpoint in (show, head, get):
+        help_text = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
+        with_checkpoint.add_argument("checkpoint", metavar="CKPT", help=help_text)
+    for with_table in (head, get):
+        with_table.add_argument("table", metavar="TABLE")
+        with_table.add_argument("--columns", metavar="A,B", help="slots to print, separated by commas (default: all)")
+    get.add_argument("ids", metavar="ID", nargs="+", type=_id, help="any int64, negative ones too")
+    verify = command("verify", "look for damage, down to every byte")
+    verify.add_argument("path", metavar="CKPT|DIR", help="a checkpoint, or an output dir, of which all are checked")
+    verify.add_argument("--quick", action="store_true", help="check manifests and file sizes only")
+    return parser
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def _id(text: str) -> int:
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is no int64")
+    return number
+
+
+_natural.__name__, _id.__name__ = "count", "id"  # as argparse calls them in "invalid ... value"
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        from recckpt.manifest import VERSION
+
+        try:
+            installed = version("recckpt")
+        except PackageNotFoundError:
+            installed = "(not installed)"
+        print(f"recckpt {installed}, format version {VERSION}")
+        parser.exit(GOOD)

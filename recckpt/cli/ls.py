@@ -1,0 +1,102 @@
+"""``recckpt ls``: the checkpoints of an output dir."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from recckpt import layout
+from recckpt.cli.outcome import CommandError, Outcome, usage_checked
+from recckpt.cli.text import count, escaped, grid, one_line, plural, size
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.listing import Checkpoint, Listing, list_checkpoints, open_checkpoint
+from recckpt.storage import Storage, open_storage
+
+_HEAD = ("ID", "STEP", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
+_NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
+
+
+def ls(args: argparse.Namespace) -> Outcome:
+    """List committed checkpoints, oldest first, then what is damaged or was never finished."""
+    with usage_checked():
+        storage = open_storage(args.dir)
+    listing = list_checkpoints(storage)
+    leftovers = _leftovers(storage, listing)
+    if not listing.committed and not listing.damaged:
+        _refuse_checkpoint(args.dir)
+    current = {checkpoint.directory for checkpoint in listing.current}
+    newest = listing.current[-1].directory if listing.current else None
+    rows = []
+    checkpoints = []
+    for checkpoint in listing.committed:
+        marks = _marks(checkpoint, checkpoint.directory in current, checkpoint.directory == newest)
+        checkpoints.append(_data(checkpoint, marks))
+        rows.append(_row(checkpoint, marks))
+    for directory, reason in listing.damaged.items():
+        rows.append((escaped(directory), *"-----", f"damaged: {one_line(str(reason))}"))
+    for directory in leftovers:
+        rows.append((escaped(directory), *"-----", f"no {layout.MANIFEST}: a save that died, or still runs"))
+    data = {
+        "output_dir": storage.url,
+        "checkpoints": checkpoints,
+        "damaged": [{"directory": name, "reason": str(reason)} for name, reason in listing.damaged.items()],
+        "leftovers": leftovers,
+    }
+    return Outcome(data, grid(_HEAD, rows, _NUMBERS) if rows else [], _problems(storage, listing))
+
+
+def _problems(storage: Storage, listing: Listing) -> list[str]:
+    if listing.damaged:
+        total = plural(len(listing.committed) + len(listing.damaged), "checkpoint")
+        return [f"{storage.url}: {len(listing.damaged)} of {total} damaged; run `recckpt verify` to see all of it"]
+    return [] if listing.committed else [f"{storage.url}: found no committed checkpoint"]
+
+
+def _refuse_checkpoint(path: str) -> None:
+    """Say so where the path is itself a checkpoint."""
+    try:
+        _, checkpoint = open_checkpoint(path)
+    except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
+        return
+    raise CommandError(f"{path} is the checkpoint {checkpoint.ckpt_id!r}, not an output dir; try `recckpt show`")
+
+
+def _leftovers(storage: Storage, listing: Listing) -> list[str]:
+    """Return the directories that a save began and did not finish, or that are half removed."""
+    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys()
+    rest = sorted(set(storage.list_dirs()) - known)
+    return [name for name in rest if any(map(layout.is_ours, storage.list_files(name)))]
+
+
+def _marks(checkpoint: Checkpoint, current: bool, newest: bool) -> list[str]:
+    manifest = checkpoint.manifest
+    flags = {"newest": newest, "superseded": not current, "pinned": manifest.pinned, "ephemeral": manifest.ephemeral}
+    return [mark for mark, holds in flags.items() if holds]
+
+
+def _data(checkpoint: Checkpoint, marks: list[str]) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    return {
+        "id": manifest.ckpt_id,
+        "directory": checkpoint.directory,
+        "step": manifest.step,
+        "time": manifest.time,
+        "rows": sum(table.rows for table in manifest.tables),
+        "bytes": manifest.n_bytes,
+        "tables": len(manifest.tables),
+        "marks": marks,
+    }
+
+
+def _row(checkpoint: Checkpoint, marks: list[str]) -> tuple[str, ...]:
+    manifest = checkpoint.manifest
+    moved = checkpoint.directory != layout.encode_id(manifest.ckpt_id)
+    return (
+        escaped(manifest.ckpt_id),
+        "-" if manifest.step is None else str(manifest.step),
+        escaped(manifest.time),
+        count(sum(table.rows for table in manifest.tables)),
+        size(manifest.n_bytes),
+        count(len(manifest.tables)),
+        ", ".join([*marks, *([f"in {checkpoint.directory}/"] if moved else [])]),
+    )

@@ -1,0 +1,87 @@
+"""``recckpt head`` and ``recckpt get``: rows of a table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from recckpt.cli.outcome import CommandError, Outcome, usage_checked
+from recckpt.cli.text import cell, escaped, grid
+from recckpt.load_conf import nearest
+from recckpt.manifest import TableEntry
+from recckpt.reader import CheckpointReader
+from recckpt.sparse.codec import ID, column_values
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Row = dict[str, Any]
+
+
+def head(args: argparse.Namespace) -> Outcome:
+    """Print the first rows of a table, in the order of the files."""
+    with _open(args.checkpoint) as reader:
+        columns = _columns(reader, args)
+        rows = list(islice(_rows(reader, args.table, columns), args.n))
+    return Outcome({"table": args.table, "rows": rows}, _lines(columns, rows))
+
+
+def get(args: argparse.Namespace) -> Outcome:
+    """Print rows by id, in the order asked for; ids that the table has not are a problem."""
+    ids = list(dict.fromkeys(args.ids))
+    with _open(args.checkpoint) as reader:
+        columns = _columns(reader, args)
+        found = {row[ID]: row for row in _rows(reader, args.table, columns, ids)}
+    missing = [number for number in ids if number not in found]
+    rows = [found[number] for number in ids if number in found]
+    listed = ", ".join(map(str, missing))
+    problems = [f"table {args.table!r} has no row of id {listed}"] if missing else []
+    data = {"table": args.table, "rows": rows, "missing": missing}
+    return Outcome(data, _lines(columns, rows) if rows else [], problems)
+
+
+def _open(path: str) -> CheckpointReader:
+    with usage_checked():
+        return CheckpointReader(path)
+
+
+def _table(reader: CheckpointReader, name: str) -> TableEntry:
+    entry = reader.manifest.table(name)
+    if entry is None:
+        raise CommandError(f"no table {name!r} in {reader.manifest.ckpt_id!r}{nearest(name, reader.tables())}")
+    return entry
+
+
+def _columns(reader: CheckpointReader, args: argparse.Namespace) -> list[str]:
+    """Return the slots to print, in the order asked for."""
+    slots = [slot.name for slot in _table(reader, args.table).slots]
+    if args.columns is None:
+        return slots
+    asked = [name for name in dict.fromkeys(args.columns.split(",")) if name != ID]
+    for name in asked:
+        if name not in slots:
+            raise CommandError(f"table {args.table!r} has no slot {name!r}; it has {', '.join(slots)}")
+    return asked
+
+
+def _rows(
+    reader: CheckpointReader, table: str, columns: Sequence[str], ids: Iterable[int] | None = None
+) -> Iterator[Row]:
+    entry = _table(reader, table)
+    for batch in reader.table(table, columns, ids):
+        yield from _batch_rows(entry, batch, columns)
+
+
+def _batch_rows(entry: TableEntry, batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[Row]:
+    specs = {slot.name: slot for slot in entry.slots}
+    ids = batch.column(ID).to_numpy()
+    values = {name: column_values(batch.column(name), specs[name]) for name in columns}
+    for row in range(len(ids)):
+        yield {ID: int(ids[row])} | {name: column[row].tolist() for name, column in values.items()}
+
+
+def _lines(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    names = (ID, *columns)
+    return grid([escaped(name) for name in names], [[cell(row[name]) for name in names] for row in rows], (ID,))

@@ -1,0 +1,119 @@
+"""``recckpt show``: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from recckpt import layout
+from recckpt.cli.outcome import Outcome, usage_checked
+from recckpt.cli.text import cell, count, escaped, grid, one_line, pairs, plural, size
+from recckpt.dense.torch_file import TorchFile
+from recckpt.errors import CorruptCheckpointError
+from recckpt.listing import Checkpoint, locate_path
+from recckpt.manifest import FileEntry, Manifest, TableEntry
+from recckpt.storage import Storage
+from recckpt.types import SlotSpec
+
+
+def show(args: argparse.Namespace) -> Outcome:
+    """Show the manifest, and the names, dtypes and shapes of the dense tensors."""
+    with usage_checked():
+        storage, checkpoint = locate_path(args.checkpoint)
+    url, manifest = layout.join(storage.url.removesuffix("/"), checkpoint.directory), checkpoint.manifest
+    problems, tensors = [], []
+    try:
+        tensors = _tensors(storage, checkpoint)
+    except CorruptCheckpointError as error:
+        problems.append(str(error))
+    data, lines = _data(url, manifest, tensors), _lines(url, manifest, tensors)
+    if args.files:
+        data["files"] = [_file_data(file) for file in manifest.files]
+        lines += _section("files", _file_lines(manifest.files))
+    return Outcome(data, lines, problems)
+
+
+def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Describe the dense tensors; not through CheckpointReader, whose Arrow takes as long to import as all of this."""
+    if checkpoint.manifest.file(layout.MODEL) is None:
+        return []
+    path = layout.join(checkpoint.directory, layout.MODEL)
+    with storage.open(path) as content:
+        file = TorchFile(content, path)
+        return [
+            {"name": n, "dtype": file.dtype(n), "shape": list(file.shape(n)), "bytes": file.nbytes(n)}
+            for n in file.names()
+        ]
+
+
+def _data(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": manifest.ckpt_id,
+        "url": url,
+        "step": manifest.step,
+        "time": manifest.time,
+        "kind": "full",
+        "save_id": manifest.save_id,
+        "epoch": manifest.epoch,
+        "seq": manifest.seq,
+        "shards": len(manifest.shards),
+        "rows": _rows(manifest),
+        "bytes": manifest.n_bytes,
+        "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
+        "writer": dict(manifest.writer),
+        "state": dict(manifest.state),
+        "tables": [_table_data(table) for table in manifest.tables],
+        "tensors": tensors,
+    }
+
+
+def _table_data(table: TableEntry) -> dict[str, Any]:
+    slots = [{"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)} for slot in table.slots]
+    return {"name": table.name, "rows": table.rows, "bytes": table.rows * table.row_bytes, "slots": slots}
+
+
+def _file_data(file: FileEntry) -> dict[str, Any]:
+    return {"name": file.name, "bytes": file.n_bytes, "xxh3": None if file.xxh3 is None else f"{file.xxh3:016x}"}
+
+
+def _lines(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> list[str]:
+    flags = [name for name in ("ephemeral", "pinned") if getattr(manifest, name)]
+    tables = [
+        (escaped(t.name), count(t.rows), size(t.rows * t.row_bytes), ", ".join(map(_slot, t.slots)))
+        for t in manifest.tables
+    ]
+    dense = [(escaped(t["name"]), t["dtype"], str(tuple(t["shape"])), size(t["bytes"])) for t in tensors]
+    state = [(escaped(name), one_line(cell(value))) for name, value in manifest.state.items()]
+    lines = pairs(
+        [
+            ("checkpoint", escaped(manifest.ckpt_id)),
+            ("url", url),
+            ("step", "-" if manifest.step is None else str(manifest.step)),
+            ("time", escaped(manifest.time)),
+            ("size", f"{size(manifest.n_bytes)} in {plural(len(manifest.files), 'file')}"),
+            ("rows", f"{count(_rows(manifest))} in {plural(len(manifest.tables), 'table')}"),
+            ("shards", count(len(manifest.shards))),
+            ("written by", one_line(", ".join(f"{name} {version}" for name, version in manifest.writer.items()))),
+            *([("flags", ", ".join(flags))] if flags else []),
+        ]
+    )
+    lines += _section("tables", grid(("NAME", "ROWS", "SIZE", "SLOTS"), tables, ("ROWS", "SIZE")) if tables else [])
+    lines += _section("dense tensors", grid(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",)) if dense else [])
+    return lines + _section("training state", pairs(state))
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return ["", title, *(f"  {line}" for line in lines)] if lines else []
+
+
+def _file_lines(files: tuple[FileEntry, ...]) -> list[str]:
+    rows = [(escaped(f.name), size(f.n_bytes), "-" if f.xxh3 is None else f"{f.xxh3:016x}") for f in files]
+    return grid(("NAME", "SIZE", "XXH3"), rows, ("SIZE",))
+
+
+def _slot(slot: SlotSpec) -> str:
+    return f"{escaped(slot.name)} {slot.dtype}{list(slot.shape) if slot.shape else ''}"
+
+
+def _rows(manifest: Manifest) -> int:
+    return sum(table.rows for table in manifest.tables)

@@ -1,0 +1,54 @@
+"""``recckpt verify``: is it whole?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from recckpt.cli.outcome import Outcome, usage_checked
+from recckpt.cli.text import count, escaped, grid, one_line, plural, size
+from recckpt.verify import Report, find_checkpoints, verify_checkpoint
+
+_HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
+
+
+def verify(args: argparse.Namespace) -> Outcome:
+    """Check one checkpoint, or all of an output dir, and list all that is wrong."""
+    with usage_checked():
+        storage, directories = find_checkpoints(args.path)
+    reports = sorted((verify_checkpoint(storage, name, deep=not args.quick) for name in directories), key=_age)
+    damaged = [report for report in reports if report.problems]
+    lines = grid(_HEAD, map(_row, reports), ("ROWS", "SIZE", "FILES"))
+    for report in damaged:
+        lines += ["", f"{escaped(report.directory)}:", *(f"  {one_line(str(p))}" for p in report.problems)]
+    found = sum(len(report.problems) for report in reports)
+    total = plural(len(reports), "checkpoint")
+    problems = [f"{storage.url}: found {plural(found, 'problem')} in {len(damaged)} of {total}"] if found else []
+    data = {"url": storage.url, "deep": not args.quick, "checkpoints": [_data(report) for report in reports]}
+    return Outcome(data, lines, problems)
+
+
+def _age(report: Report) -> tuple[bool, tuple[int, int], str]:
+    """Sort oldest first; those without a readable manifest last."""
+    return report.manifest is None, report.manifest.order if report.manifest else (0, 0), report.directory
+
+
+def _row(report: Report) -> tuple[str, ...]:
+    result = plural(len(report.problems), "problem") if report.problems else "good"
+    manifest = report.manifest
+    if manifest is None:
+        return escaped(report.directory), "-", "-", "-", result
+    rows = sum(table.rows for table in manifest.tables)
+    return escaped(manifest.ckpt_id), count(rows), size(manifest.n_bytes), count(len(manifest.files)), result
+
+
+def _data(report: Report) -> dict[str, Any]:
+    manifest = report.manifest
+    return {
+        "id": manifest.ckpt_id if manifest else None,
+        "directory": report.directory,
+        "good": not report.problems,
+        "problems": [
+            {"file": p.file, "where": p.where, "found": p.found, "expected": p.expected} for p in report.problems
+        ],
+    }

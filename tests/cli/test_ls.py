@@ -1,0 +1,102 @@
+from builders import Run
+from forge import Forge, filled, save_tables
+
+from recckpt.storage import open_storage
+
+
+def saved(url, *numbers, **fields):
+    storage = open_storage(str(url))
+    storage.prepare()
+    for number in numbers:
+        tables = [filled("item", range(number)), filled("user", range(2))]
+        save_tables(storage, tables, ckpt_id=f"ckpt_{number}", step=number, **fields)
+    return storage
+
+
+def test_checkpoints_are_listed_oldest_first_and_the_newest_is_marked(recckpt, url):
+    saved(url, 900, 1000, 20)
+    answer = recckpt("ls", url)
+    assert answer.code == 0
+    assert answer.err == ""
+    assert answer.lines[0] == ["ID", "STEP", "TIME", "ROWS", "SIZE", "TABLES", "MARKS"]
+    assert [line[0] for line in answer.lines[1:]] == ["ckpt_900", "ckpt_1000", "ckpt_20"]
+    assert [line[1] for line in answer.lines[1:]] == ["900", "1000", "20"]
+    assert [line[-1] for line in answer.lines[1:]] == ["2", "2", "newest"]
+    assert "1,002" in answer.lines[2]
+
+
+def test_columns_are_aligned(recckpt, tmp_path):
+    saved(tmp_path, 9, 1000)
+    lines = recckpt("ls", tmp_path).out.splitlines()
+    assert len({line.index("ckpt") for line in lines[1:]}) == 1
+    assert len({line.index(rows) + len(rows) for line, rows in zip(lines[1:], ("11", "1,002"), strict=True)}) == 1
+
+
+def test_json_has_the_numbers_as_they_are(recckpt, tmp_path):
+    Run(tmp_path, max_keep=2).train(30)
+    answer = recckpt("ls", tmp_path, "--json").json
+    assert answer["output_dir"] == str(tmp_path)
+    assert [c["id"] for c in answer["checkpoints"]] == ["ckpt_20", "ckpt_30"]
+    last = answer["checkpoints"][-1]
+    files = (tmp_path / "ckpt_30").rglob("*")
+    listed = sum(f.stat().st_size for f in files if f.is_file() and f.name not in ("manifest.json", "INTENT"))
+    assert (last["step"], last["tables"], last["bytes"], last["marks"]) == (30, 2, listed, ["newest"])
+    assert last["rows"] > 0
+    assert (answer["damaged"], answer["leftovers"]) == ([], [])
+
+
+def test_a_damaged_checkpoint_is_listed_with_the_reason_and_is_a_problem(recckpt, tmp_path):
+    saved(tmp_path, 10, 20)
+    (tmp_path / "ckpt_20" / Forge(tmp_path / "ckpt_20").parts[0]).unlink()
+    answer = recckpt("ls", tmp_path)
+    assert answer.code == 1
+    assert answer.lines[1][-1] == "newest"
+    assert answer.lines[2][0] == "ckpt_20"
+    assert "damaged: ckpt_20/sparse/00000-of-00001.g0.00.arrow: found no such file" in answer.out
+    assert answer.err.count("\n") == 1
+    assert "1 of 2 checkpoints damaged" in answer.err
+    assert recckpt("ls", tmp_path, "--json").json["damaged"][0]["directory"] == "ckpt_20"
+
+
+def test_directories_without_a_manifest_are_leftovers_if_recckpt_wrote_them(recckpt, url):
+    storage = saved(url, 10)
+    for name, file in (("ckpt_20", "INTENT"), ("ckpt_30", "sparse/00000-of-00001.g0.00.arrow"), ("logs", "events")):
+        with storage.create(f"{name}/{file}") as sink:
+            sink.write(b"{}")
+    answer = recckpt("ls", url)
+    assert answer.code == 0
+    assert [line[0] for line in answer.lines[1:]] == ["ckpt_10", "ckpt_20", "ckpt_30"]
+    assert answer.out.count("no manifest.json") == 2
+    assert recckpt("ls", url, "--json").json["leftovers"] == ["ckpt_20", "ckpt_30"]
+
+
+def test_superseded_and_flagged_checkpoints_are_marked_and_their_directory_is_named(recckpt, tmp_path):
+    storage = saved(tmp_path, 10, pinned=True)
+    save_tables(storage, [filled("item", [1])], ckpt_id="ckpt_10", overwrite=True, ephemeral=True)
+    answer = recckpt("ls", tmp_path)
+    assert "superseded, pinned" in answer.out.splitlines()[1]
+    assert "newest, ephemeral, in ckpt_10.1/" in answer.out.splitlines()[2]
+
+
+def test_where_nothing_was_saved_nothing_is_found(recckpt, tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        answer = recckpt("ls", path)
+        assert (answer.code, answer.out) == (1, "")
+        assert answer.err == f"recckpt: {path}: found no committed checkpoint\n"
+    assert recckpt("ls", tmp_path, "--json").json["checkpoints"] == []
+
+
+def test_a_checkpoint_is_no_output_dir(recckpt, tmp_path):
+    saved(tmp_path, 10)
+    answer = recckpt("ls", tmp_path / "ckpt_10")
+    assert answer.code == 1
+    assert "recckpt show" in answer.err
+
+
+def test_an_odd_id_does_not_break_the_line(recckpt, tmp_path):
+    storage = saved(tmp_path, 10)
+    save_tables(storage, [filled("item", [1])], ckpt_id="a\nb/ü")
+    answer = recckpt("ls", tmp_path)
+    assert len(answer.lines) == 3
+    assert answer.lines[2][0] == '"a\\nb/\\u00fc"'
+    assert recckpt("ls", tmp_path, "--json").json["checkpoints"][1]["id"] == "a\nb/ü"

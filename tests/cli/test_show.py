@@ -1,0 +1,109 @@
+from builders import Run, flip_bit
+from forge import Forge, filled, save_tables
+
+from recckpt.storage import open_storage
+
+
+def saved(url, tables, **fields):
+    storage = open_storage(str(url))
+    storage.prepare()
+    return save_tables(storage, tables, **fields)
+
+
+def test_a_checkpoint_shows_its_tables_tensors_and_state(recckpt, tmp_path):
+    run = Run(tmp_path).train(10)
+    for path in (tmp_path, tmp_path / "ckpt_10", f"{tmp_path}/ckpt_10/", f"file://{tmp_path}/ckpt_10"):
+        answer = recckpt("show", path)
+        assert (answer.code, answer.err) == (0, "")
+        assert ["checkpoint", "ckpt_10"] in answer.lines
+        assert ["step", "10"] in answer.lines
+        assert [line[1] for line in answer.lines if line[:1] == ["item"]] == [str(len(run.model.items))]
+        assert "embedding float32[4], sparse_adamw_exp_avg float32[4]" in answer.out
+        assert ["top.weight", "float32", "(1,", "8)", "32", "B"] in answer.lines
+        assert ["sparse_lr_0", "0.01"] in answer.lines
+
+
+def test_json_has_all_of_it(recckpt, tmp_path):
+    run = Run(tmp_path).train(10)
+    shown = recckpt("show", tmp_path, "--json").json
+    assert (shown["id"], shown["url"], shown["step"], shown["shards"]) == (
+        "ckpt_10",
+        str(tmp_path / "ckpt_10"),
+        10,
+        1,
+    )
+    item = next(table for table in shown["tables"] if table["name"] == "item")
+    n_rows = len(run.model.items)
+    assert (item["rows"], item["bytes"]) == (n_rows, n_rows * (8 + 3 * 16))
+    assert item["slots"][0] == {"name": "embedding", "dtype": "float32", "shape": [4]}
+    names = {tensor["name"]: tensor for tensor in shown["tensors"]}
+    assert names["norm.num_batches_tracked"] == {
+        "name": "norm.num_batches_tracked",
+        "dtype": "int64",
+        "shape": [],
+        "bytes": 8,
+    }
+    assert shown["state"]["sparse_lr_0"] == 0.01
+    assert "torch" in shown["writer"]
+    assert "files" not in shown
+
+
+def test_files_are_listed_when_asked_for(recckpt, tmp_path):
+    Run(tmp_path).train(10)
+    forge = Forge(tmp_path / "ckpt_10")
+    names = {file["name"] for file in forge.manifest["files"]}
+    shown = recckpt("show", tmp_path, "--files", "--json").json
+    assert {file["name"]: file["xxh3"] for file in shown["files"]} == {
+        file["name"]: file.get("xxh3") for file in forge.manifest["files"]
+    }
+    assert names <= {line[0] for line in recckpt("show", tmp_path, "--files").lines if line}
+
+
+def test_any_storage_can_be_shown(recckpt, url):
+    saved(url, [filled("item", range(3), shape=(2, 3), slots={"sparse_s": ()})], state={"auc": 0.7, "note": "a\nb"})
+    answer = recckpt("show", url)
+    assert answer.code == 0
+    assert "embedding float32[2, 3], sparse_s float32" in answer.out
+    assert "a; b" in answer.out
+    assert "dense tensors" not in answer.out
+
+
+def test_names_that_would_break_the_table_are_escaped(recckpt, tmp_path):
+    names = ["line\nbreak", "表", " padded ", "esc\x1b[31m", 'quo"te', "user/1"]
+    saved(tmp_path, [filled(name, [1]) for name in names])
+    answer = recckpt("show", tmp_path)
+    shown = [line.strip().partition("  ")[0] for line in answer.out.splitlines()]
+    for name in ('"line\\nbreak"', "表", '" padded "', '"esc\\u001b[31m"', 'quo"te', "user/1"):
+        assert name in shown
+    starts = {line.index("embedding") for line in answer.out.splitlines() if "embedding" in line and line.isascii()}
+    assert len(starts) == 1
+    assert [table["name"] for table in recckpt("show", tmp_path, "--json").json["tables"]] == names
+
+
+def test_damaged_dense_tensors_are_a_problem_and_the_rest_is_shown(recckpt, tmp_path):
+    Run(tmp_path).train(10)
+    Forge(tmp_path / "ckpt_10").write("model.pt", b"no torch file")
+    answer = recckpt("show", tmp_path)
+    assert answer.code == 1
+    assert "ckpt_10/model.pt" in answer.err
+    assert answer.err.count("\n") == 1
+    assert ["checkpoint", "ckpt_10"] in answer.lines
+
+
+def test_a_damaged_manifest_is_one_line_on_stderr(recckpt, tmp_path):
+    Run(tmp_path).train(10)
+    flip_bit(tmp_path / "ckpt_10" / "manifest.json")
+    for path in (tmp_path, tmp_path / "ckpt_10"):
+        answer = recckpt("show", path)
+        assert (answer.code, answer.out) == (1, "")
+        assert answer.err.splitlines()[-1].startswith("recckpt: ckpt_10/manifest.json")
+        assert "Traceback" not in answer.err
+
+
+def test_a_damaged_newest_is_passed_over_and_named(recckpt, tmp_path, caplog):
+    Run(tmp_path, max_keep=2).train(20)
+    flip_bit(tmp_path / "ckpt_20" / "manifest.json")
+    answer = recckpt("show", tmp_path)
+    assert answer.code == 0
+    assert ["checkpoint", "ckpt_10"] in answer.lines
+    assert "ckpt_20" in caplog.text

@@ -1,0 +1,27 @@
+"""Fixtures that any test may ask for."""
+
+from itertools import count
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+torch.set_num_threads(1)  # the tests' tensors are tiny: threads that wait for each other would cost the most
+_numbers = count()
+
+
+@pytest.fixture
+def memory_url():
+    """A URL of an empty object store in memory."""
+    url = f"memory://bucket-{next(_numbers)}/runs"
+    yield url
+    root = "/" + url.removeprefix("memory://").partition("/")[0]
+    for name in [name for name in MemoryFileSystem.store if name.startswith(f"{root}/")]:
+        del MemoryFileSystem.store[name]
+    MemoryFileSystem.pseudo_dirs[:] = [name for name in MemoryFileSystem.pseudo_dirs if not name.startswith(root)]
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request, tmp_path):
+    """An output dir on each kind of storage."""
+    return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue("memory_url")

@@ -1,0 +1,159 @@
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from recckpt.dense.loader import check_fits, load_state
+from recckpt.dense.saver import save_state
+from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.manifest import FileEntry
+from recckpt.storage import Storage, open_storage
+
+
+@pytest.fixture
+def storage(url) -> Storage:
+    storage = open_storage(url)
+    storage.prepare()
+    return storage
+
+
+@pytest.fixture
+def local(tmp_path) -> Storage:
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.prepare()
+    storage.make_dir("d")
+    return storage
+
+
+STATE = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16), "n": 3, "nested": {"a": [None]}}
+
+
+def put(storage: Storage, data: bytes, name: str = "model.pt") -> FileEntry:
+    """Write bytes and an entry of the manifest that agrees with them."""
+    with storage.create(f"d/{name}") as sink:
+        sink.write(data)
+    return FileEntry(name, len(data), xxhash.xxh3_64_intdigest(data))
+
+
+def test_a_state_comes_back_as_it_was(storage):
+    entry = save_state(STATE, storage, "d", "model.pt")
+    data = storage.read("d/model.pt", 10**7)
+    assert (entry.n_bytes, entry.xxh3) == (len(data), xxhash.xxh3_64_intdigest(data))
+    found = load_state(storage, "d", entry)
+    assert torch.equal(found["w"], STATE["w"])
+    assert torch.equal(found["b"], STATE["b"])
+    assert (found["n"], found["nested"]) == (3, {"a": [None]})
+
+
+def test_the_file_is_one_that_torch_loads_safely(local):
+    save_state(STATE, local, "d", "model.pt")
+    found = torch.load(Path(local.url, "d", "model.pt"), weights_only=True)
+    assert list(found) == list(STATE)
+
+
+def test_an_error_while_a_state_is_written_leaves_no_file(storage):
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        save_state({"f": lambda: 1}, storage, "d", "model.pt")
+    assert storage.list_files("d") == []
+
+
+def test_a_missing_file_or_one_of_another_size_is_corrupt(local):
+    entry = save_state(STATE, local, "d", "model.pt")
+    path = Path(local.url, "d", "model.pt")
+    data = path.read_bytes()
+    for bad in (b"", data[:-1], data[: len(data) // 2], data + b"x"):
+        path.write_bytes(bad)
+        with pytest.raises(CorruptCheckpointError, match="its size"):
+            load_state(local, "d", entry)
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match="no such file"):
+        load_state(local, "d", entry)
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(local):
+    entry = save_state(STATE, local, "d", "model.pt")
+    path = Path(local.url, "d", "model.pt")
+    data = bytearray(path.read_bytes())
+    for position in random.Random(0).sample(range(len(data) * 8), 100):
+        data[position // 8] ^= 1 << position % 8
+        path.write_bytes(data)
+        with pytest.raises(CorruptCheckpointError, match="its checksum"):
+            load_state(local, "d", entry)
+        data[position // 8] ^= 1 << position % 8
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def test_a_pickle_that_calls_a_function_is_refused_and_nothing_runs(local, tmp_path):
+    for n, state in enumerate(({"w": Evil(tmp_path / "ran")}, Evil(tmp_path / "ran"))):
+        torch.save(state, tmp_path / "evil.pt")
+        for k, data in enumerate(((tmp_path / "evil.pt").read_bytes(), pickle.dumps(state, 2))):
+            entry = put(local, data, f"{n}{k}.pt")
+            with pytest.raises(CorruptCheckpointError, match="not loadable") as caught:
+                load_state(local, "d", entry)
+            assert caught.value.path == f"d/{n}{k}.pt"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_is_no_torch_file_is_corrupt_whatever_it_is(local):
+    draw = random.Random(0)
+    files = [
+        b"",
+        b"hello",
+        b"{}",
+        b"PK\x03\x04",
+        b"PK\x05\x06" + bytes(18),
+        b"\x80\x02.",
+        b"\x80\x02K\x01.",
+        b".",
+        b"(",
+    ]
+    files += [b"\x80\x02" + draw.randbytes(draw.randrange(60)) for _ in range(200)]
+    for n, data in enumerate(files):
+        with pytest.raises(CorruptCheckpointError):
+            load_state(local, "d", put(local, data, f"{n}.pt"))
+
+
+@pytest.mark.parametrize("state", [[1, 2], torch.ones(2), None, 5])
+def test_a_state_that_is_no_dict_is_corrupt(local, tmp_path, state):
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(CorruptCheckpointError, match="expected a dict"):
+        load_state(local, "d", put(local, (tmp_path / "x.pt").read_bytes()))
+
+
+def test_what_does_not_fit_is_named_all_at_once():
+    live = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "d": 5, "e": torch.ones(1)}
+    found = {
+        "a": torch.ones(3),
+        "b": torch.ones(2).double(),
+        "c": torch.zeros(2),
+        "d": torch.ones(1),
+        "x": torch.ones(1),
+    }
+    with pytest.raises(StateMismatchError) as caught:
+        check_fits(found, live, strict=True)
+    error = caught.value
+    assert (error.missing, error.unexpected) == (["e"], ["x"])
+    assert error.mismatched == {
+        "a": ("float32 (3,)", "float32 (2,)"),
+        "b": ("float64 (2,)", "float32 (2,)"),
+        "d": ("float32 (1,)", "plain data"),
+    }
+    with pytest.raises(StateMismatchError) as caught:
+        check_fits(found, live, strict=False)
+    assert (caught.value.missing, caught.value.unexpected, len(caught.value.mismatched)) == ([], [], 3)
+
+
+def test_names_without_a_partner_are_fine_when_nobody_is_strict():
+    check_fits({"a": torch.ones(1), "x": 1}, {"a": torch.zeros(1), "b": 1}, strict=False)
+    check_fits({}, {}, strict=True)

@@ -1,0 +1,151 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+from forge import Forge, filled, save_tables
+
+from recckpt.sparse import gen_slice, verifier
+from recckpt.sparse.buckets import bucket_of
+from recckpt.sparse.codec import column_buffer
+from recckpt.storage import open_storage
+from recckpt.verify import verify
+
+
+def saved(url, *shards, **options):
+    """Save the tables of each shard and return what changes the checkpoint."""
+    storage = open_storage(str(url))
+    storage.prepare()
+    save_tables(storage, *shards, concurrency=1, **options)
+    return Forge(url / "ckpt_1")
+
+
+def two_tables():
+    return [filled("user/1", range(-300, 300), slots={"sparse_m": (3,)}), filled("item", range(50))]
+
+
+def edit_part(forge, edit, **options):
+    """Change a part so that all of its checksums hold, that of its frame too."""
+    forge.edit_part(edit, **options)
+
+    def reframe(values):
+        for part in values["parts"]:
+            part["frame"] = frame_of(forge.path(part["file"]).read_bytes())
+
+    forge.edit_catalog(reframe)
+
+
+def frame_of(data):
+    """Return the checksum of all bytes of a part that are no column values."""
+    whole, frame, done = pa.py_buffer(data), xxhash.xxh3_64(), 0
+    with pa.ipc.open_file(whole) as reader:
+        for number in range(reader.num_record_batches):
+            for column in reader.get_batch(number).columns:
+                values = column_buffer(column)
+                frame.update(data[done : values.address - whole.address])
+                done = values.address - whole.address + values.size
+    frame.update(data[done:])
+    return frame.hexdigest()
+
+
+def with_ids(ids):
+    """Give the rows of a part these ids."""
+    ids = iter(ids)
+
+    def edit(batch):
+        column = pa.array([next(ids) for _ in range(batch.num_rows)], pa.int64())
+        return batch.set_column(1, batch.schema.field("id"), column)
+
+    return edit
+
+
+def in_bucket_order(ids):
+    ids = np.array(ids, np.int64)
+    return ids[np.argsort(bucket_of(ids), kind="stable")].tolist()
+
+
+def only(problems):
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_shards_that_tile_the_ids_are_whole(tmp_path):
+    slices = [gen_slice(i, 3) for i in range(3)]
+    ids = np.arange(-500, 500)
+    saved(tmp_path, *([filled("item", ids[slice_.owns(ids)], slice=slice_)] for slice_ in slices))
+    assert verify(str(tmp_path)) == []
+
+
+def test_columns_in_another_order_are_whole(tmp_path):
+    edit_part(saved(tmp_path, two_tables()), lambda batch: batch.select(batch.schema.names[::-1]), rows=False)
+    assert verify(str(tmp_path)) == []
+
+
+def test_every_byte_of_a_part_is_looked_at(tmp_path):
+    forge = saved(tmp_path, [filled("item", range(4))])
+    path = forge.path(forge.parts[0])
+    data = path.read_bytes()
+    for at in range(0, len(data), 5):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        assert verify(str(tmp_path)), f"byte {at} of {len(data)}"
+
+
+def test_an_id_twice_in_a_shard_is_found_in_one_batch_and_between_two(tmp_path):
+    ids = in_bucket_order(range(40))
+    ids[20] = ids[19]
+    row_bytes = 2 + 8 + 4
+    for batch_bytes in (8 << 20, 20 * row_bytes):  # the second cut falls between the two
+        forge = saved(tmp_path / str(batch_bytes), [filled("item", range(40), shape=1)], batch_bytes=batch_bytes)
+        edit_part(forge, with_ids(ids))
+        problems = verify(str(forge.directory))
+        assert [p.found for p in problems if "twice" in p.found] == [f"id {ids[20]} twice"]
+
+
+@pytest.mark.parametrize("window_rows", [1 << 23, 40])
+def test_an_id_in_two_shards_is_found_whatever_their_buckets(tmp_path, monkeypatch, window_rows):
+    monkeypatch.setattr(verifier, "_WINDOW_ROWS", window_rows)
+    saved(tmp_path, [filled("item", range(100)), filled("other", [1])], [filled("item", [77, *range(200, 300)])])
+    problem = only(verify(str(tmp_path)))
+    assert (problem.found, problem.where) == ("id 77 twice", "table 'item', between shards")
+
+
+def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
+    saved(tmp_path, [filled("item", range(100))], [filled("item", range(100, 200))])
+    assert verify(str(tmp_path)) == []
+
+
+def test_an_id_of_another_bucket_than_the_catalog_says_is_found(tmp_path):
+    forge = saved(tmp_path, [filled("item", [5])])
+    edit_part(forge, with_ids([6]))
+    problem = only(verify(str(tmp_path)))
+    assert "buckets" in problem.found
+    assert str(int(bucket_of(np.array([6]))[0])) in problem.found
+
+
+def test_rows_out_of_bucket_order_are_found(tmp_path):
+    forge = saved(tmp_path, [filled("item", range(10))])
+    ids = in_bucket_order(range(10))
+    edit_part(forge, with_ids([ids[0], ids[2], ids[1], *ids[3:]]))
+    assert only(verify(str(tmp_path))).found == "rows out of bucket order"
+
+
+def test_rows_under_the_name_of_another_table_are_found(tmp_path):
+    forge = saved(tmp_path, [filled("a", range(5)), filled("b", range(5))])
+
+    def renamed(batch):
+        names = batch.column("table")
+        other = pa.DictionaryArray.from_arrays(pa.array(1 - names.indices.to_numpy(), pa.int16()), names.dictionary)
+        return batch.set_column(0, batch.schema.field("table"), other)
+
+    edit_part(forge, renamed, rows=False)
+    assert [problem.found for problem in verify(str(tmp_path))] == ["rows of tables [1]", "rows of tables [0]"]
+
+
+def test_another_dictionary_of_table_names_is_found(tmp_path):
+    forge = saved(tmp_path, [filled("a", range(5))])
+
+    def renamed(batch):
+        other = pa.DictionaryArray.from_arrays(batch.column("table").indices, pa.array(["z"]))
+        return batch.set_column(0, batch.schema.field("table"), other)
+
+    edit_part(forge, renamed)
+    assert only(verify(str(tmp_path))).found == "the tables ['z']"

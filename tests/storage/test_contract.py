@@ -1,0 +1,264 @@
+"""What every storage promises, held against each of them."""
+
+import errno
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import xxhash
+
+from recckpt.storage import HashingSink, Storage, open_parent, open_storage
+
+
+@pytest.fixture
+def storage(url) -> Storage:
+    storage = open_storage(url)
+    storage.prepare()
+    return storage
+
+
+def write(storage: Storage, name: str, data: bytes = b"data") -> None:
+    with storage.create(name) as sink:
+        sink.write(data)
+
+
+class Interrupted(BaseException):
+    """Neither an Exception nor an OSError, as KeyboardInterrupt."""
+
+
+def test_preparing_makes_the_root_and_leaves_nothing_in_it(url):
+    storage = open_storage(f"{url}/deeper/still")
+    assert storage.list_dirs() == []
+    storage.prepare()
+    storage.prepare()
+    assert (storage.list_files(""), storage.list_dirs()) == ([], [])
+
+
+def test_a_file_comes_back_as_it_was_written(storage):
+    with storage.create("ckpt_1/sparse/x") as sink:
+        assert sink.write(b"ab") == 2
+        assert sink.write(b"") == 0
+        assert sink.write(memoryview(np.arange(3, dtype=np.int64))) == 24
+        assert sink.write(pa.py_buffer(b"cd")) == 2
+        assert sink.n_bytes == 28
+    expected = b"ab" + np.arange(3, dtype=np.int64).tobytes() + b"cd"
+    assert storage.read("ckpt_1/sparse/x", 100) == expected
+    assert storage.size("ckpt_1/sparse/x") == 28
+
+
+def test_an_empty_file_is_a_file(storage):
+    write(storage, "d/empty", b"")
+    assert storage.size("d/empty") == 0
+    assert storage.read("d/empty", 10) == b""
+    assert storage.list_files("d") == ["empty"]
+
+
+@pytest.mark.parametrize("name", ["d/täglich…", "d/a b\n", "d/" + "x" * 200, "d/100%25", "d/~#?&*[x]"])
+def test_names_are_taken_as_they_are(storage, name):
+    write(storage, name)
+    assert storage.read(name, 10) == b"data"
+    assert storage.list_files("d") == [name.removeprefix("d/")]
+    storage.remove(name)
+    assert storage.list_files("d") == []
+
+
+def test_a_file_is_created_once(storage):
+    write(storage, "d/x", b"first")
+    with pytest.raises(FileExistsError):
+        write(storage, "d/x", b"second")
+    assert storage.read("d/x", 10) == b"first"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), KeyboardInterrupt(), Interrupted()])
+@pytest.mark.parametrize("size", [0, 5, 1_000_000])
+def test_an_error_while_a_file_is_written_leaves_none(storage, error, size):
+    with pytest.raises(type(error)), storage.create("d/x") as sink:  # noqa: PT012  # the write is the point
+        sink.write(b"x" * size)
+        raise error
+    gc.collect()
+    assert storage.list_files("d") == []
+    with pytest.raises(FileNotFoundError):
+        storage.size("d/x")
+    write(storage, "d/x")
+
+
+def test_a_file_that_nobody_closes_or_discards_is_never_taken_for_a_whole_one(storage):
+    sink = storage.create("d/x")
+    sink.write(b"part")
+    sink.discard()
+    sink.discard()
+    assert storage.list_files("d") == []
+
+
+def test_a_small_file_is_put_where_there_is_none(storage):
+    storage.make_dir("d")
+    storage.put_if_absent("d/x", b"first")
+    with pytest.raises(FileExistsError):
+        storage.put_if_absent("d/x", b"second")
+    assert storage.read("d/x", 10) == b"first"
+    assert storage.list_files("d") == ["x"]
+
+
+def test_one_of_many_wins_a_name(storage):
+    start, won = threading.Barrier(8), []
+
+    def put(n):
+        start.wait(60)
+        try:
+            storage.put_if_absent("x", f"{n}".encode())
+            won.append(n)
+        except FileExistsError:
+            pass
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, range(8)))
+    assert len(won) >= 1
+    assert storage.read("x", 10) in [f"{n}".encode() for n in won]
+    assert storage.list_files("") == ["x"]
+
+
+def test_replacing_is_seen_whole_or_not_at_all(storage):
+    contents = [f"{n}".encode() * 1000 for n in range(10)]
+    storage.replace("index", contents[0])
+    seen, done = set(), threading.Event()
+
+    def look():
+        while not done.is_set():
+            seen.add(storage.read("index", 100_000))
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        for _ in range(5):
+            for content in contents:
+                storage.replace("index", content)
+        done.set()
+        looking.result(60)
+    assert seen <= set(contents)
+    assert storage.read("index", 100_000) == contents[-1]
+    assert storage.list_files("") == ["index"]
+
+
+def test_a_file_is_read_in_ranges(storage):
+    write(storage, "d/x", bytes(range(100)))
+    with storage.open("d/x") as file:
+        file.seek(-5, 2)
+        assert file.read() == bytes(range(95, 100))
+        file.seek(10)
+        assert file.read(3) == bytes([10, 11, 12])
+        assert file.tell() == 13
+    assert storage.read("d/x", 7) == bytes(range(7))
+
+
+def test_readers_of_one_file_do_not_disturb_each_other(storage):
+    write(storage, "d/x", bytes(range(100)))
+    with storage.open("d/x") as one, storage.open("d/x") as other:
+        one.seek(50)
+        other.seek(10)
+        assert (one.read(1), other.read(1)) == (bytes([50]), bytes([10]))
+        one.close()
+        assert other.read(1) == bytes([11])
+
+
+def test_a_map_is_the_whole_file_or_there_is_none(storage):
+    write(storage, "d/x", b"hello")
+    write(storage, "d/empty", b"")
+    mapped = storage.map("d/x")
+    assert mapped is None or (bytes(mapped), mapped.readonly) == (b"hello", True)
+    assert storage.map("d/empty") in (None, b"")
+
+
+@pytest.mark.parametrize("method", ["open", "size"])
+@pytest.mark.parametrize("name", ["nothing", "d/nothing", "no/dir/x", "d"])
+def test_what_is_not_there_is_not_found(storage, method, name):
+    write(storage, "d/x")
+    with pytest.raises(FileNotFoundError):
+        getattr(storage, method)(name)
+
+
+def test_a_directory_is_made_once(storage):
+    storage.make_dir("d")
+    storage.put_if_absent("d/INTENT", b"{}")
+    with pytest.raises(FileExistsError):
+        storage.make_dir("d")
+    write(storage, "file")
+    with pytest.raises(FileExistsError):
+        storage.make_dir("file")
+
+
+def test_directories_and_files_are_listed(storage):
+    for name in ("a/x", "a/sub/y", "b/z", "top", "ab/q"):
+        write(storage, name)
+    assert sorted(storage.list_dirs()) == ["a", "ab", "b"]
+    assert storage.list_files("a") == ["sub/y", "x"]
+    assert storage.list_files("") == ["a/sub/y", "a/x", "ab/q", "b/z", "top"]
+    assert storage.list_files("nothing") == []
+
+
+def test_a_listing_is_never_stale(storage):
+    assert storage.list_dirs() == []
+    write(storage, "a/x")
+    other = open_storage(storage.url)
+    assert (storage.list_dirs(), other.list_dirs()) == (["a"], ["a"])
+    other.remove("a/x")
+    assert storage.list_files("a") == []
+    write(other, "a/y")
+    assert storage.size("a/y") == 4
+
+
+def test_removing_twice_is_no_error(storage):
+    write(storage, "d/x")
+    storage.remove("d/x")
+    storage.remove("d/x")
+    storage.remove("nowhere/x")
+    assert storage.list_files("d") == []
+
+
+def test_directories_go_when_they_are_empty_and_not_before(storage):
+    for name in ("d/x", "d/sub/y"):
+        write(storage, name)
+    with pytest.raises(OSError, match="d"):
+        storage.remove_empty_dirs("d")
+    assert storage.list_files("d") == ["sub/y", "x"]
+    storage.remove("d/x")
+    storage.remove("d/sub/y")
+    storage.remove_empty_dirs("d")
+    assert storage.list_dirs() == []
+    storage.remove_empty_dirs("d")
+
+
+def test_directories_can_be_synced(storage):
+    write(storage, "d/x")
+    storage.sync_dir("d")
+    storage.sync_dir("")
+
+
+def test_a_hashing_sink_sees_every_byte(storage):
+    with storage.create("d/x") as sink:
+        hashing = HashingSink(sink)
+        hashing.write(b"abc")
+        hashing.flush()
+        hashing.write(memoryview(b"def"))
+    assert hashing.xxh3 == xxhash.xxh3_64_intdigest(b"abcdef")
+    assert storage.read("d/x", 10) == b"abcdef"
+
+
+def test_the_parent_of_a_directory_is_found(storage):
+    write(storage, "d/x")
+    for path in (f"{storage.url}/d", f"{storage.url}/d/"):
+        parent, name = open_parent(path)
+        assert (parent.url, name) == (storage.url, "d")
+        assert parent.read("d/x", 10) == b"data"
+
+
+@pytest.mark.parametrize("url", ["", None, 5])
+def test_an_output_dir_is_a_path_or_url(url):
+    with pytest.raises(ValueError, match="path or URL"):
+        open_storage(url)
+
+
+def test_an_unknown_protocol_is_refused_by_name():
+    with pytest.raises(ValueError, match="nosuch"):
+        open_storage("nosuch://bucket/x")

@@ -1,0 +1,166 @@
+"""The layers hold: who may import whom, who may know which library, and how long things may get."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "recckpt"
+
+# A file imports only from lines below its own. `recckpt`, `sparse` and `dense` are the doors of their packages, for
+# users: nobody inside goes through them.
+LINES = """
+    recckpt  __main__  sparse  dense
+    cli
+    cli.app
+    cli.ls  cli.show  cli.rows  cli.verify
+    cli.text  cli.outcome
+    manager
+    warm_start
+    saver
+    save  load  sparse.optim
+    stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
+    reader  verify  sparse.filler  sparse.source  sparse.optim.optimizer
+    sparse.table
+    commit  rotation  dense.loader  sparse.module  sparse.shards  sparse.verifier
+    listing  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd  sparse.initializers
+    storage  load_conf  dense.torch_file  sparse.catalog  sparse.column  sparse.index  sparse.random
+    manifest  io_state  renames  storage.local  storage.objects  storage.spool  dense.stored_tensor
+    layout  strict_json  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
+    progress  background  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
+    sparse.optim.groups
+    types  errors
+"""
+
+LIBRARIES = {
+    "fsspec": {"storage.objects"},
+    "torch.distributed": {"group"},
+    "tqdm": {"progress"},
+    "numba": {"sparse.index", "sparse.kernels", "sparse.random"},
+    "llvmlite": {"sparse.kernels"},
+    "pyarrow": {"sparse.codec", "sparse.saver", "sparse.loader", "sparse.filler"}
+    | {"sparse.verifier", "reader", "cli.rows"},
+}
+
+TORCH_FREE = [
+    *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
+    *("checked", "background", "progress", "load_conf", "reader", "verify", "__main__", "commit", "rotation"),
+    *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
+    *("dense", "dense.torch_file", "dense.stored_tensor", "dense.torch_pickle"),
+    *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify"),
+]
+
+
+def name_of(path: Path) -> str:
+    """Return ``sparse.table`` of ``recckpt/sparse/table.py``, and the name of the package of its ``__init__``."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "recckpt"
+
+
+FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+LEVEL = {name: -line for line, names in enumerate(LINES.strip().splitlines()) for name in names.split()}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the full names that a file imports, wherever it does so, but for the eyes of the type checker."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def inner_imports(name: str) -> set[str]:
+    """Return the files of recckpt that a file imports."""
+    found = set()
+    for full in imports(TREES[name]):
+        if full.partition(".")[0] == "recckpt":
+            inner = full.partition(".")[2]
+            found.add(inner if inner in FILES else inner.rpartition(".")[0] or "recckpt")
+    return found
+
+
+def test_every_file_has_a_line_and_every_name_on_a_line_is_a_file():
+    assert set(LEVEL) == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_only_from_lower_lines(name):
+    not_lower = {other for other in inner_imports(name) if LEVEL.get(other, 0) >= LEVEL.get(name, 0)}
+    assert not not_lower
+
+
+def test_sparse_and_dense_do_not_know_each_other():
+    for one, other in (("sparse", "dense"), ("dense", "sparse")):
+        for name in FILES:
+            if name.partition(".")[0] == one:
+                assert not {x for x in inner_imports(name) if x.partition(".")[0] == other}, name
+
+
+def test_save_and_load_do_not_know_each_other():
+    assert "load" not in inner_imports("save")
+    assert "save" not in inner_imports("load")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_is_known_to_those_only_who_need_it(library):
+    def knows(name):
+        tree = TREES[name]
+        uses = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        return any(f"{found}.".startswith(f"{library}.") for found in {*imports(tree), *uses})
+
+    assert {name for name in FILES if knows(name)} <= LIBRARIES[library]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_functions_stay_short(name):
+    assert len(FILES[name].read_text().splitlines()) <= 300
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = node.body[0] if ast.get_docstring(node) is not None else None
+            said = docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+            assert node.end_lineno - node.lineno + 1 - said <= 50, node.name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_are_named_after_what_they_do(name):
+    assert not {"utils", "util", "helpers", "helper", "common", "misc", "base_impl"} & set(name.split("."))
+    classes = [node.name for node in ast.walk(TREES[name]) if isinstance(node, ast.ClassDef)]
+    assert not [name for name in classes if name.startswith("Base") or name.endswith("Impl")]
+
+
+def loaded_after(code: str) -> set[str]:
+    """Return the modules of a fresh interpreter after it has run some code."""
+    code = f"{code}\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_reading_needs_neither_torch_nor_numba():
+    modules = loaded_after("\n".join(f"import recckpt.{name}" for name in TORCH_FREE if name != "__main__"))
+    assert not {"torch", "numba"} & modules
+    assert {"recckpt.reader", "recckpt.cli.app", "pyarrow"} <= modules
+
+
+def test_importing_recckpt_imports_next_to_nothing():
+    modules = loaded_after("import recckpt")
+    assert not {"torch", "numba", "numpy", "pyarrow", "fsspec"} & modules
+
+
+def test_every_public_name_is_there():
+    import recckpt
+    import recckpt.sparse
+
+    for package in (recckpt, recckpt.sparse):
+        assert all(getattr(package, name) is not None for name in package.__all__)
+        with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+            _ = package.Nothing

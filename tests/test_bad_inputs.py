@@ -1,0 +1,555 @@
+"""Bad input: each raises the named error with path, found and expected, and changes nothing at all."""
+
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import Run, state_of, tree
+from forge import Forge, empty, filled, load, save_tables
+from torch import nn
+
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    LoadConfError,
+    StateMismatchError,
+)
+from recckpt.sparse import HashTable
+from recckpt.storage import open_storage
+from recckpt.verify import verify
+
+SMALL = ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt", "sparse/00000-of-00001.json"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """An output dir with one checkpoint, ckpt_10; never written to."""
+    root = tmp_path_factory.mktemp("saved")
+    Run(root, interval=10).train(10)
+    return root
+
+
+@pytest.fixture
+def output_dir(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "runs"))
+
+
+@pytest.fixture
+def forge(output_dir):
+    return Forge(output_dir / "ckpt_10")
+
+
+@pytest.fixture
+def live(output_dir):
+    """Another run, with state to lose, that has not restored yet."""
+    run = Run(output_dir, interval=1000, seed=5)
+    run.train(3)
+    return run
+
+
+def refused(live: Run, output_dir: Path, error=CorruptCheckpointError, restore=None, **attributes):
+    """Check that restoring raises, and that no file, no tensor and no generator has changed."""
+    files, state = tree(output_dir.parent), state_of(live)
+    with pytest.raises(error) as caught:
+        (restore or (lambda: live.manager.restore(10)))()
+    assert state_of(live) == state
+    assert tree(output_dir.parent) == files
+    if error is CorruptCheckpointError:
+        assert caught.value.path.startswith("ckpt_10/")
+        assert caught.value.found
+        assert caught.value.expected
+    for name, value in attributes.items():
+        assert getattr(caught.value, name) == value
+    return caught.value
+
+
+def test_the_checkpoint_of_these_tests_is_good(live):
+    assert live.manager.restore(10) == 10
+
+
+# Files that are cut, missing or changed
+
+
+@pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
+@pytest.mark.parametrize("harm", ["empty", "one byte", "half", "trailing", "zeros", "text", "missing"])
+def test_a_file_that_is_not_whole_is_corrupt(live, output_dir, forge, name, harm):
+    path = forge.path(forge.parts[0] if name == "part" else name)
+    data = path.read_bytes()
+    path.write_bytes(
+        {
+            "empty": b"",
+            "one byte": data[:-1],
+            "half": data[: len(data) // 2],
+            "trailing": data + b"garbage",
+            "zeros": bytes(len(data)),
+            "text": b"hello"[: len(data)],
+            "missing": b"",
+        }[harm]
+    )
+    expected = CorruptCheckpointError
+    if harm == "missing":
+        path.unlink()
+        expected = CheckpointNotFoundError if name == "manifest.json" else CorruptCheckpointError
+    refused(live, output_dir, expected)
+
+
+def flips(output_dir, forge, live, name, count, seed=0):
+    """Flip random bits of a file one at a time; each is found by the load, or else by ``verify``."""
+    path = forge.path(forge.parts[0] if name == "part" else name)
+    data = bytearray(path.read_bytes())
+    before, unseen = state_of(live), 0
+    for position in random.Random(seed).sample(range(len(data) * 8), min(count, len(data) * 8)):
+        data[position // 8] ^= 1 << position % 8
+        path.write_bytes(data)
+        data[position // 8] ^= 1 << position % 8
+        try:
+            live.manager.restore(10)
+        except CorruptCheckpointError as error:
+            assert error.path.startswith("ckpt_10/")  # noqa: PT017
+            assert state_of(live) == before
+        except FormatVersionError:
+            assert name == "manifest.json"  # the digit of the version
+        else:  # bytes that a load has no need of
+            assert name == "part"
+            unseen += 1
+            assert verify(str(output_dir))
+            path.write_bytes(data)
+            live = Run(output_dir, interval=1000, seed=5).train(3)
+            assert state_of(live) == before
+    path.write_bytes(data)
+    assert live.manager.restore(10) == 10
+    return unseen
+
+
+@pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
+def test_a_flipped_bit_is_found(live, output_dir, forge, name):
+    flips(output_dir, forge, live, name, 30 if name == "part" else 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
+def test_thousands_of_flipped_bits_are_found(live, output_dir, forge, name, seed):
+    flips(output_dir, forge, live, name, 250, seed)
+
+
+@pytest.mark.parametrize("name", ["part", *SMALL])
+def test_pages_of_zeros_and_files_of_an_older_checkpoint_are_found(live, output_dir, forge, name):
+    name = forge.parts[0] if name == "part" else name
+    data = forge.path(name).read_bytes()
+    older = Run(output_dir.parent / "other", interval=5).train(5)
+    for bad in (Path(older.saver.output_dir, "ckpt_5", name).read_bytes(), data[:-512] + bytes(512)):
+        forge.path(name).write_bytes(bad)
+        refused(live, output_dir)
+    forge.path(name).write_bytes(bytes(64) + data[64:])  # of a part, the load does not read its beginning
+    assert verify(str(output_dir))
+
+
+def test_files_that_nobody_lists_are_ignored(live, output_dir, forge):
+    for name in ("sparse/00000-of-00001.g9.00.arrow", "sparse/00001-of-00002.json", "notes.txt", "model.pt.bak"):
+        forge.path(name).write_bytes(b"garbage")
+    (output_dir / "README").write_text("x")
+    (output_dir / "empty").mkdir()
+    assert live.manager.restore() == 10
+
+
+# Catalogs
+
+
+@pytest.fixture
+def four_shards(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.prepare()
+    save_tables(storage, *([filled("t", range(n, 400, 4))] for n in range(4)))
+    assert load(storage, [empty("t")]) == 400
+    return storage
+
+
+def corrupt(storage, **options):
+    table = filled("t", [1, 999])
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load(storage, [table], **options)
+    assert sorted(table.ids().tolist()) == [1, 999]
+    return caught.value
+
+
+def catalog_name(shard, shards=4):
+    return f"sparse/{shard:05d}-of-{shards:05d}.json"
+
+
+def test_one_of_four_catalogs_that_is_missing_is_corrupt(four_shards):
+    Path(four_shards.url, "ckpt_1", catalog_name(2)).unlink()
+    assert corrupt(four_shards).path == f"ckpt_1/{catalog_name(2)}"
+
+
+def test_a_manifest_that_leaves_out_a_shard_is_corrupt(four_shards):
+    Forge(f"{four_shards.url}/ckpt_1").edit_manifest(lambda values: values["shards"].pop())
+    corrupt(four_shards)
+
+
+def test_a_shard_that_is_there_twice_is_corrupt(four_shards):
+    forge = Forge(f"{four_shards.url}/ckpt_1")
+    forge.write(catalog_name(3), forge.path(catalog_name(2)).read_bytes())
+    assert corrupt(four_shards).where == "save_id, shard, shards"
+
+
+def test_shard_5_of_4_is_corrupt(four_shards):
+    Forge(f"{four_shards.url}/ckpt_1").edit_catalog(lambda values: values.update(shard=5), shard=3)
+    assert corrupt(four_shards).where == "save_id, shard, shards"
+
+
+def test_a_catalog_of_another_save_is_corrupt(four_shards):
+    Forge(f"{four_shards.url}/ckpt_1").edit_catalog(lambda values: values.update(save_id="0" * 32))
+    assert corrupt(four_shards).where == "save_id, shard, shards"
+
+
+def test_a_part_that_is_listed_twice_is_corrupt(four_shards):
+    forge = Forge(f"{four_shards.url}/ckpt_1")
+    forge.edit_catalog(lambda values: values["parts"].append(values["parts"][0]))
+    corrupt(four_shards)
+    forge.edit_manifest(lambda values: values["tables"][0].update(rows=500))
+    assert "twice" in corrupt(four_shards).found
+
+
+def test_a_batch_that_is_left_out_or_in_another_order_is_corrupt(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.prepare()
+    save_tables(storage, [filled("t", range(400))], concurrency=1, batch_bytes=1000)
+    forge = Forge(f"{storage.url}/ckpt_1")
+    whole = forge.path(catalog_name(0, 1)).read_bytes()
+    batches = json.loads(whole)["parts"][0]["batches"]
+    for order in (batches[:-1], batches[::-1], [*batches, batches[0]]):
+        forge.edit_catalog(lambda values, order=order: values["parts"][0].update(batches=order))
+        total = sum(batch["rows"] for batch in order)
+        forge.edit_manifest(lambda values, total=total: values["tables"][0].update(rows=total))
+        corrupt(storage)
+
+
+def test_numbers_of_rows_that_no_file_could_hold_make_no_room(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.prepare()
+    save_tables(storage, [filled("t", range(5))])
+    forge = Forge(f"{storage.url}/ckpt_1")
+    forge.edit_catalog(lambda values: values["parts"][0]["batches"][0].update(rows=10**15))
+    forge.edit_manifest(lambda values: values["tables"][0].update(rows=10**15))
+    assert corrupt(storage).where == "parts[0].batches"
+
+
+# The manifest
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe\0", b'{"format": NaN}', b"\x1f\x8b", b"{" * 10_000, b'{"a": 1, "a": 2}'],
+)
+def test_a_manifest_that_is_no_manifest_is_corrupt(live, output_dir, forge, data):
+    forge.path("manifest.json").write_bytes(data)
+    error = refused(live, output_dir)
+    assert error.path == "ckpt_10/manifest.json"
+
+
+def edit_table(values, **changes):
+    values["tables"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda v: edit_table(v, rows=-1),
+        lambda v: edit_table(v, rows=2**62),
+        lambda v: v["files"][0].update(bytes=-1),
+        lambda v: v["files"][0].update(bytes=2**62),
+        lambda v: v["tables"][0]["slots"][0].update(shape=[0]),
+        lambda v: v["tables"][0]["slots"][0].update(shape=[2**31, 2**31]),
+        lambda v: v["tables"][0]["slots"][0].update(dtype="complex64"),
+        lambda v: v.update(checksum="md5"),
+        lambda v: v.pop("tables"),
+        lambda v: v.update(tables=v["tables"] * 2),
+        lambda v: v.update(shards=[]),
+        lambda v: v.update(files=[]),
+        lambda v: v.update(ckpt_id=5),
+        lambda v: v.update(step="10"),
+    ],
+)
+def test_a_manifest_of_impossible_values_is_corrupt(live, output_dir, forge, edit):
+    forge.edit_manifest(edit)
+    refused(live, output_dir)
+
+
+def test_a_newer_format_is_refused_by_number(live, output_dir, forge):
+    forge.edit_manifest(lambda values: values.update(version=99))
+    assert "99" in str(refused(live, output_dir, FormatVersionError))
+
+
+def test_an_unknown_checksum_algorithm_is_refused_by_name(live, output_dir, forge):
+    forge.edit_manifest(lambda values: values.update(checksum="md5"))
+    assert "'md5'" in refused(live, output_dir).found
+
+
+# Names
+
+
+NAMES = ["../secret", "/etc/hostname", "a/../../secret", "http://h/x", "sparse//x", "..\\secret", "file::x", "\ud800"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", ["files", "shards", "parts"])
+def test_a_name_that_leads_out_is_refused_and_never_opened(live, output_dir, forge, monkeypatch, name, place):
+    (output_dir.parent / "secret").write_text("secret")
+    (output_dir / "secret").write_text("secret")
+    if place == "files":
+        forge.edit_manifest(lambda values: values["files"][0].update(name=name))
+    elif place == "shards":
+        forge.edit_manifest(lambda values: values["shards"][0].update(catalog=name))
+    else:
+        forge.edit_catalog(lambda values: values["parts"][0].update(file=name))
+    opened = []
+    real = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *args, **kwargs: (opened.append(self), real(self, *args, **kwargs))[1]
+    )
+    with pytest.raises(CorruptCheckpointError, match="unsafe path"):
+        live.manager.restore(10)
+    assert all(path.is_relative_to(output_dir) and path.name != "secret" for path in opened)
+
+
+@pytest.mark.parametrize("name", ["part", *SMALL])
+def test_a_link_that_leaves_the_checkpoint_is_not_followed_though_the_bytes_are_right(live, output_dir, forge, name):
+    path = forge.path(forge.parts[0] if name == "part" else name)
+    for outside in (output_dir.parent / "outside", output_dir / "outside"):
+        path.rename(outside)
+        path.symlink_to(outside)
+        refused(live, output_dir)
+        path.unlink()
+        outside.rename(path)
+    assert live.manager.restore(10) == 10
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a/b/../c", "line\nbreak", "x" * 300, ".", "..", "-rf", "täglich…", "a%2Fb", "{}", "a@b", "../../etc/passwd"],
+)
+def test_any_table_name_is_saved_and_restored(tmp_path, name):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = HashTable(2, name=name)
+
+    model, twin = Model(), Model()
+    model.table.insert(torch.arange(3), torch.ones(3, 2))
+    Saver(model, output_dir=str(tmp_path / "runs")).save("ckpt_1")
+    Saver(twin, output_dir=str(tmp_path / "runs")).load()
+    assert torch.equal(twin.table.embeddings(), model.table.embeddings())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 1025])
+def test_a_table_name_that_cannot_be_is_refused_when_the_table_is_made(name):
+    with pytest.raises(ValueError, match="table name"):
+        HashTable(2, name=name)
+
+
+class Two(nn.Module):
+    def __init__(self, one, other):
+        super().__init__()
+        self.one, self.other = one, other
+
+
+def test_two_tables_of_one_name_are_refused_when_the_saver_is_made(tmp_path):
+    model = Two(HashTable(2, name="item"), HashTable(2, name="item"))
+    with pytest.raises(ValueError, match=r"'one\.item' and 'other\.item'"):
+        Saver(model, output_dir=str(tmp_path / "runs"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_and_a_tensor_of_one_name_are_refused_when_the_saver_is_made(tmp_path):
+    model = Two(HashTable(2, name="other.weight"), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"'other\.weight'.*'one\.other\.weight'"):
+        Saver(model, output_dir=str(tmp_path / "runs"))
+    assert list(tmp_path.iterdir()) == []
+
+
+# .pt files
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name.endswith(".pt")])
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_pickle_that_calls_a_function_is_refused_and_nothing_runs(live, output_dir, forge, tmp_path, name, deep):
+    marker = tmp_path / "ran"
+    forge.save(name, {"torch": [Evil(marker)]} if deep else Evil(marker))
+    refused(live, output_dir)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name.endswith(".pt")])
+@pytest.mark.parametrize("data", [b"", b"hello world\n" * 10, b"PK\x03\x04", b"\x80\x02.", b"\x80\x02N."])
+def test_a_file_that_is_no_torch_file_is_corrupt(live, output_dir, forge, name, data):
+    forge.write(name, data)
+    error = refused(live, output_dir)
+    assert error.path == f"ckpt_10/{name}"
+
+
+def test_tensors_that_do_not_fit_are_named_all_at_once(live, output_dir, forge):
+    state = torch.load(forge.path("model.pt"), weights_only=True)
+    del state["top.bias"]
+    state |= {"top.weight": torch.ones(3), "norm.weight": state["norm.weight"].double(), "new": torch.ones(1)}
+    forge.save("model.pt", state)
+    error = refused(live, output_dir, StateMismatchError)
+    assert (error.missing, error.unexpected) == (["top.bias"], ["new"])
+    assert sorted(error.mismatched) == ["norm.weight", "top.weight"]
+
+
+@pytest.mark.parametrize("value", [Evil("x"), np.array(["a"]), lambda: 1])
+def test_a_state_that_could_not_be_loaded_back_is_refused_when_it_is_saved(tmp_path, value):
+    class Scheduler:
+        def state_dict(self):
+            return {"deep": [value]}
+
+        def load_state_dict(self, state): ...
+
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    saver.register_for_checkpointing("scheduler", Scheduler())
+    with pytest.raises(ValueError, match=r"'scheduler'\['deep'\]\[0\]"):
+        saver.save("ckpt_1")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "3", True, float("nan")])
+def test_a_number_that_is_none_is_refused_at_construction(tmp_path, value):
+    model = nn.Linear(1, 1)
+    for name in ("max_keep", "concurrency"):
+        with pytest.raises(ValueError, match=name):
+            Saver(model, output_dir=str(tmp_path / "runs"), **{name: value})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="save_interval"):
+        CheckpointManager(Saver(model, output_dir=str(tmp_path / "runs")), value)
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"exclude": "sparse"},
+        {"load": "dense"},
+        {"load": ["danse"]},
+        {"lod": ["dense"]},
+        {"load": [5]},
+        {"exclude": {"a": 1}},
+        {"strict": "no"},
+        ["dense"],
+        "dense",
+    ],
+)
+def test_a_load_conf_that_means_nothing_is_refused(live, output_dir, conf):
+    refused(live, output_dir, LoadConfError, lambda: live.manager.restore(10, load_conf=conf))
+    refused(live, output_dir, LoadConfError, lambda: live.saver.load(load_conf=conf))
+    bank = [{"path": str(output_dir)}, {"path": str(output_dir), **conf} if isinstance(conf, dict) else conf]
+    refused(live, output_dir, LoadConfError, lambda: live.manager.load_model_bank(bank))
+
+
+def test_the_nearest_match_is_named(live, output_dir):
+    error = refused(live, output_dir, LoadConfError, lambda: live.saver.load(load_conf={"exlude": []}))
+    assert "'exclude'" in str(error)
+
+
+@pytest.mark.parametrize("bank", [{"path": "x"}, "x", [{}], [{"path": ""}], [{"path": 5}], [None]])
+def test_a_model_bank_that_is_none_is_refused(live, output_dir, bank):
+    refused(live, output_dir, LoadConfError, lambda: live.manager.load_model_bank(bank))
+
+
+def test_a_bank_with_one_path_to_nothing_loads_nothing_at_all(live, output_dir):
+    bank = [{"path": str(output_dir)}, {"path": str(output_dir.parent / "nothing")}]
+    refused(live, output_dir, CheckpointNotFoundError, lambda: live.manager.load_model_bank(bank))
+
+
+def test_an_output_dir_that_is_a_file_is_refused_at_construction(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    for output_dir in (path, path / "below"):
+        with pytest.raises(OSError, match="file"):
+            Saver(nn.Linear(1, 1), output_dir=str(output_dir))
+    assert tree(tmp_path) == {"file": b"mine"}
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused_at_construction(tmp_path, monkeypatch):
+    real = os.open
+
+    def read_only(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT and str(path).startswith(str(tmp_path)):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(OSError, match="Read-only file system"):
+        Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("url", ["", "nosuch://bucket/x"])
+def test_an_output_dir_that_is_none_is_refused_at_construction(url):
+    with pytest.raises(ValueError, match=r"output dir|nosuch"):
+        Saver(nn.Linear(1, 1), output_dir=url)
+
+
+# Nothing there, and the same thing elsewhere
+
+
+def test_restoring_where_nothing_is_gives_0_and_says_so(tmp_path, caplog):
+    run = Run(tmp_path / "runs")
+    before = state_of(run)
+    with caplog.at_level(logging.INFO, "recckpt"):
+        assert run.manager.restore() == 0
+    assert "no checkpoint to restore" in caplog.text
+    assert state_of(run) == before
+    for call in (lambda: run.manager.restore(required=True), lambda: run.manager.restore(7), run.saver.load):
+        with pytest.raises(CheckpointNotFoundError):
+            call()
+
+
+@pytest.mark.parametrize("index", [b"", b"ckpt_1", b"ckpt_99\n", b"\xff\0\n", b"../x\n" * 1000])
+def test_the_index_file_is_never_believed_and_rebuilt(output_dir, index):
+    (output_dir / "checkpoint").write_bytes(index)
+    run = Run(output_dir, interval=5, max_keep=None)
+    assert run.manager.restore() == 10
+    run.train(5)
+    assert (output_dir / "checkpoint").read_text() == "ckpt_10\nckpt_15\n"
+
+
+def test_a_checkpoint_that_was_copied_loads_wherever_it_lies(output_dir, tmp_path, live):
+    copy = Path(shutil.copytree(output_dir / "ckpt_10", tmp_path / "other" / "renamed", copy_function=shutil.copy))
+    for path in copy.rglob("*"):
+        os.utime(path, (0, 0))
+    shutil.rmtree(output_dir / "ckpt_10")
+    live.saver.load(str(copy), direct_path=True)
+    live.saver.load(str(tmp_path / "other"), "ckpt_10")
+    assert live.saver.load(str(tmp_path / "other")).step == 10
+
+
+def test_memory_stores_hold_the_same(memory_url):
+    run = Run(memory_url, interval=5, max_keep=2).train(17)
+    twin = Run(memory_url, seed=3)
+    assert twin.manager.restore() == 15
+    assert verify(memory_url) == []
+    names = run.saver.storage.list_files("ckpt_15")
+    run.saver.storage.remove(f"ckpt_15/{names[-1]}")
+    with pytest.raises(CorruptCheckpointError):
+        twin.manager.restore(15)
+    assert twin.manager.restore() == 10

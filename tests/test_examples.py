@@ -1,0 +1,101 @@
+"""The examples and the README, run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RATINGS = ROOT.parent / "shared/data/ml-latest-small/ratings.csv.gz"
+
+
+def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python as from a shell, with this checkout importable whether it is installed or not."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def train(cwd: Path, output_dir: str, *options: object) -> subprocess.CompletedProcess[str]:
+    small = ("--steps", 12, "--save-interval", 5, "--batch-size", 64, "--output-dir", output_dir)
+    return run(ROOT / "examples/train_ctr.py", *small, *options, cwd=cwd)
+
+
+def losses(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss (\S+)", output)]
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import demo
+
+    return demo
+
+
+def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, *options: object) -> None:
+    straight = train(tmp_path, "straight", *options)
+    assert straight.returncode == 0, straight.stderr
+    crashed = train(tmp_path, "crashed", *options, "--crash-at", 8)
+    assert crashed.returncode == -signal.SIGKILL, crashed.stderr
+    resumed = train(tmp_path, "crashed", *options)
+    assert resumed.returncode == 0, resumed.stderr
+
+    assert "resuming at step 5" in resumed.stdout
+    assert demo.compare(tmp_path / "straight/ckpt_12", tmp_path / "crashed/ckpt_12") == []
+    assert demo.compare(tmp_path / "straight/ckpt_12", tmp_path / "crashed/ckpt_10") != []  # the comparison can fail
+
+
+def test_a_run_killed_between_two_saves_resumes_and_ends_equal_to_one_that_was_not(
+    tmp_path: Path, demo: ModuleType
+) -> None:
+    resumes_as_if_nothing_had_happened(tmp_path, demo)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
+def test_a_run_on_movie_ratings_resumes_as_well(tmp_path: Path, demo: ModuleType) -> None:
+    resumes_as_if_nothing_had_happened(tmp_path, demo, "--ratings", RATINGS)
+
+
+def test_training_lowers_the_loss_and_a_warm_start_says_what_came_from_where_and_begins_below_a_cold_one(
+    tmp_path: Path,
+) -> None:
+    done = run(ROOT / "examples/warm_start.py", "--steps", 200, "--output-dir", "runs", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"from 'long': [\d,]+ rows of user, [\d,]+ rows of item, [\d,]+ rows of context\n", done.stdout)
+    assert "from 'tuned': deep.0.weight, deep.0.bias, deep.3.weight, deep.3.bias\n" in done.stdout
+    first, second, _, _, warm, _, cold, _ = losses(done.stdout)
+    assert second < first - 0.02
+    assert warm < cold - 0.02
+
+
+def test_the_python_blocks_of_the_readme_and_then_its_commands_run_as_they_stand(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    commands = re.findall(r"^recckpt ([^#\n]+)", readme, re.MULTILINE)
+    assert len(blocks) >= 4
+    assert len(commands) >= 5
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks), encoding="utf-8")
+
+    done = run(script, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/clicks/ckpt_300/manifest.json").exists()
+    for command in commands:
+        done = run("-m", "recckpt", *command.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_link_of_the_documents_leads_to_a_file() -> None:
+    for document in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"

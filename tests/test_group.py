@@ -1,0 +1,203 @@
+"""Ranks that work together, and what one rank is without others."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import OPTIMIZERS, ClickModel, Stream, table_state
+
+from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
+from recckpt.group import SoloGroup, group_of, together, world_size
+
+
+class Recorded:
+    """A group of two of which the other rank answers as it is told."""
+
+    size = 2
+
+    def __init__(self, rank, other):
+        self.rank, self.other = rank, other
+
+    def all_gather(self, value):
+        return [value, self.other] if self.rank == 0 else [self.other, value]
+
+    def broadcast(self, value):
+        return value
+
+
+def fail(error):
+    def work():
+        raise error
+
+    return work
+
+
+def failed(rank, cause):
+    return SaveFailedError("x", rank, cause)
+
+
+def test_alone_there_is_nobody_to_ask():
+    group = group_of(0, 1)
+    assert isinstance(group, SoloGroup)
+    assert (group.all_gather(3), group.broadcast(4), world_size()) == ([3], 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("shard", "shards"), [(1, 1), (-1, 1), (0, 0), (0, -2), (2, 2), (0.0, 1), (False, 1), ("0", 1)]
+)
+def test_numbers_that_do_not_fit_each_other_are_refused(shard, shards):
+    with pytest.raises(ValueError, match="shard_id must be 0 to shard_num - 1, found"):
+        group_of(shard, shards)
+
+
+def test_several_shards_need_a_process_group():
+    with pytest.raises(ValueError, match="call init_process_group on every rank"):
+        group_of(0, 2)
+
+
+def test_all_ranks_get_all_results():
+    assert together(Recorded(1, ("theirs", None)), lambda: "ours", failed) == ["theirs", "ours"]
+
+
+def test_a_failure_here_is_told_with_rank_and_cause():
+    cause = OSError("no space")
+    with pytest.raises(SaveFailedError, match="rank 1: OSError: no space") as caught:
+        together(Recorded(1, ("theirs", None)), fail(cause), failed)
+    assert caught.value.rank == 1
+    assert caught.value.__cause__ is cause
+
+
+def test_a_failure_elsewhere_is_raised_here():
+    with pytest.raises(SaveFailedError, match="rank 0: OSError: no space"):
+        together(Recorded(1, (None, "OSError: no space")), lambda: "ours", failed)
+
+
+def test_errors_of_recckpt_cross_ranks_as_they_are():
+    with pytest.raises(StateMismatchError, match="'w'"):
+        together(Recorded(1, (None, StateMismatchError("state", missing=["w"]))), lambda: "ours", failed)
+
+
+def test_of_several_failures_all_ranks_raise_the_first():
+    with pytest.raises(SaveFailedError, match="rank 0: theirs"):
+        together(Recorded(1, (None, "theirs")), fail(OSError("ours")), failed)
+
+
+# two real processes
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Run all scenes of two_ranks.py in two processes, and return the output root and the results of both."""
+    root, here = tmp_path_factory.mktemp("ranks"), Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{here.parent}:{here}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen([sys.executable, str(here / "two_ranks.py"), str(rank), str(root)], env=environment)
+        for rank in (0, 1)
+    ]
+    try:
+        codes = [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0]
+    return root, [pickle.loads((root / f"results_{rank}").read_bytes()) for rank in (0, 1)]
+
+
+def results_of(two_ranks, scene):
+    return [results[scene] for results in two_ranks[1]]
+
+
+def test_each_of_two_ranks_restores_what_it_saved(two_ranks):
+    for result in results_of(two_ranks, "save_and_restore"):
+        assert result["step"] == 3
+        assert result["restored"] == result["saved"]
+        assert result["same manifest"]
+
+
+def test_one_rank_restores_the_union_of_what_two_saved(two_ranks):
+    saved = [result["saved"]["tables"] for result in results_of(two_ranks, "save_and_restore")]
+    model = ClickModel()
+    saver = Saver(model, OPTIMIZERS["adam"](model.tables), str(two_ranks[0] / "save_and_restore"))
+    assert CheckpointManager(saver, 1).restore() == 3
+    for table in model.tables:
+        parts = [rows_of(rank[table.name]) for rank in saved]
+        assert all(parts)
+        assert not parts[0].keys() & parts[1].keys()
+        assert rows_of(table_state(table)) == {**parts[0], **parts[1]}
+
+
+def rows_of(state):
+    ids = np.frombuffer(state["id"], np.int64)
+    columns = [np.frombuffer(c, np.uint8).reshape(len(ids), -1) for name, c in state.items() if name != "id"]
+    return {int(i): b"".join(c[k].tobytes() for c in columns) for k, i in enumerate(ids)}
+
+
+def test_dataset_positions_of_two_ranks_are_not_those_of_one(two_ranks):
+    saver = Saver(ClickModel(), output_dir=str(two_ranks[0] / "save_and_restore"))
+    stream = Stream()
+    saver.register_io_state("stream", stream)
+    conf = {"load": ["sparse", "dense", "io_state"]}
+    with pytest.raises(StateMismatchError, match=r"'number of shards': found 2, expected 1[\s\S]*exclude"):
+        saver.load(load_conf=conf)
+    assert len(saver.model.users) == 0
+    saver.load(load_conf={**conf, "exclude": ["io_state"]})
+    assert stream.position == 0
+    assert len(saver.model.users) > 0
+
+
+def test_a_failure_on_one_rank_is_raised_on_both_and_commits_nothing(two_ranks):
+    first, second = results_of(two_ranks, "fail_to_write")
+    for result in (first, second):
+        kind, rank, text = result["failed"]
+        assert (kind, rank) == ("SaveFailedError", 1)
+        assert "'ckpt_2' failed on rank 1: OSError: [Errno 28] No space left on device" in text
+        assert result["restored"] == 1
+        assert result["again"] is None
+    assert first["left"] == ["checkpoint", "ckpt_2/INTENT"]
+
+
+def test_a_state_that_cannot_be_saved_on_one_rank_raises_on_both_and_writes_nothing(two_ranks):
+    first, second = results_of(two_ranks, "stage_what_cannot_be_saved")
+    assert first["failed"][:2] == ("SaveFailedError", 1)
+    assert second["failed"][0] == "ValueError"
+    for result in (first, second):
+        assert "'bad'['deep']" in result["failed"][2]
+        assert result["left"] == []
+
+
+def test_ranks_that_disagree_on_a_table_commit_nothing(two_ranks):
+    for result in results_of(two_ranks, "disagree_on_a_table"):
+        assert result["failed"][0] == "StateMismatchError"
+        assert "table 't' of rank 1" in result["failed"][2]
+        assert not result["committed"]
+
+
+def test_a_committed_id_is_refused_on_all_ranks_alike(two_ranks):
+    assert {result["failed"][0] for result in results_of(two_ranks, "save_twice")} == {"CheckpointExistsError"}
+
+
+def test_ranks_fall_back_together_where_one_of_them_finds_damage(two_ranks):
+    for result in results_of(two_ranks, "restore_what_is_damaged_for_one"):
+        assert (result["step"], result["equal"]) == (1, True)
+        assert result["explicit"][0] == "CorruptCheckpointError"
+
+
+def test_ranks_start_together_where_there_is_nothing(two_ranks):
+    for result in results_of(two_ranks, "restore_where_there_is_nothing"):
+        assert result["step"] == 0
+        assert result["required"][0] == "CheckpointNotFoundError"
+
+
+def test_a_rank_may_save_for_itself_beside_a_process_group(two_ranks):
+    positions = [(result["step"], result["position"]) for result in results_of(two_ranks, "save_each_for_itself")]
+    assert positions == [(1, 5), (1, 6)]

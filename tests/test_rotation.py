@@ -1,0 +1,163 @@
+import errno
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from forge import Forge, filled, save_tables
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recckpt import rotation
+from recckpt.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.manifest import Manifest
+from recckpt.storage import Storage, open_storage
+
+
+@pytest.fixture
+def storage(url) -> Storage:
+    storage = open_storage(url)
+    storage.prepare()
+    return storage
+
+
+def save(storage: Storage, *ids: str, **options) -> None:
+    for ckpt_id in ids:
+        save_tables(storage, [filled("item", range(3))], ckpt_id=ckpt_id, **options)
+
+
+def rotate(storage: Storage, max_keep: int | None) -> None:
+    for victim in rotation.expired(list_checkpoints(storage), max_keep):
+        rotation.remove(storage, victim)
+
+
+def listing_of(*ids: str, pinned: tuple[int, ...] = ()) -> Listing:
+    """A listing of ids in order of commit; ``pinned`` are positions."""
+    return Listing(
+        tuple(
+            Checkpoint(f"{n}", Manifest(ckpt_id, "", n, "", (), (), (), pinned=n in pinned))
+            for n, ckpt_id in enumerate(ids)
+        ),
+        {},
+    )
+
+
+def expired(listing: Listing, max_keep: int | None) -> list[str]:
+    return [checkpoint.directory for checkpoint in rotation.expired(listing, max_keep)]
+
+
+def test_all_but_the_newest_expire():
+    assert expired(listing_of("a", "b", "c"), 1) == ["0", "1"]
+    assert expired(listing_of("a", "b", "c"), 2) == ["0"]
+    assert expired(listing_of("a", "b", "c"), 3) == []
+    assert expired(listing_of("a", "b", "c"), None) == []
+    assert expired(listing_of(), 1) == []
+
+
+def test_what_is_superseded_expires_whatever_is_kept():
+    assert expired(listing_of("a", "b", "a"), None) == ["0"]
+    assert expired(listing_of("a", "a", "a"), 5) == ["0", "1"]
+
+
+def test_what_is_pinned_stays_and_does_not_count():
+    assert expired(listing_of("a", "b", "c", "d", pinned=(0,)), 2) == ["1"]
+    assert expired(listing_of("a", "b", pinned=(0, 1)), 1) == []
+    assert expired(listing_of("a", "a", pinned=(0,)), 1) == ["0"]
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=9), st.integers(1, 4))
+def test_the_newest_is_never_a_victim_and_no_more_than_max_keep_stay(ids, max_keep):
+    victims = expired(listing_of(*ids), max_keep)
+    assert len(ids) - len(victims) == min(max_keep, len(set(ids)))
+    assert str(len(ids) - 1) not in victims
+
+
+def test_rotation_leaves_nothing_of_a_victim(storage):
+    save(storage, "a", "b", "c")
+    rotate(storage, 1)
+    assert storage.list_dirs() == ["c"]
+    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["c"]
+    rotate(storage, 1)
+    assert storage.list_dirs() == ["c"]
+
+
+def test_the_manifest_goes_first(storage, monkeypatch):
+    save(storage, "a", "b")
+    written = {f"a/{name}" for name in storage.list_files("a")}
+    remove, removed = type(storage).remove, []
+    monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
+    rotate(storage, 1)
+    assert removed[0] == "a/manifest.json"
+    assert set(removed) == written
+
+
+def test_files_of_others_and_their_directories_stay(tmp_path, caplog):
+    storage = open_storage(str(tmp_path))
+    save(storage, "a", "b")
+    Path(tmp_path, "a", "notes.txt").write_text("mine")
+    Path(tmp_path, "a", "sparse", "mine.arrow").write_text("mine")
+    rotate(storage, 1)
+    assert storage.list_files("a") == ["notes.txt", "sparse/mine.arrow"]
+    assert any(record.levelno == logging.WARNING and "a" in record.message for record in caplog.records)
+
+
+def test_removal_never_follows_links(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.prepare()
+    save(storage, "a", "b")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("model.pt", "00000-of-00001.json"):
+        (outside / name).write_text("precious")
+    runs = Path(storage.url)
+    victim = list_checkpoints(storage).committed[0]
+    (runs / "a" / "model.pt").symlink_to(outside / "model.pt")
+    shutil.rmtree(runs / "a" / "sparse")
+    (runs / "a" / "sparse").symlink_to(outside)
+    rotation.remove(storage, victim)
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {
+        "model.pt": "precious",
+        "00000-of-00001.json": "precious",
+    }
+    assert not (runs / "a" / "model.pt").is_symlink()
+
+
+def test_a_link_in_place_of_a_checkpoint_is_left_alone(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    other = open_storage(str(tmp_path / "other"))
+    for place in (storage, other):
+        place.prepare()
+    save(other, "a")
+    Path(storage.url, "a").symlink_to(Path(other.url, "a"))
+    save(storage, "b", "c")
+    rotate(storage, 1)
+    assert [c.ckpt_id for c in list_checkpoints(other).committed] == ["a"]
+
+
+@pytest.mark.parametrize("method", ["remove", "list_files", "remove_empty_dirs", "sync_dir"])
+def test_a_failed_removal_is_logged_and_done_at_the_next_time(storage, monkeypatch, caplog, method):
+    save(storage, "a", "b")
+
+    def fails(self, name):
+        raise OSError(errno.EIO, "broken", name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage), method, fails)
+        rotate(storage, 1)
+    assert "broken" in caplog.text
+    assert list_checkpoints(storage).current[-1].ckpt_id == "b"
+
+
+def test_damaged_checkpoints_neither_count_nor_go(tmp_path):
+    storage = open_storage(str(tmp_path))
+    save(storage, "a", "b", "c")
+    Forge(tmp_path / "c").path("manifest.json").write_bytes(b"{}")
+    rotate(storage, 1)
+    assert storage.list_dirs() == ["b", "c"]
+
+
+def test_a_failed_attempt_leaves_its_intent_alone(storage):
+    save(storage, "a", "b")
+    rotation.abandon(storage, "b")
+    assert storage.list_files("b") == ["INTENT"]
+    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a"]

@@ -1,0 +1,220 @@
+"""The hallway of a save: what it leaves on disk, alone and after failures."""
+
+import errno
+import itertools
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from builders import OPTIMIZERS, ClickModel, Run, checkpoints, table_state, tree
+from torch import nn
+
+from recckpt import SaveFailedError, Saver
+from recckpt.errors import StateMismatchError
+from recckpt.listing import list_checkpoints
+from recckpt.manifest import ShardEntry, TableEntry
+from recckpt.save import ShardRecord, _tables_of_all
+from recckpt.sparse import HashTable
+from recckpt.storage.local import LocalStorage, _LocalSink
+from recckpt.types import SlotSpec
+
+
+def test_a_save_leaves_the_files_of_the_format_and_nothing_else(tmp_path):
+    run = Run(tmp_path, interval=2).train(2)
+    assert set(tree(tmp_path)) == {
+        "checkpoint",
+        "ckpt_2",
+        "ckpt_2/INTENT",
+        "ckpt_2/extra.pt",
+        "ckpt_2/io_state_0.pt",
+        "ckpt_2/manifest.json",
+        "ckpt_2/model.pt",
+        "ckpt_2/rng_0.pt",
+        "ckpt_2/sparse",
+        "ckpt_2/sparse/00000-of-00001.g0.00.arrow",
+        "ckpt_2/sparse/00000-of-00001.json",
+    }
+    manifest = list_checkpoints(run.saver.storage).committed[0].manifest
+    assert {file.name for file in manifest.files} == {
+        name.removeprefix("ckpt_2/")
+        for name, data in tree(tmp_path).items()
+        if data is not None and not name.endswith(("INTENT", "manifest.json", "checkpoint"))
+    }
+
+
+def test_the_manifest_that_is_returned_is_the_one_on_disk(tmp_path):
+    model = ClickModel()
+    model.users(torch.arange(5))
+    saver = Saver(model, OPTIMIZERS["adam"](model.tables), str(tmp_path))
+    returned = saver.save("c", step=7, state={"auc": 0.5})
+    assert list_checkpoints(saver.storage).committed[0].manifest == returned
+    assert (returned.step, returned.seq, returned.state) == (7, 1, {"sparse_lr_0": 0.01, "auc": 0.5})
+    assert {table.name: table.rows for table in returned.tables} == {"user/1": 5, "item": 0}
+    assert returned.writer["torch"] == torch.__version__
+    on_disk = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    intent = json.loads((tmp_path / "c" / "INTENT").read_text())
+    assert on_disk["save_id"] == intent["save_id"] == returned.save_id
+
+
+def test_checkpoints_are_numbered_in_the_order_of_their_commits(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), max_keep=2)
+    assert [saver.save(ckpt_id).seq for ckpt_id in ("b", "a", "c")] == [1, 2, 3]
+    assert Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).save("d").seq == 4
+
+
+def test_one_line_is_logged_for_a_save_and_for_a_load(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    model = ClickModel()
+    model.users(torch.arange(1000))
+    saver = Saver(model, output_dir=str(tmp_path))
+    saver.save("c")
+    saver.load()
+    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
+        "saving c: 1,000 rows, 0.0 MB",
+        "loading c: 1,000 rows, 0.0 MB",
+    ]
+    assert all("GB/s" in record.getMessage() for record in caplog.records)
+
+
+# failures: one operation of the storage fails, once or from then on
+
+
+class Fault:
+    """Makes the call of a method that has a given number fail; for ever: those after it, too."""
+
+    def __init__(self, patch, owner, method, number, *, for_ever, code=errno.EIO):
+        self.calls = 0
+        real = getattr(owner, method)
+
+        def call(*args, **kwargs):
+            self.calls += 1
+            if self.calls == number or (for_ever and self.calls > number):
+                raise OSError(code, "injected")
+            return real(*args, **kwargs)
+
+        patch.setattr(owner, method, call)
+
+
+OPERATIONS = [
+    (LocalStorage, "list_dirs"),
+    (LocalStorage, "read"),
+    (LocalStorage, "make_dir"),
+    (LocalStorage, "put_if_absent"),
+    (LocalStorage, "create"),
+    (_LocalSink, "write"),
+    (_LocalSink, "close"),
+    (LocalStorage, "size"),
+    (LocalStorage, "sync_dir"),
+    (LocalStorage, "replace"),
+    (LocalStorage, "remove"),
+    (LocalStorage, "list_files"),
+    (LocalStorage, "remove_empty_dirs"),
+]
+SAMPLES = {"write": 13, "size": 5, "remove": 3}  # of calls that are many and alike, one of so many; all where slow
+
+
+def build(url):
+    table = HashTable(2, name="t")
+    optim = OPTIMIZERS["adagrad"]([table])
+    return table, Saver(nn.ModuleDict({"t": table, "top": nn.Linear(2, 1)}), optim, str(url), concurrency=1)
+
+
+@pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
+@pytest.mark.parametrize(("owner", "method"), OPERATIONS, ids=lambda x: x if isinstance(x, str) else "")
+def test_whatever_fails_in_a_save_the_old_checkpoint_or_the_new_one_is_whole(
+    tmp_path, monkeypatch, owner, method, for_ever
+):
+    fail_at_every_call(tmp_path, monkeypatch, owner, method, for_ever, stride=SAMPLES.get(method, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
+@pytest.mark.parametrize("method", SAMPLES)
+def test_whatever_single_call_fails_the_old_checkpoint_or_the_new_one_is_whole(tmp_path, monkeypatch, method, for_ever):
+    [(owner, _)] = [operation for operation in OPERATIONS if operation[1] == method]
+    fail_at_every_call(tmp_path, monkeypatch, owner, method, for_ever, stride=1)
+
+
+def fail_at_every_call(tmp_path, monkeypatch, owner, method, for_ever, stride):
+    table, saver = build(tmp_path / "base")
+    table(torch.arange(20))
+    saver.save("old")
+    old = table_state(table)
+    table.insert(torch.arange(10, 30), torch.ones(20, 2))
+    new = table_state(table)
+    for number in itertools.count(1, stride):
+        url = tmp_path / str(number)
+        shutil.copytree(tmp_path / "base", url)
+        table, saver = build(url)
+        saver.load()
+        table.insert(torch.arange(10, 30), torch.ones(20, 2))
+        with monkeypatch.context() as patch:
+            fault = Fault(patch, owner, method, number, for_ever=for_ever)
+            failure = None
+            try:
+                saver.save("new")
+            except SaveFailedError as error:
+                failure = error
+        saved = failure is None
+        if failure is not None:
+            assert isinstance(failure.__cause__, OSError)
+            assert "'new' failed on rank 0: OSError: [Errno 5] injected; nothing was committed" in str(failure)
+        other, loader = build(url)
+        assert loader.load().ckpt_id == ("new" if saved else "old")
+        assert table_state(other) == (new if saved else old)
+        saver.save("new", overwrite=True)
+        assert loader.load().ckpt_id == "new"
+        assert table_state(other) == new
+        assert len(checkpoints(url)) == 1
+        shutil.rmtree(url)
+        if fault.calls < number:
+            break
+
+
+def test_a_failed_save_keeps_no_room(tmp_path, monkeypatch):
+    table, saver = build(tmp_path)
+    table(torch.arange(1000))
+    with monkeypatch.context() as patch:
+        Fault(patch, LocalStorage, "size", 1, for_ever=True, code=errno.ENOSPC)
+        with pytest.raises(SaveFailedError, match="injected"):
+            saver.save("c")
+    assert {name for name, data in tree(tmp_path).items() if data is not None} == {"c/INTENT"}
+    saver.save("c")
+    assert checkpoints(tmp_path) == ["c.1"]
+
+
+def test_a_commit_that_fails_after_the_manifest_is_visible_is_taken_back(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    saver.save("old")
+    with monkeypatch.context() as patch:
+        Fault(patch, LocalStorage, "sync_dir", 3, for_ever=False)  # that of the output dir, the last
+        with pytest.raises(SaveFailedError):
+            saver.save("new")
+    assert checkpoints(tmp_path) == ["old"]
+
+
+def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
+    _, saver = build(tmp_path)
+    saver.save("old")
+    with monkeypatch.context() as patch:
+        Fault(patch, LocalStorage, "remove", 1, for_ever=True)
+        Fault(patch, LocalStorage, "replace", 1, for_ever=True)
+        saver.save("new")
+    assert checkpoints(tmp_path) == ["new", "old"]
+    assert "could not remove all of" in caplog.text
+    assert "could not bring the index file up to date" in caplog.text
+    saver.save("newer")
+    assert checkpoints(tmp_path) == ["newer"]
+    assert (tmp_path / "checkpoint").read_text() == "newer\n"
+
+
+def test_ranks_that_disagree_on_a_table_are_refused_by_name():
+    def record(shape):
+        slot = SlotSpec("embedding", "float32", shape)
+        return ShardRecord(ShardEntry("x", (0, 1)), (TableEntry("t", 3, (slot,)),), ())
+
+    assert _tables_of_all([record((2,)), record((2,))])[0].rows == 6
+    with pytest.raises(StateMismatchError, match="table 't' of rank 1"):
+        _tables_of_all([record((2,)), record((3,))])

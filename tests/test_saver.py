@@ -1,0 +1,581 @@
+"""The saver: what of a model goes into a checkpoint, and how it comes back."""
+
+import itertools
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from builders import OPTIMIZERS, ClickModel, bits, checkpoints, table_state, tree
+from torch import nn
+
+from recckpt import CheckpointExistsError, CheckpointNotFoundError, LoadConfError, Saver, StateMismatchError
+from recckpt.sparse import HashTable
+
+
+def trained(seed=0, optimizer="adamw", steps=3, **kwargs):
+    """Return a model that has been trained a little, and its optimizer of the tables."""
+    torch.manual_seed(seed)
+    model = ClickModel(**kwargs)
+    optim = OPTIMIZERS[optimizer](model.tables)
+    for _ in range(steps):
+        model(torch.randint(0, 50, (8,)), torch.randint(0, 50, (8,))).sum().backward()
+        optim.step()
+    return model, optim
+
+
+def tensors(model):
+    return {name: bits(value) for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def tables(model):
+    return {table.name: table_state(table) for table in model.tables}
+
+
+class Value:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+# construction
+
+
+@pytest.mark.parametrize("name", ["max_keep", "concurrency"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "3", True])
+def test_a_number_that_is_none_is_refused_when_the_saver_is_made(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, found {value!r}"):
+        Saver(nn.Linear(1, 1), output_dir=str(tmp_path), **{name: value})
+
+
+def test_two_tables_of_one_name_are_refused_when_the_saver_is_made(tmp_path):
+    model = nn.ModuleDict({"a": HashTable(1, name="t"), "b": HashTable(1, name="t")})
+    with pytest.raises(ValueError, match="two tables are named 't'"):
+        Saver(model, output_dir=str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_dir_that_is_a_file_is_refused_when_the_saver_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "file"))
+
+
+def test_an_output_dir_is_made_and_left_empty(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "a" / "b"))
+    assert saver.output_dir == str(tmp_path / "a" / "b")
+    assert tree(tmp_path) == {"a": None, "a/b": None}
+
+
+@pytest.mark.parametrize("kind", ["register_for_checkpointing", "register_io_state"])
+def test_a_name_is_registered_once(tmp_path, kind):
+    register = getattr(Saver(nn.Linear(1, 1), output_dir=str(tmp_path)), kind)
+    register("x", Value({}))
+    with pytest.raises(ValueError, match="'x' is registered already"):
+        register("x", Value({}))
+
+
+def test_one_name_may_stand_for_an_object_and_for_a_dataset(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    obj, data = Value({"a": 1}), Value({"b": 2})
+    saver.register_for_checkpointing("x", obj)
+    saver.register_io_state("x", data)
+    saver.save("c")
+    obj.state = data.state = None
+    saver.load()
+    assert (obj.state, data.state) == ({"a": 1}, {"b": 2})
+
+
+# what is saved
+
+
+def test_the_state_is_read_at_each_save(tmp_path):
+    model, value = nn.Linear(1, 1), Value({"n": 0})
+    saver = Saver(model, output_dir=str(tmp_path), max_keep=None)
+    saver.register_for_checkpointing("v", value)
+    for n in (1, 2):
+        with torch.no_grad():
+            model.weight.fill_(n)
+        value.state = {"n": n}
+        saver.save(f"c{n}")
+    model.weight = nn.Parameter(torch.full((1, 1), 9.0))  # another tensor under the same name
+    saver.save("c3")
+    for ckpt_id, weight, n in (("c1", 1, 1), ("c2", 2, 2), ("c3", 9, 2)):
+        saver.load(ckpt_id=ckpt_id)
+        assert (model.weight.item(), value.state) == (weight, {"n": n})
+
+
+def test_the_pt_files_load_with_plain_torch(tmp_path):
+    model, optim = trained()
+    saver = Saver(model, optim, str(tmp_path))
+    saver.register_for_checkpointing("lr", np.float64(0.5))
+    saver.register_for_checkpointing("dense", torch.optim.Adam(model.top.parameters()))
+    saver.register_io_state("data", Value({"offset": np.int64(7), "perm": np.arange(3)}))
+    saver.save("c")
+
+    def load(name):
+        return torch.load(tmp_path / "c" / name, weights_only=True)
+
+    assert {name: bits(value) for name, value in load("model.pt").items()} == tensors(model)
+    assert load("extra.pt")["lr"] == 0.5
+    assert set(load("extra.pt")) == {"lr", "dense", "sparse_optim"}
+    assert load("io_state_0.pt")["data"]["offset"] == 7
+    assert load("io_state_0.pt")["data"]["perm"].tolist() == [0, 1, 2]
+    assert set(load("rng_0.pt")) == {"torch", "cuda", "numpy", "python"}
+
+
+def test_plain_values_come_back_as_they_were_saved(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    saver.register_for_checkpointing("conf", {"dims": [1, 2], "name": "x"})
+    saver.register_for_checkpointing("mean", np.array([1.0, 2.0]))
+    assert saver.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
+    saver.save("c")
+
+    other = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    other.register_for_checkpointing("conf", None)
+    other.load()
+    assert other.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
+    assert other.get_extra_data("mean").tolist() == [1.0, 2.0], "not registered, but in the checkpoint"
+    with pytest.raises(KeyError):
+        other.get_extra_data("absent")
+    other.save("d")
+    assert torch.load(tmp_path / "d" / "extra.pt")["conf"] == {"dims": [1, 2], "name": "x"}
+
+
+def test_extra_data_is_that_of_the_last_load_that_took_it(tmp_path):
+    model, optim = trained()
+    saver = Saver(model, optim, str(tmp_path))
+    saver.register_for_checkpointing("v", 1)
+    saver.save("c")
+    other = Saver(*trained(1), str(tmp_path))
+    other.load(load_conf={"load": ["sparse", "sparse_opt"]})
+    for name in ("v", "sparse_optim"):
+        with pytest.raises(KeyError):
+            other.get_extra_data(name)
+    other.load()
+    other.load(load_conf={"load": ["dense"]})
+    assert other.get_extra_data("v") == 1
+
+
+class Own:
+    pass
+
+
+@pytest.mark.parametrize("bad", [defaultdict(int), Own(), [Own()], np.array(["x"]), {Own: 1}, lambda: 0])
+@pytest.mark.parametrize("kind", ["register_for_checkpointing", "register_io_state"])
+def test_what_could_not_be_loaded_back_raises_at_save_and_writes_nothing(tmp_path, kind, bad):
+    value = Value({"good": 1})
+    saver = Saver(*trained(), str(tmp_path))
+    getattr(saver, kind)("obj", value)
+    saver.save("c1")
+    before = tree(tmp_path)
+    value.state = {"good": 1, "bad": bad}
+    with pytest.raises(ValueError, match=r"'obj'\['bad'\]"):
+        saver.save("c2")
+    assert tree(tmp_path) == before
+    value.state = {"good": 2}
+    saver.save("c2")
+    assert checkpoints(tmp_path) == ["c2"]
+
+
+@pytest.mark.parametrize("ckpt_id", ["", None, 3, "x" * 201, "checkpoint"])
+def test_an_id_that_no_checkpoint_can_have_is_refused_and_nothing_is_written(tmp_path, ckpt_id):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="checkpoint id"):
+        saver.save(ckpt_id)
+    assert tree(tmp_path) == {}
+
+
+def test_a_committed_id_is_not_written_again_unless_that_is_asked_for(tmp_path):
+    model = nn.Linear(1, 1)
+    saver = Saver(model, output_dir=str(tmp_path))
+    saver.save("c")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointExistsError, match=r"'c' is committed already, in c/; .* overwrite=True"):
+        saver.save("c")
+    assert tree(tmp_path) == before
+    with torch.no_grad():
+        model.weight.fill_(5)
+    saver.save("c", overwrite=True)
+    assert checkpoints(tmp_path) == ["c.1"]
+    saver.load(ckpt_id="c")
+    assert model.weight.item() == 5
+
+
+def test_tensors_do_not_drag_the_storage_they_are_a_view_of_into_the_file(tmp_path):
+    model, big = nn.Module(), torch.arange(1_000_000.0).view(1000, 1000)
+    views = {"row": big[3], "column": big[:, 5], "corner": big[:2, :2].t(), "wide": torch.ones(1).expand(4)}
+    for name, view in views.items():
+        model.register_buffer(name, view)
+    Saver(model, output_dir=str(tmp_path)).save("c")
+    assert (tmp_path / "c" / "model.pt").stat().st_size < 20_000
+    saved = torch.load(tmp_path / "c" / "model.pt")
+    assert all(torch.equal(saved[name], view) for name, view in views.items())
+
+
+def test_tensors_in_any_memory_order_come_back(tmp_path):
+    def model():
+        made = nn.Module()
+        made.register_buffer("image", torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
+        made.register_buffer("matrix", torch.randn(3, 4).t())
+        made.register_buffer("conj", torch.randn(3, dtype=torch.complex64).conj())
+        return made
+
+    first, second = model(), model()
+    Saver(first, output_dir=str(tmp_path)).save("c")
+    Saver(second, output_dir=str(tmp_path)).load()
+    for name, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value)
+        assert second.state_dict()[name].stride() == value.stride()
+
+
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
+    def model():
+        made = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+        made[1].weight = made[0].weight
+        return made
+
+    first, second = model(), model()
+    Saver(first, output_dir=str(tmp_path)).save("c")
+    assert (tmp_path / "c" / "model.pt").stat().st_size < 60_000
+    Saver(second, output_dir=str(tmp_path)).load()
+    assert second[1].weight is second[0].weight
+    assert torch.equal(second[0].weight, first[0].weight)
+
+
+class WithExtraState(nn.Linear):
+    def __init__(self, extra):
+        super().__init__(1, 1)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"), [({"a": [1, "x"]}, None), (torch.ones(3), torch.ones(5)), (torch.ones(3), None)]
+)
+def test_the_extra_state_of_modules_comes_back_whatever_its_shape(tmp_path, saved, fresh):
+    Saver(nn.Sequential(WithExtraState(saved)), output_dir=str(tmp_path)).save("c")
+    model = nn.Sequential(WithExtraState(fresh))
+    Saver(model, output_dir=str(tmp_path)).load()
+    assert model[0].extra is saved or str(model[0].extra) == str(saved)
+
+
+# wrappers
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_in_ddp_and_one_without_load_each_other(tmp_path, process_group):
+    model, optim = trained()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.arange(4), torch.arange(4)).sum().backward()
+    Saver(wrapped, optim, str(tmp_path / "wrapped")).save("c")
+    plain, plain_optim = trained(1)
+    Saver(plain, plain_optim, str(tmp_path / "wrapped")).load()
+    assert tensors(plain) == tensors(model)
+    assert tables(plain) == tables(model)
+
+    Saver(plain, plain_optim, str(tmp_path / "plain")).save("c")
+    third, third_optim = trained(2)
+    Saver(nn.parallel.DistributedDataParallel(third), third_optim, str(tmp_path / "plain")).load()
+    assert tensors(third) == tensors(model)
+    assert tables(third) == tables(model)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda m: torch.compile(nn.DataParallel(m))])
+def test_wrappers_leave_no_trace_in_the_names(tmp_path, wrap):
+    model = trained()[0]
+    Saver(wrap(model), output_dir=str(tmp_path)).save("c")
+    assert set(torch.load(tmp_path / "c" / "model.pt")) == set(tensors(model))
+    other = trained(1)[0]
+    Saver(wrap(other), output_dir=str(tmp_path)).load()
+    assert tensors(other) == tensors(model)
+
+
+class Wrapper(nn.Module):
+    """A wrapper that is none of torch's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_the_prefix_of_a_wrapper_is_stripped_and_added(tmp_path):
+    first, second, third = nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)
+    Saver(Wrapper(first), output_dir=str(tmp_path / "a")).save("c")
+    Saver(second, output_dir=str(tmp_path / "a")).load()
+    Saver(second, output_dir=str(tmp_path / "b")).save("c")
+    Saver(Wrapper(third), output_dir=str(tmp_path / "b")).load()
+    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(first.weight, third.weight)
+
+
+# which checkpoint
+
+
+def test_a_load_takes_the_newest_checkpoint_or_the_one_that_is_named(tmp_path):
+    model = nn.Linear(1, 1)
+    saver = Saver(model, output_dir=str(tmp_path / "own"), max_keep=None)
+    for n in (10, 9, 100):  # the order of saves, not of names or numbers
+        with torch.no_grad():
+            model.weight.fill_(n)
+        saver.save(f"c{n}")
+
+    def loaded(saver, **kwargs):
+        manifest = saver.load(**kwargs)
+        return manifest.ckpt_id, saver.model.weight.item()
+
+    other = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "other"))
+    own = str(tmp_path / "own")
+    assert loaded(saver) == ("c100", 100)
+    assert loaded(saver, ckpt_id="c9") == ("c9", 9)
+    assert loaded(other, ckpt_path=own) == ("c100", 100)
+    assert loaded(other, ckpt_path=own, ckpt_id="c10") == ("c10", 10)
+    assert loaded(other, ckpt_path=f"{own}/c9", direct_path=True) == ("c9", 9)
+    assert loaded(other, ckpt_path=f"{own}/c9/", direct_path=True) == ("c9", 9)
+
+
+def test_a_checkpoint_that_is_not_there_is_named_and_so_are_those_that_are(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint"):
+        saver.load()
+    saver.save("here")
+    with pytest.raises(FileNotFoundError, match="no committed checkpoint 'there'; there are 'here'"):
+        saver.load(ckpt_id="there")
+    with pytest.raises(CheckpointNotFoundError, match=r"no manifest.json"):
+        saver.load(ckpt_path=str(tmp_path), direct_path=True)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"ckpt_path": "x", "ckpt_id": "y"}, {"ckpt_id": "y"}])
+def test_a_direct_path_is_the_whole_address(tmp_path, kwargs):
+    with pytest.raises(ValueError, match="direct_path=True needs ckpt_path"):
+        Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).load(direct_path=True, **kwargs)
+
+
+def test_a_copied_checkpoint_loads_from_where_it_lies(tmp_path):
+    model, optim = trained()
+    Saver(model, optim, str(tmp_path / "a")).save("c")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "c").rename(tmp_path / "b" / "copy")
+    other, other_optim = trained(1)
+    saver = Saver(other, other_optim, str(tmp_path / "a"))
+    saver.load(str(tmp_path / "b" / "copy"), direct_path=True)
+    assert tables(other) == tables(model)
+    saver.load(str(tmp_path / "b"), "c")
+
+
+# load_conf
+
+GROUPS = ("sparse", "dense", "extra", "sparse_opt", "io_state")
+
+
+def observed(model, optim, value, data):
+    """Return the state of each group."""
+    slots = {name: {k: v for k, v in t.items() if k.startswith("sparse_")} for name, t in tables(model).items()}
+    rows = {name: {k: v for k, v in t.items() if not k.startswith("sparse_")} for name, t in tables(model).items()}
+    return {
+        "sparse": rows,
+        "dense": tensors(model),
+        "extra": value.state,
+        "sparse_opt": (optim.state_dict(), slots),
+        "io_state": data.state,
+    }
+
+
+@pytest.mark.parametrize("chosen", [c for n in range(6) for c in itertools.combinations(GROUPS, n)], ids=" ".join)
+def test_each_group_is_loaded_independently_of_the_others(tmp_path, chosen):
+    def build(seed, url):
+        # both know the same ids, so that the slots of the one fit the rows of the other
+        model, optim = trained(seed, steps=0)
+        for table in model.tables:
+            table(torch.arange(20)).sum().backward()
+        optim.param_groups[0]["lr"] = 0.1 + seed
+        for _ in range(seed + 1):
+            optim.step()
+            (torch.cat([t(torch.arange(20)) for t in model.tables]) * (seed + 2)).sum().backward()
+        optim.zero_grad()
+        value, data = Value({"seed": seed}), Value({"seed": seed})
+        saver = Saver(model, optim, url)
+        saver.register_for_checkpointing("v", value)
+        saver.register_io_state("d", data)
+        return saver, (model, optim, value, data)
+
+    saver, source = build(0, str(tmp_path))
+    saver.save("c")
+    loader, target = build(1, str(tmp_path))
+    before, there = observed(*target), observed(*source)
+    assert all(before[group] != there[group] for group in GROUPS)
+    loader.load(load_conf={"load": list(chosen)})
+    after = observed(*target)
+    for group in set(GROUPS) - {"sparse_opt"}:
+        assert after[group] == (there if group in chosen else before)[group], group
+    optimizer, slots = after["sparse_opt"]
+    assert optimizer == (there if "sparse_opt" in chosen else before)["sparse_opt"][0]
+    if "sparse_opt" in chosen:
+        assert slots == there["sparse_opt"][1]
+    elif "sparse" in chosen:  # new rows start at the initial value of their slots
+        assert not any(any(slot) for table in slots.values() for slot in table.values())
+    else:
+        assert slots == before["sparse_opt"][1]
+
+
+def test_optimizer_slots_alone_go_to_the_ids_that_the_table_has(tmp_path):
+    def build():
+        table = HashTable(2, name="t")
+        return table, OPTIMIZERS["adagrad"]([table]), nn.ModuleDict({"t": table})
+
+    table, optim, model = build()
+    table(torch.arange(10)).sum().backward()
+    optim.step()
+    Saver(model, optim, str(tmp_path)).save("c")
+    other, other_optim, other_model = build()
+    other.insert(torch.tensor([5, 50]), torch.full((2, 2), 7.0))
+    Saver(other_model, other_optim, str(tmp_path)).load(load_conf={"load": ["sparse_opt"]})
+    assert other.ids().tolist() == [5, 50]
+    assert torch.equal(other.embeddings(), torch.full((2, 2), 7.0))
+    assert other.slots["sparse_adagrad_sum"].tolist() == [pytest.approx([1.1, 1.1]), pytest.approx([0.1, 0.1])]
+
+
+@pytest.mark.parametrize("conf", [{"load": ["dens"]}, {"lod": []}, {"exclude": "sparse"}, ["sparse"]])
+def test_a_load_conf_that_means_nothing_is_refused_before_anything_is_read(tmp_path, conf):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(LoadConfError):  # and not CheckpointNotFoundError
+        saver.load(load_conf=conf)
+
+
+def test_load_by_config_takes_an_output_dir_or_a_checkpoint(tmp_path):
+    model, optim = trained()
+    source = Saver(model, optim, str(tmp_path / "a"), max_keep=None)
+    source.save("c1")
+    old = tables(model)
+    model.users.insert(torch.tensor([999]), torch.ones(1, 4))
+    source.save("c2")
+    other, other_optim = trained(1)
+    saver = Saver(other, other_optim, str(tmp_path / "b"))
+    assert saver.load_by_config({"path": str(tmp_path / "a"), "load": ["sparse"]}).ckpt_id == "c2"
+    assert len(other.users) == len(model.users)
+    assert saver.load_by_config({"path": str(tmp_path / "a" / "c1")}).ckpt_id == "c1"
+    assert tables(other) == old
+    with pytest.raises(LoadConfError, match="'path'"):
+        saver.load_by_config({"load": ["sparse"]})
+
+
+# what does not fit
+
+
+def test_strict_false_loads_what_fits_by_name(tmp_path, caplog):
+    saved = nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1), "t": HashTable(1, name="gone")})
+    live = nn.ModuleDict({"a": nn.Linear(1, 1), "c": nn.Linear(1, 1), "t": HashTable(1, name="new")})
+    Saver(saved, output_dir=str(tmp_path)).save("c")
+    kept = live["c"].weight.item()
+    saver = Saver(live, output_dir=str(tmp_path))
+    with pytest.raises(StateMismatchError) as caught:
+        saver.load()
+    assert caught.value.missing == ["new", "c.weight", "c.bias"]
+    assert caught.value.unexpected == ["gone", "b.weight", "b.bias"]
+    saver.load(load_conf={"strict": False})
+    assert live["a"].weight.item() == saved["a"].weight.item()
+    assert live["c"].weight.item() == kept
+    assert "'new' is not in the checkpoint" in caplog.text
+    assert "'gone' of the checkpoint is not in the model" in caplog.text
+
+
+def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
+    class Model(nn.Module):
+        def __init__(self, *, dim, dtype, width, **more):
+            super().__init__()
+            self.t, self.u = HashTable(dim, name="t"), HashTable(2, name="u", dtype=dtype)
+            self.top, self.norm = nn.Linear(width, 1), nn.Linear(1, 1).to(dtype)
+            self.t(torch.arange(5))
+            for name, module in more.items():
+                self.add_module(name, module)
+
+    saved = Model(dim=2, dtype=torch.float32, width=2, old=nn.Linear(1, 1), gone=HashTable(1, name="gone"))
+    live = Model(dim=3, dtype=torch.float64, width=3, new=nn.Linear(1, 1), come=HashTable(1, name="come"))
+    value = Value("before")
+    Saver(saved, OPTIMIZERS["adam"]([saved.t, saved.u]), str(tmp_path)).save("c")
+    optim = OPTIMIZERS["adam"]([live.t, live.u])
+    saver = Saver(live, optim, str(tmp_path))
+    saver.register_for_checkpointing("v", value)
+    before = (tensors(live), table_state(live.t), optim.state_dict(), tree(tmp_path))
+    with pytest.raises(StateMismatchError) as caught:
+        saver.load()
+    error = caught.value
+    assert error.missing == ["come", "new.weight", "new.bias"]
+    assert error.unexpected == ["gone", "old.weight", "old.bias"]
+    slots = ("embedding", "sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
+    assert set(error.mismatched) == {
+        *(f"{table}@{slot}" for table in ("t", "u") for slot in slots),
+        *("top.weight", "norm.weight", "norm.bias"),
+    }
+    assert error.mismatched["t@embedding"] == ("float32 (2,)", "float32 (3,)")
+    assert error.mismatched["u@embedding"] == ("float32 (2,)", "float64 (2,)")
+    assert error.mismatched["top.weight"] == ("float32 (1, 2)", "float32 (1, 3)")
+    assert all(repr(name) in str(error) for name in (*error.missing, *error.unexpected, *error.mismatched))
+    assert "strict" in str(error)
+    assert (tensors(live), table_state(live.t), optim.state_dict(), tree(tmp_path)) == before
+    assert value.state == "before"
+
+
+def test_another_optimizer_is_refused_and_nothing_changes(tmp_path):
+    Saver(*trained(optimizer="adam"), str(tmp_path)).save("c")
+    model, optim = trained(1, optimizer="adagrad")
+    before = tensors(model), tables(model), optim.state_dict()
+    saver = Saver(model, optim, str(tmp_path))
+    with pytest.raises(StateMismatchError, match="sparse_adagrad_sum"):
+        saver.load()
+    assert (tensors(model), tables(model), optim.state_dict()) == before
+    saver.load(load_conf={"exclude": ["sparse_opt"]})
+    assert set(model.users.slots) == {"sparse_adagrad_sum"}
+
+
+def test_an_object_that_refuses_its_state_stops_the_load_and_nothing_changes(tmp_path):
+    model, optim = trained()
+    saver = Saver(model, optim, str(tmp_path))
+    saver.register_for_checkpointing("dense", torch.optim.Adam(model.top.parameters()))
+    saver.save("c")
+    other, other_optim = trained(1)
+    loader = Saver(other, other_optim, str(tmp_path))
+    loader.register_for_checkpointing("dense", torch.optim.Adam([other.top.weight]))  # one parameter less
+    before = tensors(other), tables(other), other_optim.state_dict()
+    with pytest.raises(StateMismatchError, match=r"'dense'[\s\S]*parameter group"):
+        loader.load()
+    assert (tensors(other), tables(other), other_optim.state_dict()) == before
+
+
+def test_a_sparse_optimizer_that_was_not_saved_starts_afresh_and_is_reported(tmp_path, caplog):
+    model = trained(optimizer="sgd")[0]
+    Saver(model, output_dir=str(tmp_path)).save("c")
+    other, optim = trained(1)
+    step = optim.state_dict()["state"]["item"]
+    Saver(other, optim, str(tmp_path)).load()
+    assert optim.state_dict()["state"]["item"] == step
+    assert "the sparse optimizer is not in the checkpoint" in caplog.text
+    assert "has no slot 'sparse_adamw_exp_avg'" in caplog.text
+    assert not other.users.slots["sparse_adamw_exp_avg"].any()
+
+
+def test_the_numbers_of_this_rank_are_checked_at_each_save(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    saver.save("a", 0, 1)
+    with pytest.raises(ValueError, match="found shard_id=3, shard_num=1"):
+        saver.save("b", 3, 1)
+    with pytest.raises(ValueError, match=r"needs torch\.distributed"):
+        saver.save("b", 0, 2)
+    assert checkpoints(tmp_path) == ["a"]
