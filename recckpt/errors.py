@@ -90,7 +90,16 @@ class StateMismatchError(RecckptError, ValueError):
 
 
 class LoadConfError(RecckptError, ValueError):
-    """A load_conf has a key, group or type that does not exist."""
+    """A ``load_conf`` or model bank asks for what does not exist, or is no such thing; says all that is wrong.
+
+    Attributes:
+        problems: one text each.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        head = f"{len(self.problems)} problems; nothing was loaded:\n  " if len(self.problems) > 1 else ""
+        super().__init__(head + "\n  ".join(self.problems))
 
 
 class WriterFencedError(RecckptError):

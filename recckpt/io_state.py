@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,10 +13,7 @@ import torch
 
 from recckpt.dense.portable import portable
 from recckpt.errors import StateMismatchError
-
-log = logging.getLogger("recckpt")
-
-SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
+from recckpt.names import SPARSE_OPTIM
 
 
 class Registry:
@@ -30,10 +26,18 @@ class Registry:
         what: what the objects are, for messages.
         methods: (dump, load) names of methods, tried in order.
         plain: whether plain values are taken.
+        adapter: gives what stands for an object when its state is taken or given; by default itself.
     """
 
-    def __init__(self, what: str, methods: tuple[tuple[str, str], ...], *, plain: bool) -> None:
-        self._what, self._methods, self._plain = what, methods, plain
+    def __init__(
+        self,
+        what: str,
+        methods: tuple[tuple[str, str], ...],
+        *,
+        plain: bool,
+        adapter: Callable[[Any], Any] = lambda obj: obj,
+    ) -> None:
+        self._what, self._methods, self._plain, self._adapter = what, methods, plain, adapter
         self._objects: dict[str, Any] = {}
 
     def add(self, name: str, obj: Any) -> None:
@@ -63,6 +67,9 @@ class Registry:
     def __len__(self) -> int:
         return len(self._objects)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._objects)
+
     def dump(self) -> dict[str, Any]:
         """Return the state of all objects as portable data.
 
@@ -72,16 +79,13 @@ class Registry:
         return {name: portable(f"{self._what} {name!r}", self._state(obj)) for name, obj in self._objects.items()}
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Give back the states of the objects that have one, and log a warning for those that have none.
+        """Give registered objects their states.
 
         Raises:
             StateMismatchError: an object refused its state; names it.
         """
-        for name in self._objects:
-            if name in states:
-                self._give(name, states[name])
-            else:
-                log.warning("%s: %r is not in the checkpoint and keeps its present state", self._what, name)
+        for name, state in states.items():
+            self._give(name, state)
 
     @contextmanager
     def loaded(self, states: Mapping[str, Any]) -> Iterator[None]:
@@ -97,7 +101,7 @@ class Registry:
             raise
 
     def _give(self, name: str, state: Any) -> None:
-        obj = self._objects[name]
+        obj = self._adapter(self._objects[name])
         pair = self._pair(obj)
         if pair is None:
             self._objects[name] = state
@@ -109,6 +113,7 @@ class Registry:
             raise StateMismatchError(f"the state of {name!r}", remedy=refusal) from error
 
     def _state(self, obj: Any) -> Any:
+        obj = self._adapter(obj)
         pair = self._pair(obj)
         return obj if pair is None else getattr(obj, pair[0])()
 
@@ -119,9 +124,10 @@ class Registry:
         return None
 
 
-def extra_registry() -> Registry:
+def extra_registry(adapter: Callable[[Any], Any] = lambda obj: obj) -> Registry:
     """Return a registry of objects to checkpoint."""
-    return Registry("register_for_checkpointing", (("state_dict", "load_state_dict"),), plain=True)
+    methods = (("state_dict", "load_state_dict"),)
+    return Registry("register_for_checkpointing", methods, plain=True, adapter=adapter)
 
 
 def io_registry() -> Registry:

@@ -1,116 +1,174 @@
-"""What a load takes: ``load`` minus ``exclude`` over groups, checked in full before anything is read."""
+"""What a load takes, as people write it: a ``load_conf``, or a bank of them; parsed with every fault named."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from recckpt.errors import LoadConfError
+from recckpt.names import ID, Name, Pattern, slot_name
+from recckpt.renames import Renames, parse_renames
+from recckpt.sparse.row_filter import RowFilter, parse_row_filter
+from recckpt.types import EMBEDDING
 
-GROUPS = ("sparse", "dense", "extra", "sparse_opt", "io_state")
-_KEYS = ("load", "exclude", "strict")
+ACTIONS = ("error", "skip", "cast", "resize")
 
 
 @dataclass(frozen=True)
-class Selection:
-    """The groups to load.
+class Entry:
+    """One source of a load, and what to take of it.
 
     Attributes:
-        groups: a subset of :data:`GROUPS`, each independent of the others.
-        strict: whether dense names must match both ways.
+        label: how messages call it, such as ``bank[1]``.
+        path: a checkpoint or an output dir, any URL; "" for the checkpoint that the call names.
+        load: what is taken ...
+        exclude: ... but for these.
+        renames: what names of the model are called there.
+        hashtable_clear: whether tables are emptied first; otherwise rows are merged in and the loaded ones win.
+        ignore_error: whether problems with names are warnings.
+        is_dynamic: whether ``reload_dynamic`` looks at it again.
+        strict: whether names must match both ways; None: those of ``dense``, where that group is named.
+        on_mismatch: table or tensor pattern -> what to do where dtype or shape differ, the first that matches counts.
+        where: which rows are taken.
+        is_own: whether this is the run's own output dir, from which a run is resumed.
+        only: the names that may be taken at all, None for any.
     """
 
-    groups: frozenset[str] = frozenset(GROUPS)
-    strict: bool = True
+    label: str = "load_conf"
+    path: str = ""
+    load: tuple[Pattern, ...] = (Pattern("*"),)
+    exclude: tuple[Pattern, ...] = ()
+    renames: Renames = field(default_factory=Renames)
+    hashtable_clear: bool = True
+    ignore_error: bool = False
+    is_dynamic: bool = False
+    strict: bool | None = None
+    on_mismatch: tuple[tuple[Pattern, str], ...] = ()
+    where: RowFilter = field(default_factory=RowFilter)
+    is_own: bool = False
+    only: frozenset[Name] | None = None
 
-    def __contains__(self, group: str) -> bool:
-        return group in self.groups
+    def wants(self, name: Name) -> bool:
+        """Say whether the entry asks for ``name``.
+
+        Ids come along with the embeddings. The step and positions of another run are only taken where they are named.
+        """
+        if (self.only is not None and name not in self.only) or any(p.matches(name) for p in self.exclude):
+            return False
+        asked = [pattern for pattern in self.load if pattern.matches(name)]
+        if name.slot == ID:
+            embedding = slot_name(name.table, EMBEDDING)
+            asked += [pattern for pattern in self.load if pattern.matches(embedding)]
+        if name.group in ("global_step", "io_state") and not self.is_own:
+            asked = [pattern for pattern in asked if pattern.text != "*"]
+        return bool(asked)
+
+    def wants_group(self, group: str) -> bool:
+        """Say whether the entry asks for a group as a whole."""
+        return any(p.text in ("*", group) for p in self.load) and Pattern(group) not in self.exclude
+
+    @property
+    def strict_groups(self) -> frozenset[str]:
+        """The groups whose names must match both ways."""
+        if self.strict is None:
+            return frozenset({"dense"} if Pattern("dense") in self.load else ())
+        return frozenset({"dense", "sparse"} if self.strict else ())
+
+    def action(self, name: Name) -> str:
+        """Return what to do where dtype or shape of ``name`` differ."""
+        return next((action for pattern, action in self.on_mismatch if pattern.matches(name)), "error")
 
 
-def parse_load_conf(conf: Mapping[str, Any] | None) -> Selection:
-    """Return the selection that a ``load_conf`` asks for; None asks for everything.
-
-    Args:
-        conf: ``load`` (default ``["*"]``) and ``exclude`` (default ``[]``), lists of group names or ``"*"``;
-            ``strict`` (default true).
+def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Entry:
+    """Return what a ``load_conf`` asks for; None asks for everything, strictly.
 
     Raises:
-        LoadConfError: an unknown key or group, or a value of another type; names the nearest match.
+        LoadConfError: unknown keys, or values of another type; all of them.
     """
     if conf is None:
-        return Selection()
-    if not isinstance(conf, Mapping):
-        raise LoadConfError(f"load_conf: found {type(conf).__name__}, expected a dict with keys {', '.join(_KEYS)}")
-    check_keys(conf, _KEYS)
-    strict = conf.get("strict", True)
-    if type(strict) is not bool:
-        raise LoadConfError(f"load_conf['strict']: found {strict!r}, expected true or false")
-    loaded = _groups("load", conf.get("load", ["*"]))
-    return Selection(loaded - _groups("exclude", conf.get("exclude", [])), strict)
+        return Entry(strict=True, is_own=own)
+    problems: list[str] = []
+    entry = _parse("load_conf", conf, problems, with_path=False, own=own)
+    if problems or entry is None:
+        raise LoadConfError(problems)
+    return entry
 
 
-@dataclass(frozen=True)
-class BankEntry:
-    """One source of a warm start.
-
-    Attributes:
-        path: a checkpoint, or an output dir, whose newest is meant; any URL.
-        selection: what to take of it.
-    """
-
-    path: str
-    selection: Selection
-
-
-def parse_entry(conf: Mapping[str, Any]) -> BankEntry:
-    """Return what an entry of a model bank asks for: a ``load_conf`` with a ``path``.
-
-    The dataset positions of another run are left out unless ``load`` names them.
-
-    Raises:
-        LoadConfError: an unknown key or group, a value of another type, or no ``path``.
-    """
-    if not isinstance(conf, Mapping):
-        raise LoadConfError(f"model bank: found {type(conf).__name__}, expected a dict with a 'path'")
-    check_keys(conf, ("path", *_KEYS))
-    path = conf.get("path")
-    if not isinstance(path, str) or not path:
-        raise LoadConfError(f"model bank: 'path' must be a checkpoint or an output dir, found {path!r}")
-    selection = parse_load_conf({key: value for key, value in conf.items() if key != "path"})
-    if "io_state" not in conf.get("load", []):
-        selection = Selection(selection.groups - {"io_state"}, selection.strict)
-    return BankEntry(path, selection)
-
-
-def check_keys(conf: Mapping[str, Any], allowed: Iterable[str]) -> None:
-    """Refuse keys that mean nothing.
-
-    Raises:
-        LoadConfError: names the key, what is allowed and the nearest match.
-    """
-    allowed = list(allowed)
-    for key in conf:
-        if key not in allowed:
-            raise LoadConfError(
-                f"load_conf: unknown key {key!r}; allowed are {', '.join(allowed)}{nearest(key, allowed)}"
-            )
-
-
-def _groups(key: str, names: Any) -> frozenset[str]:
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise LoadConfError(f"load_conf[{key!r}]: found {names!r}, expected a list of group names, such as ['sparse']")
-    for name in names:
-        if name not in ("*", *GROUPS):
-            raise LoadConfError(
-                f"load_conf[{key!r}]: unknown group {name!r}; allowed are {', '.join(GROUPS)} and '*'"
-                f"{nearest(name, GROUPS)}"
-            )
-    return frozenset(GROUPS) if "*" in names else frozenset(names)
+def parse_bank(bank: Sequence[Mapping[str, Any]], problems: list[str]) -> list[Entry]:
+    """Return the entries of a bank that are not skipped, in order; what is wrong with them is added to ``problems``."""
+    if not isinstance(bank, Sequence) or isinstance(bank, str):
+        problems.append(f"bank: found {type(bank).__name__}, expected a list of dicts")
+        return []
+    entries = [_parse(f"bank[{i}]", conf, problems, with_path=True, own=False) for i, conf in enumerate(bank)]
+    return [entry for entry in entries if entry is not None]
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
     """Return a hint at the name that was probably meant, or nothing."""
     close = difflib.get_close_matches(str(name), list(allowed), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _parse(label: str, conf: Any, problems: list[str], *, with_path: bool, own: bool) -> Entry | None:
+    """Return an entry, None where it is to be skipped; a value that is wrong leaves its default and a problem."""
+    if not isinstance(conf, Mapping):
+        problems.append(f"{label}: found {type(conf).__name__}, expected a dict")
+        return None
+    parsers = {**_PARSERS, "path": _path} if with_path else _PARSERS
+    values: dict[str, Any] = {}
+    for key, value in conf.items():
+        if key not in parsers:
+            problems.append(f"{label}: unknown key {key!r}; allowed are {', '.join(parsers)}{nearest(key, parsers)}")
+            continue
+        try:
+            values[key] = parsers[key](value)
+        except ValueError as error:
+            problems.append(f"{label}[{key!r}]: {error}")
+    if with_path and "path" not in conf:
+        problems.append(f"{label}: no 'path', expected a checkpoint or an output dir")
+    renames = values.pop("oname", Renames())
+    return None if values.pop("skip", False) else Entry(label=label, renames=renames, is_own=own, **values)
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"found {value!r}, expected a checkpoint or an output dir")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"found {value!r}, expected true or false")
+    return value
+
+
+def _patterns(value: Any) -> tuple[Pattern, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(f"found {value!r}, expected a list of names, such as ['sparse', 'tower.*']")
+    return tuple(Pattern(name) for name in value)
+
+
+def _on_mismatch(value: Any) -> tuple[tuple[Pattern, str], ...]:
+    actions = {"*": value} if isinstance(value, str) else value
+    if not isinstance(actions, Mapping):
+        raise ValueError(f"found {value!r}, expected one of {', '.join(ACTIONS)}, or a dict, name -> one of them")
+    for action in actions.values():
+        if action not in ACTIONS:
+            raise ValueError(f"found {action!r}, expected one of {', '.join(ACTIONS)}{nearest(action, ACTIONS)}")
+    return tuple((Pattern(str(name)), str(action)) for name, action in actions.items())
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "load": _patterns,
+    "exclude": _patterns,
+    "oname": parse_renames,
+    "hashtable_clear": _flag,
+    "ignore_error": _flag,
+    "skip": _flag,
+    "is_dynamic": _flag,
+    "strict": _flag,
+    "on_mismatch": _on_mismatch,
+    "where": parse_row_filter,
+}

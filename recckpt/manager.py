@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from recckpt import layout
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.group import together
 from recckpt.listing import Checkpoint, list_checkpoints, locate
-from recckpt.load_conf import Selection, parse_load_conf
+from recckpt.load_conf import Entry, parse_load_conf
+from recckpt.load_plan import Problems
 from recckpt.manifest import Manifest, Scalar
+from recckpt.plan_report import LoadReport
 from recckpt.saver import Saver, positive_int
-from recckpt.warm_start import load_model_bank
+from recckpt.target import Source
+from recckpt.warm_start import Followed, bank_sources, followed
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -38,6 +42,8 @@ class CheckpointManager:
         self._shard_id, self._shard_num = shard_id, shard_num
         self._global_step = 0
         self._held_step: int | None = None  # the step whose state is in a checkpoint
+        self._resumed_from = ""  # save_id of the checkpoint that was restored whole
+        self._followed: list[Followed] = []
 
     @property
     def saver(self) -> Saver:
@@ -67,6 +73,7 @@ class CheckpointManager:
         self._global_step += 1
         if self._global_step % self._save_interval == 0:
             self.save()
+            self.reload_dynamic()
 
     def save(self, *, state: Mapping[str, Scalar] | None = None) -> Manifest | None:
         """Save this step now; None, and a log line, where it is in a checkpoint already.
@@ -115,52 +122,98 @@ class CheckpointManager:
             CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
             StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
         """
-        selection = parse_load_conf(load_conf)
-        storage = self._saver.storage
+        entry = parse_load_conf(load_conf, own=True)
         candidates = self._on_all_ranks(lambda: self._candidates(global_step))
         if not candidates and required:
-            raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
+            raise CheckpointNotFoundError(f"{self._saver.output_dir}: found no committed checkpoint to restore")
         if not candidates:
-            log.info("%s: no checkpoint to restore, starting from step 0", storage.url)
+            log.info("%s: no checkpoint to restore, starting from step 0", self._saver.output_dir)
             return 0
+        whole = load_conf is None
+        if whole and candidates[0].manifest.save_id == self._resumed_from:
+            log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
+            return self._global_step
+        self._load([], candidates, entry, rng=rng, holds=whole)
+        return self._global_step
+
+    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
+        """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
+
+        Call it before :meth:`restore`, which then has nothing left to do.
+
+        Args:
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md.
+
+        Raises:
+            LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
+            StateMismatchError: state that does not fit the model; all of it.
+            CheckpointNotFoundError: a path holds no committed checkpoint.
+            CorruptCheckpointError: a file is damaged.
+        """
+        problems = Problems()
+        sources = bank_sources(bank, problems)
+        candidates = self._on_all_ranks(lambda: self._candidates(None))
+        own = Entry(label="output_dir", is_own=True)
+        report = self._load(sources, candidates, own, rng=True, holds=bool(candidates), problems=problems)
+        self._followed = followed(self._saver.target(self._shard_id, self._shard_num), sources)
+        return report
+
+    def reload_dynamic(self) -> list[LoadReport]:
+        """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
+
+        Called by :meth:`step` whenever it saves. An entry takes the names that it won when the bank was loaded.
+
+        Raises:
+            StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
+        """
+        reports = []
+        for number, entry in enumerate(self._followed):
+            source = self._on_all_ranks(entry.newer)
+            if source is not None:
+                reports.append(self._load_sources([source], rng=False))
+                self._followed[number] = replace(entry, save_id=source.checkpoint.manifest.save_id)
+                log.info("loaded %s, which is new in the bank", source.label)
+        return reports
+
+    def _load(
+        self,
+        bank: Sequence[Source],
+        candidates: Sequence[Checkpoint],
+        entry: Entry,
+        *,
+        rng: bool,
+        holds: bool,
+        problems: Problems | None = None,
+    ) -> LoadReport:
+        """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
         for older, checkpoint in enumerate(candidates, start=1):
+            own = Source(entry, self._saver.storage, checkpoint)
             try:
-                manifest = self._on_all_ranks(lambda: self._load(checkpoint, selection, rng=rng))  # noqa: B023  # called at once
-                break
+                report = self._load_sources([*bank, own], rng=rng, problems=problems)
             except CorruptCheckpointError as error:
                 if older == len(candidates):
                     raise
-                log.error(
-                    "%s is damaged, restoring %s instead: %s",
-                    checkpoint.ckpt_id,
-                    candidates[older].ckpt_id,
-                    error,
-                )
-        if manifest.step is None:
-            log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
-        self._global_step = manifest.step or 0
-        self._held_step = self._global_step
-        log.info("restored %s, step %d", checkpoint.ckpt_id, self._global_step)
-        return self._global_step
+                next_id = candidates[older].ckpt_id
+                log.error("%s is damaged, restoring %s instead: %s", checkpoint.ckpt_id, next_id, error)
+                continue
+            self._take_step(checkpoint, report, holds=holds)
+            return report
+        return self._load_sources(bank, rng=False, problems=problems)
 
-    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> None:
-        """Take state from other runs, in order; call it before :meth:`restore`, which wins where it finds something.
-
-        Args:
-            bank: entries ``{"path": ..., "load": [...], "exclude": [...]}``; see
-                :meth:`recckpt.Saver.load_by_config`.
-        """
-        load_model_bank(self._saver, bank, self._shard_id)
-
-    def _load(self, checkpoint: Checkpoint, selection: Selection, *, rng: bool) -> Manifest:
-        return self._saver.load_checkpoint(
-            self._saver.storage,
-            checkpoint,
-            selection,
-            shard_id=self._shard_id,
-            shard_num=self._shard_num,
-            rng=rng,
+    def _load_sources(self, sources: Sequence[Source], *, rng: bool, problems: Problems | None = None) -> LoadReport:
+        return self._on_all_ranks(
+            lambda: self._saver.load_sources(
+                sources, shard_id=self._shard_id, shard_num=self._shard_num, rng=rng, problems=problems
+            )
         )
+
+    def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool) -> None:
+        if checkpoint.manifest.step is None:
+            log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
+        self._global_step = report.global_step or 0
+        if holds:
+            self._held_step, self._resumed_from = self._global_step, checkpoint.manifest.save_id
+        log.info("restored %s, step %d", checkpoint.ckpt_id, self._global_step)
 
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
         """Do work on every rank and return what rank 0 found; if it fails on any, raise on all."""

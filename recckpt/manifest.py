@@ -70,6 +70,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     epoch: int = 0
     step: int | None = None
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     state: Mapping[str, Scalar] = field(default_factory=dict)
     writer: Mapping[str, str] = field(default_factory=dict)
     ephemeral: bool = False
@@ -148,6 +149,7 @@ def _to_json(manifest: Manifest) -> str:
             for table in manifest.tables
         ],
         "files": [_file_json(file) for file in manifest.files],
+        "names": {group: list(names) for group, names in manifest.names.items()},
         "state": dict(manifest.state),
         "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
         "writer": dict(manifest.writer),
@@ -208,6 +210,7 @@ def _from_fields(fields: Fields) -> Manifest:
         shards=tuple(_shard(entry) for entry in fields.objects("shards")),
         tables=tuple(_table(entry) for entry in fields.objects("tables")),
         files=tuple(_file(entry) for entry in fields.objects("files")),
+        names=_names(fields.mapping("names")) if fields.has("names") else {},
         state=fields.scalars("state"),
         writer={name: str(version) for name, version in fields.scalars("writer").items()},
         ephemeral=flags.flag("ephemeral"),
@@ -215,6 +218,10 @@ def _from_fields(fields: Fields) -> Manifest:
     )
     _check_consistent(manifest, fields)
     return manifest
+
+
+def _names(fields: Fields) -> dict[str, tuple[str, ...]]:
+    return {group: tuple(fields.texts(group)) for group in ("extra", "io_state") if fields.has(group)}
 
 
 def _shard(fields: Fields) -> ShardEntry:

@@ -143,6 +143,7 @@ def _commit(attempt: Attempt, staged: Staged, records: list[ShardRecord], storag
         shards=tuple(record.shard for record in records),
         tables=_tables_of_all(records),
         files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
+        names={"extra": tuple(staged.extra), "io_state": tuple(staged.io_state)},
         state=staged.state,
         writer=_versions(),
     )

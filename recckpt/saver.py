@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,15 +11,21 @@ from torch.optim import Optimizer
 from recckpt import layout
 from recckpt import load as loading
 from recckpt import save as saving
+from recckpt.dense.named_optimizer import NamedOptimizer
 from recckpt.group import Group, group_of, world_size
+from recckpt.inventory import list_inventory
 from recckpt.io_state import extra_registry, io_registry
-from recckpt.listing import Checkpoint, locate, locate_path, newest, open_checkpoint
-from recckpt.load_conf import Selection, parse_entry, parse_load_conf
+from recckpt.listing import locate, newest, open_checkpoint
+from recckpt.load_conf import parse_load_conf
+from recckpt.load_plan import Problems
 from recckpt.manifest import Manifest, Scalar
+from recckpt.plan_report import LoadPlan, LoadReport
 from recckpt.sparse.saver import SparseSaver
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 from recckpt.stage import stage
 from recckpt.storage import Storage, open_storage
+from recckpt.target import Source, Target
+from recckpt.warm_start import bank_sources
 
 
 class Saver:
@@ -52,7 +58,7 @@ class Saver:
         self.model, self.sparse_optim = model, sparse_optim
         self.max_keep = None if max_keep is None else positive_int("max_keep", max_keep)
         self._concurrency = positive_int("concurrency", concurrency)
-        self._extra, self._io_state = extra_registry(), io_registry()
+        self._extra, self._io_state = extra_registry(self._named), io_registry()
         self._loaded_extra: dict[str, Any] = {}
         self._sparse_saver = SparseSaver(self._concurrency)
         self._groups: dict[tuple[int, int], Group] = {}
@@ -151,13 +157,13 @@ class Saver:
         load_conf: Mapping[str, Any] | None = None,
         shard_id: int = 0,
         direct_path: bool = False,
-    ) -> Manifest:
+    ) -> LoadReport:
         """Load a checkpoint into the model and what is registered.
 
         Args:
             ckpt_path: an output dir; None for the own one.
             ckpt_id: which checkpoint in it; None for the newest.
-            load_conf: what to take, see :mod:`recckpt.load_conf`; None for everything.
+            load_conf: what to take: an entry of a bank without ``path``; None for everything.
             shard_id: number of this rank, whose dataset positions are taken.
             direct_path: ``ckpt_path`` is the checkpoint itself, not an output dir.
 
@@ -167,48 +173,68 @@ class Saver:
             StateMismatchError: the state does not fit the model; nothing has been changed.
             CorruptCheckpointError: a file is damaged.
         """
-        selection = parse_load_conf(load_conf)
+        entry = parse_load_conf(load_conf, own=ckpt_path is None)
         if direct_path:
             if ckpt_path is None or ckpt_id is not None:
                 raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
-            storage, checkpoint = open_checkpoint(str(ckpt_path))
+            source = Source(entry, *open_checkpoint(str(ckpt_path)))
         else:
             storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
-            checkpoint = newest(storage) if ckpt_id is None else locate(storage, ckpt_id)
-        return self.load_checkpoint(storage, checkpoint, selection, shard_id=shard_id)
+            source = Source(entry, storage, newest(storage) if ckpt_id is None else locate(storage, ckpt_id))
+        return self.load_sources([source], shard_id=shard_id)
 
-    def load_by_config(self, conf: Mapping[str, Any], shard_id: int = 0) -> Manifest:
-        """Load what an entry of a model bank says: a ``load_conf`` with a ``path``.
+    def load_by_config(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadReport:
+        """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
 
         Args:
-            conf: ``path``, a checkpoint or an output dir (its newest), and the keys of a ``load_conf``. IO state
-                is left out unless ``load`` names it.
+            bank: a list of entries, or one entry; see docs/warm-start.md.
             shard_id: number of this rank.
 
         Raises:
-            LoadConfError: a key is unknown, or ``path`` is missing.
+            LoadConfError: keys, names or paths that do not exist; all of them.
+            StateMismatchError: state that does not fit the model; all of it. Nothing has been changed.
+            CheckpointNotFoundError: a path holds no committed checkpoint.
+            CorruptCheckpointError: a file is damaged.
         """
-        entry = parse_entry(conf)
-        storage, checkpoint = locate_path(entry.path)
-        return self.load_checkpoint(storage, checkpoint, entry.selection, shard_id=shard_id)
+        problems = Problems()
+        sources = bank_sources([bank] if isinstance(bank, Mapping) else bank, problems)
+        return self.load_sources(sources, shard_id=shard_id, problems=problems)
 
-    def load_checkpoint(
+    def plan(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadPlan:
+        """Say what :meth:`load_by_config` would do; reads no rows and changes nothing.
+
+        Raises:
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
+        """
+        problems = Problems()
+        sources = bank_sources([bank] if isinstance(bank, Mapping) else bank, problems)
+        return loading.plan(self.target(shard_id), sources, problems)
+
+    def names(self) -> list[str]:
+        """Return the names that can be loaded, one a line with group, dtype and shape, for ``recckpt plan``."""
+        return list_inventory(self.target().inventory())
+
+    def load_sources(
         self,
-        storage: Storage,
-        checkpoint: Checkpoint,
-        selection: Selection,
+        sources: Sequence[Source],
         *,
         shard_id: int = 0,
         shard_num: int | None = None,
         rng: bool = False,
-    ) -> Manifest:
-        """Load a checkpoint that has been located; what ``load`` and ``restore`` come down to."""
+        problems: Problems | None = None,
+    ) -> LoadReport:
+        """Load from checkpoints that have been located; what every load and restore comes down to."""
+        target = self.target(shard_id, shard_num)
+        report = loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
+        for source in sources:
+            if source.entry.wants_group("extra"):
+                self._loaded_extra |= source.state(layout.EXTRA)
+        return report
+
+    def target(self, shard_id: int = 0, shard_num: int | None = None) -> Target:
+        """Return what a load fills."""
         shards = world_size() if shard_num is None else shard_num
-        target = loading.Target(self.model, self.sparse_optim, self._extra, self._io_state, shard_id, shards)
-        extra = loading.load(checkpoint, target, selection, storage=storage, concurrency=self._concurrency, rng=rng)
-        if "extra" in selection:
-            self._loaded_extra = extra
-        return checkpoint.manifest
+        return Target(self.model, self.sparse_optim, self._extra, self._io_state, shard_id, shards)
 
     def group(self, shard_id: int, shard_num: int) -> Group:
         """Return the ranks that save and restore together. Collective the first time, where there are several."""
@@ -216,6 +242,12 @@ class Saver:
         if key not in self._groups:
             self._groups[key] = group_of(shard_id, shard_num)
         return self._groups[key]
+
+    def _named(self, obj: Any) -> Any:
+        """Return what stands for a registered object: dense optimizers keep their state by parameter name."""
+        if isinstance(obj, Optimizer) and obj is not self.sparse_optim:
+            return NamedOptimizer(obj, lambda: unwrap(self.model).named_parameters())
+        return obj
 
 
 def positive_int(name: str, value: Any) -> int:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.dense.portable import portable
-from recckpt.io_state import SPARSE_OPTIM, Registry, dump_rng
+from recckpt.io_state import Registry, dump_rng
 from recckpt.manifest import Scalar
+from recckpt.names import SPARSE_OPTIM
 from recckpt.sparse.source import TableSource, source_of
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 

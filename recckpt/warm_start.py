@@ -1,40 +1,64 @@
-"""Warm start: take state from other runs, the model bank, before the own run begins or resumes."""
+"""The model bank: other runs' checkpoints, and the own one as the last word."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from recckpt.errors import LoadConfError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.listing import locate_path
-from recckpt.load_conf import parse_entry
-from recckpt.manifest import Manifest
-from recckpt.saver import Saver
+from recckpt.load_conf import Entry, parse_bank
+from recckpt.load_plan import Problems, resolve
+from recckpt.names import Name
+from recckpt.target import Source, Target
 
 
-def load_model_bank(saver: Saver, bank: Sequence[Mapping[str, Any]], shard_id: int = 0) -> list[Manifest]:
-    """Load the entries of a bank in order; later ones win.
+def bank_sources(bank: Sequence[Mapping[str, Any]], problems: Problems) -> list[Source]:
+    """Return the checkpoints of a bank in order, and add what is wrong with its entries to ``problems``."""
+    sources = []
+    for entry in parse_bank(bank, problems.conf):
+        if entry.path:
+            try:
+                sources.append(locate_source(entry))
+            except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
+                problems.not_found.append(error)
+            except (OSError, ValueError) as error:
+                problems.conf.append(f"{entry.label}['path']: {error}")
+    return sources
 
-    All entries are parsed and their checkpoints located before the first is loaded.
 
-    Args:
-        saver: of the model to fill.
-        bank: entries, see :meth:`recckpt.Saver.load_by_config`.
-        shard_id: number of this rank.
+def locate_source(entry: Entry) -> Source:
+    """Return the checkpoint that an entry means: the one at its path, or the newest in the output dir there."""
+    return Source(entry, *locate_path(entry.path))
 
-    Returns:
-        The manifests of the checkpoints, in order.
 
-    Raises:
-        LoadConfError: an entry asks for something that does not exist.
-        CheckpointNotFoundError: a path holds no committed checkpoint.
-        StateMismatchError: a checkpoint does not fit the model.
-    """
-    if not isinstance(bank, Sequence) or isinstance(bank, str):
-        raise LoadConfError(f"model bank: found {type(bank).__name__}, expected a list of dicts")
-    entries = [parse_entry(conf) for conf in bank]
-    sources = [(locate_path(entry.path), entry.selection) for entry in entries]
+@dataclass(frozen=True)
+class Followed:
+    """A dynamic entry of a bank: the names that it gives, and the checkpoint that they were taken from."""
+
+    entry: Entry
+    save_id: str
+
+    def newer(self) -> Source | None:
+        """Return the checkpoint that is there now, None where it is the one taken or there is none."""
+        try:
+            source = locate_source(self.entry)
+        except (CheckpointNotFoundError, CorruptCheckpointError, OSError):
+            return None  # a run that is being written or rotated; it is looked at again
+        return None if source.checkpoint.manifest.save_id == self.save_id else source
+
+
+def followed(target: Target, sources: Sequence[Source]) -> list[Followed]:
+    """Return the dynamic entries of a bank with the names that they win against the other entries."""
+    model = target.inventory()
+    items = resolve(model, [source.offer(model) for source in sources], Problems())
     return [
-        saver.load_checkpoint(storage, checkpoint, selection, shard_id=shard_id)
-        for (storage, checkpoint), selection in sources
+        Followed(replace(source.entry, only=frozenset(_names_of(items, number))), source.checkpoint.manifest.save_id)
+        for number, source in enumerate(sources)
+        if source.entry.is_dynamic
     ]
+
+
+def _names_of(items: Sequence[Any], number: int) -> list[Name]:
+    return [item.name for item in items if item.offer == number]

@@ -11,19 +11,22 @@ import torch
 import xxhash
 
 from recckpt import layout
+from recckpt import load as loading
 from recckpt.commit import begin, commit
+from recckpt.io_state import extra_registry, io_registry
 from recckpt.listing import locate
+from recckpt.load_conf import parse_load_conf
 from recckpt.manifest import FileEntry, Manifest, ShardEntry, TableEntry
 from recckpt.sparse import HashTable, catalog
 from recckpt.sparse.buckets import Slice
 from recckpt.sparse.catalog import Catalog, Part
 from recckpt.sparse.codec import column_buffer
-from recckpt.sparse.loader import load_tables, plan_load
 from recckpt.sparse.plan import BATCH_BYTES
 from recckpt.sparse.saver import SparseSaver
 from recckpt.sparse.shards import read_parts
 from recckpt.sparse.source import source_of
 from recckpt.storage import HashingSink, Storage
+from recckpt.target import Source, Target
 
 
 def filled(
@@ -106,28 +109,29 @@ def write_file(storage: Storage, directory: str, name: str, written: Catalog) ->
     return FileEntry(name, sink.n_bytes, hashing.xxh3)
 
 
+class Tables(torch.nn.Module):
+    """A model that is nothing but tables, ours or foreign."""
+
+    def __init__(self, tables: Iterable[Any]) -> None:
+        super().__init__()
+        self._tables = list(tables)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {table.name: table for table in self._tables}
+
+
 def load(
     storage: Storage,
     tables: Iterable[Any],
     *,
     ckpt_id: str = "ckpt_1",
     concurrency: int = 2,
-    with_rows: bool = True,
-    with_optimizer: bool = True,
-    strict: bool = True,
-    advance: Callable[[int], object] = lambda n_bytes: None,
+    **conf: Any,
 ) -> int:
     """Load tables and return the number of rows."""
-    found = locate(storage, ckpt_id)
-    loads = plan_load(
-        {table.name: table for table in tables},
-        found.manifest.tables,
-        with_rows=with_rows,
-        with_optimizer=with_optimizer,
-        strict=strict,
-    )
-    parts = read_parts(found, storage)
-    return load_tables(loads, parts, storage, found.directory, concurrency=concurrency, advance=advance)
+    target = Target(Tables(tables), None, extra_registry(), io_registry(), 0, 1)
+    source = Source(parse_load_conf(conf or None), storage, locate(storage, ckpt_id))
+    return sum(loading.load(target, [source], concurrency=concurrency).rows_taken.values())
 
 
 def parts_of(storage: Storage, ckpt_id: str = "ckpt_1") -> list[Part]:

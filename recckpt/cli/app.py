@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import cast
 
 from recckpt.cli.outcome import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError
-from recckpt.cli.text import one_line
 from recckpt.errors import RecckptError
+from recckpt.text import one_line
 
 _INTERRUPTED = 130  # as a shell says it
 _MODULES = {"ls": "ls", "show": "show", "head": "rows", "get": "rows", "verify": "verify"}

@@ -7,10 +7,10 @@ from typing import Any
 
 from recckpt import layout
 from recckpt.cli.outcome import CommandError, Outcome, usage_checked
-from recckpt.cli.text import count, escaped, grid, one_line, plural, size
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.listing import Checkpoint, Listing, list_checkpoints, open_checkpoint
 from recckpt.storage import Storage, open_storage
+from recckpt.text import count, escaped, grid, one_line, plural, size
 
 _HEAD = ("ID", "STEP", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")

@@ -8,11 +8,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from recckpt.cli.outcome import CommandError, Outcome, usage_checked
-from recckpt.cli.text import cell, escaped, grid
 from recckpt.load_conf import nearest
 from recckpt.manifest import TableEntry
 from recckpt.reader import CheckpointReader
 from recckpt.sparse.codec import ID, column_values
+from recckpt.text import cell, escaped, grid
 
 if TYPE_CHECKING:
     import pyarrow as pa

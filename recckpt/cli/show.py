@@ -7,12 +7,12 @@ from typing import Any
 
 from recckpt import layout
 from recckpt.cli.outcome import Outcome, usage_checked
-from recckpt.cli.text import cell, count, escaped, grid, one_line, pairs, plural, size
 from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import CorruptCheckpointError
 from recckpt.listing import Checkpoint, locate_path
 from recckpt.manifest import FileEntry, Manifest, TableEntry
 from recckpt.storage import Storage
+from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural, size
 from recckpt.types import SlotSpec
 
 

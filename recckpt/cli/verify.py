@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from recckpt.cli.outcome import Outcome, usage_checked
-from recckpt.cli.text import count, escaped, grid, one_line, plural, size
+from recckpt.text import count, escaped, grid, one_line, plural, size
 from recckpt.verify import Report, find_checkpoints, verify_checkpoint
 
 _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from recckpt.sparse.buckets import Slice
 from recckpt.sparse.catalog import Batch
 from recckpt.sparse.codec import ID, column_buffer
 from recckpt.sparse.index import IdIndex
+from recckpt.sparse.row_filter import RowFilter
 from recckpt.sparse.table import HashTable
 from recckpt.types import EMBEDDING, SlotSpec
 from recckpt.types import HashTable as AnyTable
@@ -34,15 +35,33 @@ class TableLoad:
     Attributes:
         table: where the rows go.
         entry: the table in the checkpoint.
-        slots: names of the slots to take; those left out start at their initial values.
-        with_rows: whether the checkpoint's rows replace those of the table; otherwise only the slots of ids
-            that the table has are taken.
+        slots: slot of the table -> slot in the checkpoint; those left out start at their initial values in new rows.
+        with_rows: whether ids are taken; otherwise only the slots of ids that the table has.
+        clear: whether the table is emptied first; otherwise rows are merged in, and the loaded ones win.
+        where: which rows are taken.
     """
 
     table: AnyTable
     entry: TableEntry
-    slots: frozenset[str]
+    slots: Mapping[str, str]
     with_rows: bool
+    clear: bool = True
+    where: RowFilter = field(default_factory=RowFilter)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The slots in the checkpoint that have to be read."""
+        return frozenset(self.slots.values()) | self.where.slots
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in the columns that are read, the id included."""
+        return 8 + sum(slot.row_bytes for slot in self.entry.slots if slot.name in self.columns)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows in those columns."""
+        return self.entry.rows * self.row_bytes
 
 
 class Filler:
@@ -50,27 +69,29 @@ class Filler:
 
     def __init__(self, load: TableLoad) -> None:
         self.load = load
-        self.n_rows = 0
+        self.n_rows = self.n_filtered = 0
         self._slice: Slice | None = getattr(load.table, "slice", None)
-        self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.slots}
+        self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
         self._lock = threading.Lock()
-        self._seen = IdIndex()  # the ids that were checked
+        self._seen = IdIndex()  # ids so far, where the table itself cannot tell whether one comes twice
+        self._was_empty = len(load.table) == 0
 
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""
         return self._slice is None or self._slice.meets(*batch.buckets)
 
     def start(self, n_rows: int) -> None:
-        """Empty the table and make room for ``n_rows``, so that nothing moves while threads write to it."""
+        """Empty the table if it is to be, and make room for ``n_rows`` more: nothing moves while threads write."""
         self._seen = IdIndex()
         if self.load.with_rows:
-            self.load.table.clear()
+            if self.load.clear:
+                self.load.table.clear()
             if isinstance(self.load.table, HashTable):
-                self.load.table.reserve(n_rows)
+                self.load.table.reserve(len(self.load.table) + n_rows)
 
     def undo(self) -> None:
-        """Empty a table whose rows turned out to be damaged; it was empty before."""
-        if self.load.with_rows:
+        """Empty a table whose rows turned out to be damaged, if it was empty before."""
+        if self.load.with_rows and self._was_empty:
             self.load.table.clear()
 
     def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
@@ -79,22 +100,18 @@ class Filler:
         Raises:
             CorruptCheckpointError: an id occurs twice.
         """
-        ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
-        with self._lock:
-            rows, new_ids = self._seen.find_or_add(ids)
-        if len(new_ids) < len(ids):
-            raise self._twice(path, f"id {ids[_first_repeat(rows)]}")
+        self._check_new(np.frombuffer(column_buffer(columns[ID]), np.int64), path)
 
     def fill(self, columns: Mapping[str, pa.Array], path: str) -> None:
-        """Take the rows of one batch that the table owns.
+        """Take the rows of one batch that the table owns and the filter keeps.
 
         Raises:
             CorruptCheckpointError: an id occurs twice.
         """
         ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
-        values = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
-        if self._slice is not None and not self._slice.is_everything:
-            ids, values = _rows_of(ids, values, np.flatnonzero(self._slice.owns(ids)))
+        found = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
+        ids, found = self._chosen(ids, found)
+        values = {slot: found[there] for slot, there in self.load.slots.items()}
         if not self.load.with_rows:
             self._fill_present(ids, values)
         elif isinstance(self.load.table, HashTable):
@@ -102,24 +119,36 @@ class Filler:
         else:
             self._fill_foreign(self.load.table, ids, values, path)
 
+    def _chosen(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that the table owns and the filter keeps."""
+        if self._slice is not None and not self._slice.is_everything:
+            ids, found = _rows_of(ids, found, np.flatnonzero(self._slice.owns(ids)))
+        if self.load.where != RowFilter():
+            looked_at = {slot: found[slot].to(torch.float64).numpy() for slot in self.load.where.slots}
+            kept = np.flatnonzero(self.load.where.keeps(ids, looked_at))
+            with self._lock:
+                self.n_filtered += len(ids) - len(kept)
+            ids, found = _rows_of(ids, found, kept)
+        return ids, found
+
     def _fill_ours(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
+        if not self.load.clear:
+            self._check_new(ids, path)
         with self._lock:
+            first = len(table)
             rows, new_ids = table.store.add(ids)
-            self.n_rows += len(new_ids)
-        if len(new_ids) < len(ids):
-            raise self._twice(path, f"id {ids[_first_repeat(rows)]}")
-        if len(rows):  # all new, so one after another
-            table.store.initialize(int(rows[0]), int(rows[-1]) + 1, without=frozenset(values))
-            table.store.write(rows, values)
+            self.n_rows += len(rows)
+        if self.load.clear and len(new_ids) < len(ids):
+            raise self._twice(path, ids[_first_repeat(rows)])
+        table.initialize(first, new_ids, without=self._whole(values))
+        table.store.write(rows, self._fitted(table, rows, values))
 
     def _fill_foreign(self, table: AnyTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
         slots = {name: tensor.clone() for name, tensor in values.items()}
         embeddings = slots.pop(EMBEDDING)
+        self._check_new(ids, path)
         with self._lock:
-            before = len(table)
             table.insert(torch.from_numpy(ids.copy()), embeddings, slots)
-            if len(table) - before < len(ids):
-                raise self._twice(path, "an id of this batch")
             self.n_rows += len(ids)
 
     def _fill_present(self, ids: Int64s, values: dict[str, Tensor]) -> None:
@@ -129,13 +158,34 @@ class Filler:
         rows = table.store.find(ids)
         present = np.flatnonzero(rows >= 0)
         _, values = _rows_of(ids, values, present)
-        table.store.write(rows[present], values)
+        table.store.write(rows[present], self._fitted(table, rows[present], values))
         with self._lock:
             self.n_rows += len(present)
 
-    def _twice(self, path: str, found: str) -> CorruptCheckpointError:
+    def _whole(self, values: Mapping[str, Tensor]) -> frozenset[str]:
+        """Return the slots that the values cover in full."""
+        columns = self.load.table.store.columns if isinstance(self.load.table, HashTable) else {}
+        return frozenset(name for name, value in values.items() if value.shape[1:] == columns[name].spec.shape)
+
+    def _fitted(self, table: HashTable, rows: Int64s, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Bring values to the last dimension of their slots, cut or padded with what the rows hold."""
+        fitted = dict(values)
+        for name in values.keys() - self._whole(values):
+            column, value = table.store.columns[name], values[name]
+            fitted[name] = column.gather(rows)
+            width = min(value.shape[-1], column.spec.shape[-1])
+            fitted[name][..., :width] = value[..., :width]
+        return fitted
+
+    def _check_new(self, ids: Int64s, path: str) -> None:
+        with self._lock:
+            rows, new_ids = self._seen.find_or_add(ids)
+        if len(new_ids) < len(ids):
+            raise self._twice(path, ids[_first_repeat(rows)])
+
+    def _twice(self, path: str, id_: int) -> CorruptCheckpointError:
         where = f"table {self.load.entry.name!r}"
-        return CorruptCheckpointError(path, where, found=f"{found} twice", expected="every id once")
+        return CorruptCheckpointError(path, where, found=f"id {id_} twice", expected="every id once")
 
 
 def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int64s, dict[str, Tensor]]:

@@ -2,82 +2,42 @@
 
 from __future__ import annotations
 
-import logging
+import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from recckpt.background import run_all
-from recckpt.errors import StateMismatchError
-from recckpt.manifest import TableEntry
 from recckpt.sparse.catalog import Batch, Part
-from recckpt.sparse.codec import PartReader
+from recckpt.sparse.codec import ID, PartReader
 from recckpt.sparse.filler import Filler, TableLoad
-from recckpt.sparse.source import source_of
 from recckpt.storage import Storage
-from recckpt.types import HashTable as AnyTable
-from recckpt.types import SlotSpec, is_optimizer_slot
-
-log = logging.getLogger("recckpt")
 
 _RUN_BATCHES = 16  # batches that one thread reads before it takes the next run
 
 
-def plan_load(
-    tables: Mapping[str, AnyTable],
-    entries: Sequence[TableEntry],
-    *,
-    with_rows: bool,
-    with_optimizer: bool,
-    strict: bool,
-) -> list[TableLoad]:
-    """Match the tables of a model with those of a checkpoint.
+@dataclass(frozen=True)
+class Loaded:
+    """What a load did, by table of the model.
 
-    Args:
-        tables: the model's, by name.
-        entries: the checkpoint's.
-        with_rows: whether to take ids, embeddings and slots that are no optimizer's.
-        with_optimizer: whether to take the optimizer's slots.
-        strict: whether a table that one side lacks is an error; otherwise it is left alone.
-
-    Raises:
-        StateMismatchError: a table that one side lacks, or a slot of another dtype or shape; all of them.
+    Attributes:
+        rows_taken: rows that were loaded.
+        rows_filtered: rows that a filter left out.
+        bytes_read: bytes of column values that were read and checked.
     """
-    by_name = {entry.name: entry for entry in entries}
-    missing = [name for name in tables if name not in by_name]
-    unexpected = [name for name in by_name if name not in tables]
-    loads: list[TableLoad] = []
-    mismatched: dict[str, tuple[object, object]] = {}
-    for name in (name for name in tables if name in by_name):
-        live = {spec.name: spec for spec in source_of(tables[name]).slots}
-        saved = {spec.name: spec for spec in by_name[name].slots}
 
-        def wanted(slot: str) -> bool:
-            return with_optimizer if is_optimizer_slot(slot) else with_rows
+    rows_taken: Counter[str] = field(default_factory=Counter)
+    rows_filtered: Counter[str] = field(default_factory=Counter)
+    bytes_read: int = 0
 
-        both = frozenset(slot for slot in live.keys() & saved.keys() if wanted(slot))
-        mismatched |= {
-            f"{name}@{slot}": (_describe(saved[slot]), _describe(live[slot]))
-            for slot in both
-            if saved[slot] != live[slot]
-        }
-        _report_slots(name, {slot for slot in live.keys() ^ saved.keys() if wanted(slot)}, live.keys())
-        if with_rows or both:
-            loads.append(TableLoad(tables[name], by_name[name], both, with_rows))
-    if mismatched or (strict and (missing or unexpected)):
-        raise StateMismatchError(
-            "the sparse state",
-            missing=missing if strict else [],
-            unexpected=unexpected if strict else [],
-            mismatched=mismatched,
+    def __add__(self, other: Loaded) -> Loaded:
+        return Loaded(
+            self.rows_taken + other.rows_taken,
+            self.rows_filtered + other.rows_filtered,
+            self.bytes_read + other.bytes_read,
         )
-    for name in unexpected:
-        log.warning("table %r of the checkpoint is not in the model; it is left out", name)
-    for name in missing:
-        log.warning("table %r is not in the checkpoint and keeps its present rows", name)
-    return loads
 
 
 def load_tables(
@@ -88,54 +48,61 @@ def load_tables(
     *,
     concurrency: int,
     advance: Callable[[int], object],
-) -> int:
-    """Replace the rows of the tables by those of the checkpoint that their slices own.
+) -> Loaded:
+    """Fill tables with the rows of a checkpoint that their slices own.
 
-    Each table is cleared and made large enough first, then filled by several threads; there is never a
-    second copy of it. Where a table has rows to lose, everything is read and checked before it is cleared.
+    Each table is made large enough first, then filled by several threads; there is never a second copy of it. Where
+    a table has rows to lose, everything is read and checked before any table changes.
 
     Args:
-        loads: what to fill.
+        loads: what to fill; a table of the checkpoint may fill several.
         parts: the parts of all shards that may hold their rows.
         storage: where the checkpoint lies.
         directory: the checkpoint's directory in it.
         concurrency: number of reader threads.
-        advance: called with the bytes of each batch; from several threads.
-
-    Returns:
-        The number of rows loaded.
+        advance: called with the bytes of each batch and table; from several threads.
 
     Raises:
         CorruptCheckpointError: a file is damaged. The tables are as they were.
     """
-    fillers = {load.entry.name: Filler(load) for load in loads}
+    fillers: dict[str, list[Filler]] = {}
+    for load in loads:
+        fillers.setdefault(load.entry.name, []).append(Filler(load))
     runs = list(_runs(parts, fillers))
+    bytes_read, lock = 0, threading.Lock()
 
-    def check(run: _Run) -> None:
+    def read(run: _Run, take: Callable[[Filler, Mapping[str, pa.Array], str], None]) -> None:
+        nonlocal bytes_read
         for batch, columns, path in run.read(storage, directory, fillers):
-            fillers[batch.table].check(columns, path)
+            for filler in fillers[batch.table]:
+                take(filler, columns, path)
+            with lock:
+                bytes_read += sum(array.nbytes for array in columns.values())
 
-    def fill(run: _Run) -> None:
-        for batch, columns, path in run.read(storage, directory, fillers):
-            filler = fillers[batch.table]
-            filler.fill(columns, path)
-            advance(batch.rows * filler.load.entry.row_bytes)
+    def fill(filler: Filler, columns: Mapping[str, pa.Array], path: str) -> None:
+        filler.fill(columns, path)
+        advance(len(columns[ID]) * filler.load.row_bytes)
 
     if any(len(load.table) for load in loads):
-        run_all(check, runs, concurrency)
+        run_all(lambda run: read(run, Filler.check), runs, concurrency)
     rows = Counter[str]()
     for run in runs:
         for number in run.numbers:
             rows[run.part.batches[number].table] += run.part.batches[number].rows
-    for name, filler in fillers.items():
-        filler.start(rows[name])
+    every = [filler for some in fillers.values() for filler in some]
+    for filler in every:
+        filler.start(rows[filler.load.entry.name])
     try:
-        run_all(fill, runs, concurrency)
+        run_all(lambda run: read(run, fill), runs, concurrency)
     except BaseException:
-        for filler in fillers.values():
+        for filler in every:
             filler.undo()
         raise
-    return sum(filler.n_rows for filler in fillers.values())
+    return Loaded(
+        Counter({filler.load.table.name: filler.n_rows for filler in every}),
+        Counter({filler.load.table.name: filler.n_filtered for filler in every}),
+        bytes_read,
+    )
 
 
 @dataclass(frozen=True)
@@ -143,37 +110,27 @@ class _Run:
     """Some wanted batches of one part, read by one thread."""
 
     part: Part
+    columns: frozenset[str]
     numbers: list[int]
 
     def read(
-        self, storage: Storage, directory: str, fillers: Mapping[str, Filler]
+        self, storage: Storage, directory: str, fillers: Mapping[str, list[Filler]]
     ) -> Iterator[tuple[Batch, Mapping[str, pa.Array], str]]:
         """Yield (batch, checked columns, path of the file)."""
-        loads = [fillers[self.part.batches[number].table].load for number in self.numbers]
-        columns = frozenset[str]().union(*(load.slots for load in loads))
-        reader = PartReader(storage, directory, self.part, loads[0].entry.slots, columns)
+        slots = fillers[self.part.batches[self.numbers[0]].table][0].load.entry.slots
+        reader = PartReader(storage, directory, self.part, slots, self.columns)
         for number in self.numbers:
             yield self.part.batches[number], reader.read(number), reader.path
 
 
-def _runs(parts: Sequence[Part], fillers: Mapping[str, Filler]) -> Iterator[_Run]:
+def _runs(parts: Sequence[Part], fillers: Mapping[str, list[Filler]]) -> Iterator[_Run]:
     for part in parts:
-        wanted = [
-            number
-            for number, batch in enumerate(part.batches)
-            if batch.table in fillers and fillers[batch.table].wants(batch)
-        ]
-        for begin in range(0, len(wanted), _RUN_BATCHES):
-            yield _Run(part, wanted[begin : begin + _RUN_BATCHES])
-
-
-def _report_slots(table: str, one_sided: Collection[str], live: Collection[str]) -> None:
-    for slot in sorted(one_sided):
-        if slot in live:
-            log.warning("table %r: the checkpoint has no slot %r; it starts at its initial value", table, slot)
-        else:
-            log.warning("table %r: slot %r of the checkpoint is not in the model; it is left out", table, slot)
-
-
-def _describe(spec: SlotSpec) -> str:
-    return f"{spec.dtype} {spec.shape}"
+        wanted: dict[frozenset[str], list[int]] = {}
+        for number, batch in enumerate(part.batches):
+            takers = [filler.load for filler in fillers.get(batch.table, []) if filler.wants(batch)]
+            if takers:
+                columns = frozenset[str]().union(*(load.columns for load in takers))
+                wanted.setdefault(columns, []).append(number)
+        for columns, numbers in wanted.items():
+            for begin in range(0, len(numbers), _RUN_BATCHES):
+                yield _Run(part, columns, numbers[begin : begin + _RUN_BATCHES])

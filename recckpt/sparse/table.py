@@ -223,11 +223,17 @@ class HashTable(TableModule):
         check_owned(self.name, self.slice, ids)
         first = len(self)
         rows, new_ids = self._store.add(ids)
-        if len(new_ids):
-            self._store.initialize(first, len(self), without=frozenset({EMBEDDING}))
+        self.initialize(first, new_ids)
+        return rows
+
+    def initialize(self, first: int, new_ids: Int64s, without: frozenset[str] = frozenset()) -> None:
+        """Give the rows from ``first`` on, those of ``new_ids``, their first values in all slots but ``without``."""
+        if len(new_ids) == 0:
+            return
+        self._store.initialize(first, first + len(new_ids), without | {EMBEDDING})
+        if EMBEDDING not in without:
             values = self.initializer.values(new_ids, self.seed, self._spec)
             self._store.columns[EMBEDDING].write(first, values)
-        return rows
 
     def _read(self, rows: Int64s) -> Tensor:
         """Return a copy of the embeddings of ``rows``; row -1 reads as an unseen id."""

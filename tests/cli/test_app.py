@@ -9,7 +9,7 @@ import pytest
 from builders import Run
 from forge import filled, save_tables
 
-from recckpt.cli import text
+from recckpt import text
 from recckpt.storage import open_storage
 
 

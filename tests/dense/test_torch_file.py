@@ -131,9 +131,7 @@ def test_nan_payloads_and_infinities_survive():
 
 def test_views_of_one_storage_are_read_apart():
     base = torch.randn(6, 10)
-    check_equal(
-        {"base": base, "row": base[2], "column": base[:, 3], "turned": base.t(), "steps": base[1::2, ::3]}
-    )
+    check_equal({"base": base, "row": base[2], "column": base[:, 3], "turned": base.t(), "steps": base[1::2, ::3]})
     reader = opened({"a": base, "b": base[1]})
     a, b = reader.read("a"), reader.read("b")
     a[:] = 0
@@ -344,9 +342,7 @@ def test_broken_or_foreign_pickle_code_is_refused(code):
     refused(zipped(named(code)))
 
 
-@pytest.mark.parametrize(
-    "code", [b"", b".", b"\x80\x02.", b"\x80\x02]", b"hello", b"\x80\x02K\x01.", b"\x80\x02}.."]
-)
+@pytest.mark.parametrize("code", [b"", b".", b"\x80\x02.", b"\x80\x02]", b"hello", b"\x80\x02K\x01.", b"\x80\x02}.."])
 def test_a_pickle_that_is_no_dict_is_refused(code):
     refused(zipped(code))
 
@@ -459,9 +455,7 @@ def test_a_file_that_is_no_zip_is_refused(data):
 
 
 def test_a_legacy_file_is_to_be_saved_again():
-    refused(
-        saved({"w": torch.zeros(2)}, _use_new_zipfile_serialization=False), r"save it again with torch 1\.6"
-    )
+    refused(saved({"w": torch.zeros(2)}, _use_new_zipfile_serialization=False), r"save it again with torch 1\.6")
 
 
 def test_a_zip_of_something_else_is_refused():
@@ -497,9 +491,7 @@ def test_trailing_garbage_is_refused():
 
 def sample():
     state = {f"layer.{i}.weight": torch.randn(3, 5) for i in range(4)}
-    return saved(
-        {**state, "u": torch.zeros(2, dtype=torch.uint16), "step": 3, "cfg": [1, {"a": "b"}]}
-    ).getvalue()
+    return saved({**state, "u": torch.zeros(2, dtype=torch.uint16), "step": 3, "cfg": [1, {"a": "b"}]}).getvalue()
 
 
 def test_a_cut_file_is_corrupt_wherever_it_is_cut():
@@ -569,15 +561,8 @@ def tensors(draw):
 
 
 PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(max_size=20),
-    lambda inner: (
-        st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner)
-    ),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
     max_leaves=8,
 )
 
