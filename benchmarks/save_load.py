@@ -12,32 +12,23 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import shutil
-import statistics
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from machine import describe_machine
-from safetensors.torch import load_file, save_file
+from measuring import report, report_peers, scratch, status_mib, timed, touch_memory, warm
+from peers import DIM, PEERS, State, model_of, unsynced
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from recckpt import Saver
 from recckpt.sparse import HashTable
-
-DIM = 64
-THREADS = 2
-CHUNK_BYTES = 8 << 20
 
 
 def main() -> None:
@@ -62,105 +53,6 @@ def main() -> None:
     }
     for case in args.cases:
         cases[case]()
-
-
-def report(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
-
-
-# --- the state and the peers ---------------------------------------------------------------------
-
-
-class State:
-    """The same rows as a table and as plain tensors."""
-
-    def __init__(self, rows: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
-        self.tensors: dict[str, Tensor] = {
-            "ids": ids,
-            "embedding": torch.rand(rows, DIM, generator=generator),
-            "moment": torch.rand(rows, DIM, generator=generator),
-        }
-        self.model = model_of(fill=self.tensors)
-        self.n_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def model_of(fill: dict[str, Tensor] | None = None) -> nn.Module:
-    table = HashTable(DIM, name="item")
-    table.add_slot("moment", (DIM,))
-    if fill:
-        table.reserve(len(fill["ids"]))
-        for part in torch.arange(len(fill["ids"])).split(100_000):
-            table.insert(fill["ids"][part], fill["embedding"][part], {"moment": fill["moment"][part]})
-    return nn.ModuleDict({"item": table})
-
-
-def save_recckpt(state: State, directory: Path, sync: bool) -> None:
-    saver = SAVERS.setdefault(id(state), Saver(state.model, output_dir=str(directory.parent)))
-    with unsynced() if not sync else mock.MagicMock():
-        saver.save(directory.name, overwrite=True)
-
-
-def save_torch(state: State, directory: Path, sync: bool) -> None:
-    torch.save(state.tensors, directory / "model.pt")
-    sync_tree(directory, sync)
-
-
-def save_dcp(state: State, directory: Path, sync: bool) -> None:
-    writer = dcp.FileSystemWriter(directory, thread_count=THREADS, single_file_per_rank=False, sync_files=sync)
-    dcp.save(state.tensors, storage_writer=writer, no_dist=True)
-
-
-def save_safetensors(state: State, directory: Path, sync: bool) -> None:
-    save_file(state.tensors, directory / "model.safetensors")
-    sync_tree(directory, sync)
-
-
-def save_limit(state: State, directory: Path, sync: bool) -> None:
-    """Plain writes of as many bytes, from as many threads as there are cores here."""
-    block = memoryview(np.ones(CHUNK_BYTES, np.uint8))
-
-    def write(number: int) -> None:
-        fd, left = os.open(directory / str(number), os.O_CREAT | os.O_WRONLY), state.n_bytes // THREADS
-        while left:
-            left -= os.write(fd, block[: min(left, CHUNK_BYTES)])
-        if sync:
-            os.fsync(fd)
-        os.close(fd)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-SAVERS: dict[int, Saver] = {}
-PEERS: dict[str, Callable[[State, Path, bool], None]] = {
-    "recckpt": save_recckpt,
-    "torch.save": save_torch,
-    "dcp": save_dcp,
-    "safetensors": save_safetensors,
-    "limit": save_limit,
-}
-
-
-@contextmanager
-def unsynced() -> Iterator[None]:
-    """Leave out every fsync, as the peers do by themselves."""
-    with mock.patch("os.fsync", lambda fd: None):
-        yield
-
-
-def sync_tree(directory: Path, sync: bool) -> None:
-    for path in [*directory.iterdir(), directory] if sync else []:
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-# --- the cases -----------------------------------------------------------------------------------
 
 
 def compare_saves(case: str, root: Path, rows: int, rounds: int, sync: bool) -> None:
@@ -195,7 +87,6 @@ def compare_loads(root: Path, rows: int, rounds: int) -> None:
             if peer != "recckpt":
                 (directory / peer).mkdir()
             PEERS[peer](state, directory / peer, False)
-        SAVERS.clear()
         del state
         loaders: dict[str, Callable[[], Any]] = {
             "recckpt": lambda: load_recckpt(directory),
@@ -214,7 +105,7 @@ def compare_loads(root: Path, rows: int, rounds: int) -> None:
 
 
 def load_recckpt(directory: Path) -> nn.Module:
-    model = model_of()
+    model, _ = model_of()
     Saver(model, output_dir=str(directory)).load()
     return model
 
@@ -241,7 +132,7 @@ def compare_table_counts(root: Path, rounds: int, n_tables: int = 1000, table_ro
         for round_number in range(rounds + 1):
             for name, saver in savers.items():
                 warm(directory, n_tables * table_rows * DIM * 4, sync=False)
-                took = timed(lambda saver=saver: saver.save("a", overwrite=True))
+                took = timed(partial(saver.save, "a"))
                 n_files = sum(path.is_file() for path in directory.joinpath(name).glob("a*/**/*"))
                 shutil.rmtree(next(directory.joinpath(name).glob("a*")))
                 if round_number:
@@ -258,13 +149,12 @@ def compare_memory(root: Path) -> None:
 
 
 def memory_beyond_the_table(rows: int, root: Path) -> dict[str, Any]:
-    model = model_of()
-    table = model["item"]
+    model, table = model_of()
     table.reserve(rows)
     with scratch(root) as directory, unsynced():
         saver = Saver(model, output_dir=str(directory))
         saver.save("warm-up")
-        for part in torch.arange(rows).split(100_000):
+        for part in torch.split(torch.arange(rows), 100_000):
             table.insert(part, torch.rand(len(part), DIM), {"moment": torch.rand(len(part), DIM)})
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
@@ -277,66 +167,6 @@ def memory_beyond_the_table(rows: int, root: Path) -> dict[str, Any]:
         "table_mib": round(table.nbytes / 2**20),
         "beyond_mib": round(after - before),
     }
-
-
-# --- measuring -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def scratch(root: Path) -> Iterator[Path]:
-    directory = root.absolute() / f"recckpt-bench-{os.getpid()}"
-    directory.mkdir()
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory)
-
-
-def timed(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    result = work()
-    seconds = time.perf_counter() - begin
-    del result
-    return seconds
-
-
-def warm(directory: Path, n_bytes: int, sync: bool) -> None:
-    """Write and unlink a file of the size that comes next."""
-    path, block = directory / "warm", np.ones(CHUNK_BYTES, np.uint8)
-    with path.open("wb", buffering=0) as file:
-        for _ in range(-(-n_bytes // CHUNK_BYTES)):
-            file.write(block)
-        if sync:
-            os.fsync(file.fileno())
-    path.unlink()
-
-
-def touch_memory(n_bytes: int) -> None:
-    """Touch and free as much memory as comes next."""
-    np.ones(n_bytes, np.uint8)
-
-
-def status_mib(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
-
-
-def report_peers(case: str, rows: int, n_bytes: int, seconds: dict[str, list[float]], **more: Any) -> None:
-    """Report medians, and the ratio of each peer's median to ours: above 1, ours is faster."""
-    medians = {peer: statistics.median(values) for peer, values in seconds.items()}
-    first = next(iter(medians.values()))
-    report(
-        {
-            "case": case,
-            "rows": rows,
-            "gb": round(n_bytes / 1e9, 3),
-            "rounds": min(len(values) for values in seconds.values()),
-            "median_gb_per_s": {peer: round(n_bytes / 1e9 / median, 2) for peer, median in medians.items()},
-            "time_over_first": {peer: round(median / first, 2) for peer, median in medians.items()},
-            "all_sec": {peer: [round(value, 2) for value in values] for peer, values in seconds.items()},
-            **more,
-        }
-    )
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 
 from recckpt import layout
 from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import LoadConfError
 from recckpt.listing import Checkpoint
-from recckpt.load_plan import Inventory, Thing
+from recckpt.load_plan import PLAIN, Inventory, Thing
 from recckpt.names import GLOBAL_STEP, GROUPS, ID, SPARSE_OPTIM, Name, slot_name
 from recckpt.storage import Storage
+from recckpt.text import escaped
 from recckpt.types import SlotSpec
 
 _WRAPPED = "module."
@@ -33,41 +35,55 @@ def checkpoint_inventory(checkpoint: Checkpoint, storage: Storage, model_dense: 
         for slot in (SlotSpec(ID, "int64", ()), *table.slots):
             thing = Thing(slot.dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
             things[slot_name(table.name, slot.name)] = thing
-    dense = _dense_things(checkpoint, storage)
+    dense = _names_in(checkpoint, storage, layout.MODEL)
     strip, add = dense_prefix(dense, model_dense)
     things |= {Name("dense", add + name.removeprefix(strip)): thing for name, thing in dense.items()}
-    for group, names in manifest.names.items():
-        for name in names:
-            things[Name("sparse_opt" if (group, name) == ("extra", SPARSE_OPTIM) else group, name)] = Thing()
+    things |= dict.fromkeys(registered_names(checkpoint, storage), Thing(PLAIN))
     if manifest.step is not None:
-        things[Name(GLOBAL_STEP, GLOBAL_STEP)] = Thing()
+        things[Name(GLOBAL_STEP, GLOBAL_STEP)] = Thing(PLAIN)
     return things
+
+
+def registered_names(checkpoint: Checkpoint, storage: Storage) -> list[Name]:
+    """Return the names of registered objects, and of the sparse optimizer's scalars, whose state a checkpoint has.
+
+    Raises:
+        CorruptCheckpointError: the manifest does not tell, and the file that does is damaged.
+    """
+    found = []
+    for group, file in (("extra", layout.EXTRA), ("io_state", layout.io_state(0))):
+        names = checkpoint.manifest.names.get(group)
+        for name in _names_in(checkpoint, storage, file) if names is None else names:
+            found.append(Name("sparse_opt" if (group, name) == ("extra", SPARSE_OPTIM) else group, name))
+    return found
 
 
 def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
     """Return the prefix to strip from names in a file, and the one to add, where one side alone was wrapped by DDP."""
     found, model = set(found), set(model)
-    if not found or not model or found & model:
+    if found & model:
         return "", ""
-    if all(name.startswith(_WRAPPED) for name in found):
-        return _WRAPPED, ""
-    return "", _WRAPPED if all(name.startswith(_WRAPPED) for name in model) else ""
+    if found and all(name.startswith(_WRAPPED) for name in found):
+        return (_WRAPPED, "") if {name.removeprefix(_WRAPPED) for name in found} & model else ("", "")
+    return "", _WRAPPED if {_WRAPPED + name for name in found} & model else ""
 
 
 def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
     Args:
-        lines: one name a line; behind a tab each may follow its group, dtype and shape.
+        lines: one name a line, as a JSON string where it begins with ``"``; behind a tab each may follow its group,
+            dtype and shape.
 
     Raises:
-        LoadConfError: a group that does not exist, or a shape that is none.
+        LoadConfError: a group that does not exist, a shape that is none, or a string that does not end.
     """
     things: dict[Name, Thing] = {}
     for line in lines:
-        text, group, dtype, shape = [*line.rstrip("\n").split("\t"), "", "", ""][:4]
+        text, group, dtype, shape = [*line.rstrip("\r\n").split("\t"), "", "", ""][:4]
         if not text:
             continue
+        text = _unescaped(text)
         if group not in ("", *GROUPS):
             raise LoadConfError([f"model names: {text!r} is of no group {group!r}; groups are {', '.join(GROUPS)}"])
         try:
@@ -84,16 +100,26 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
 def list_inventory(inventory: Inventory) -> list[str]:
     """Return the lines that :func:`listed_inventory` reads."""
     return [
-        f"{name.text}\t{name.group}\t{thing.dtype}\t{','.join(map(str, thing.shape))}".rstrip("\t")
+        f"{escaped(name.text)}\t{name.group}\t{thing.dtype}\t{','.join(map(str, thing.shape))}".rstrip("\t")
         for name, thing in sorted(inventory.items())
     ]
 
 
-def _dense_things(checkpoint: Checkpoint, storage: Storage) -> Mapping[str, Thing]:
-    if checkpoint.manifest.file(layout.MODEL) is None:
+def _unescaped(text: str) -> str:
+    if not text.startswith('"'):
+        return text
+    try:
+        return str(json.loads(text))
+    except ValueError as error:
+        raise LoadConfError([f"model names: {text} is no JSON string: {error}"]) from error
+
+
+def _names_in(checkpoint: Checkpoint, storage: Storage, name: str) -> Mapping[str, Thing]:
+    """Return what a ``.pt`` file holds; nothing where the checkpoint has no such file."""
+    if checkpoint.manifest.file(name) is None:
         return {}
-    path = layout.join(checkpoint.directory, layout.MODEL)
-    with storage.open(path) as file:
-        tensors = TorchFile(file, path)
-        things = {n: Thing(tensors.dtype(n), tensors.shape(n), 0, tensors.nbytes(n)) for n in tensors.names()}
-        return things | dict.fromkeys(tensors.values(), Thing())
+    path = layout.join(checkpoint.directory, name)
+    with storage.open(path) as content:
+        file = TorchFile(content, path)
+        things = {n: Thing(file.dtype(n), file.shape(n), 0, file.nbytes(n)) for n in file.names()}
+        return things | dict.fromkeys(file.values(), Thing(PLAIN))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from recckpt.dense.named_optimizer import NamedOptimizer
 from recckpt.dense.portable import portable
 from recckpt.errors import StateMismatchError
 from recckpt.names import SPARSE_OPTIM
@@ -39,6 +40,7 @@ class Registry:
     ) -> None:
         self._what, self._methods, self._plain, self._adapter = what, methods, plain, adapter
         self._objects: dict[str, Any] = {}
+        self._unclaimed: dict[str, Any] = {}  # states that were loaded for names that nobody registered
 
     def add(self, name: str, obj: Any) -> None:
         """Register an object.
@@ -58,8 +60,8 @@ class Registry:
         self._objects[name] = obj
 
     def get(self, name: str) -> Any:
-        """Return the object of a name; of a plain value, the value as it was last loaded."""
-        return self._objects[name]
+        """Return the object of a name; of a plain value or a name that is not registered, what was last loaded."""
+        return self._objects[name] if name in self._objects else self._unclaimed[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects
@@ -78,39 +80,52 @@ class Registry:
         """
         return {name: portable(f"{self._what} {name!r}", self._state(obj)) for name, obj in self._objects.items()}
 
-    def load(self, states: Mapping[str, Any]) -> None:
-        """Give registered objects their states.
+    def load(self, states: Mapping[str, Any]) -> list[str]:
+        """Give registered objects their states, keep those of other names, and return what started fresh.
 
         Raises:
             StateMismatchError: an object refused its state; names it.
         """
-        for name, state in states.items():
-            self._give(name, state)
+        return [f"{name}: {fresh}" for name, state in states.items() for fresh in self._give(name, state)]
+
+    def merged(self, name: str, states: list[Any], index: int, count: int) -> Any:
+        """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards.
+
+        Raises:
+            StateMismatchError: the object refused to; names it.
+        """
+        obj = self._objects[name]
+        with _refusals_named(name, obj, "merge_io_state"):
+            return obj.merge_io_state(states, index, count)
 
     @contextmanager
-    def loaded(self, states: Mapping[str, Any]) -> Iterator[None]:
+    def loaded(self, states: Mapping[str, Any]) -> Iterator[list[str]]:
         """Load the states; if one is refused, or the block fails, the objects get back what they had."""
-        before = copy.deepcopy({name: self._state(obj) for name, obj in self._objects.items() if name in states})
+        before = {}
+        for name in states:
+            with suppress(Exception):  # a dataset that has not begun may have no position to go back to
+                before[name] = copy.deepcopy(self._state(self._objects[name]))
         try:
-            self.load(states)
-            yield
+            yield self.load(states)
         except BaseException:
-            with suppress(StateMismatchError):  # the error that led here is the one to report
-                for name, state in before.items():
+            for name, state in before.items():
+                with suppress(StateMismatchError):  # the error that led here is the one to report
                     self._give(name, state)
             raise
 
-    def _give(self, name: str, state: Any) -> None:
+    def _give(self, name: str, state: Any) -> list[str]:
+        """Load one state and return the parameters of an optimizer that started fresh."""
+        if name not in self._objects:
+            self._unclaimed[name] = state
+            return []
         obj = self._adapter(self._objects[name])
         pair = self._pair(obj)
         if pair is None:
             self._objects[name] = state
-            return
-        try:
+            return []
+        with _refusals_named(name, obj, pair[1]):
             getattr(obj, pair[1])(state)
-        except Exception as error:
-            refusal = f"{type(obj).__qualname__}.{pair[1]} refused it: {type(error).__name__}: {error}"
-            raise StateMismatchError(f"the state of {name!r}", remedy=refusal) from error
+        return obj.fresh if isinstance(obj, NamedOptimizer) else []
 
     def _state(self, obj: Any) -> Any:
         obj = self._adapter(obj)
@@ -122,6 +137,15 @@ class Registry:
             if callable(getattr(obj, dump, None)) and callable(getattr(obj, load, None)):
                 return dump, load
         return None
+
+
+@contextmanager
+def _refusals_named(name: str, obj: Any, method: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        refusal = f"{type(obj).__qualname__}.{method} refused it: {type(error).__name__}: {error}"
+        raise StateMismatchError(f"the state of {name!r}", remedy=refusal) from error
 
 
 def extra_registry(adapter: Callable[[Any], Any] = lambda obj: obj) -> Registry:
@@ -148,6 +172,23 @@ def dump_rng() -> dict[str, Any]:
         "python": random.getstate(),
     }
     return {name: portable(f"random state of {name}", state) for name, state in states.items()}
+
+
+def check_rng(states: Mapping[str, Any]) -> None:
+    """Raise ValueError where :func:`load_rng` could not take the states; the generators are left alone."""
+    try:
+        torch.Generator().set_state(states["torch"])
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        for number, state in enumerate(states["cuda"]):
+            if state.dtype != torch.uint8:
+                raise TypeError(f"the state of CUDA device {number} is of {state.dtype}")
+            for device in devices[number : number + 1]:
+                torch.Generator(device).set_state(state)
+        kind, keys, *rest = states["numpy"]
+        np.random.RandomState().set_state((kind, keys.numpy(), *rest))
+        random.Random().setstate(states["python"])
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def load_rng(states: Mapping[str, Any]) -> None:

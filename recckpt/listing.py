@@ -153,22 +153,34 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     return found
 
 
-def newest(storage: Storage) -> Checkpoint:
-    """Return the newest committed checkpoint, passing over damaged ones with an error in the log.
+def newest_first(storage: Storage) -> list[Checkpoint]:
+    """Return the committed checkpoints that can be used, [] where nothing was ever saved; damaged ones are logged.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        FormatVersionError: a newer recckpt wrote one, and it may be the newest of all.
         CorruptCheckpointError: there are only damaged ones.
-        FormatVersionError: there are only such as a newer recckpt wrote.
     """
     listing = list_checkpoints(storage)
     for directory, error in listing.damaged.items():
-        log.error("%s/%s cannot be used: %s", storage.url, directory, error)
+        if isinstance(error, FormatVersionError):
+            raise error
+        log.error("%s/%s is damaged and passed over: %s", storage.url, directory, error)
     if not listing.committed and listing.damaged:
         raise next(iter(listing.damaged.values()))
-    if not listing.committed:
+    return listing.current[::-1]
+
+
+def newest(storage: Storage) -> Checkpoint:
+    """Return the newest checkpoint that can be used.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        FormatVersionError, CorruptCheckpointError: as :func:`newest_first`.
+    """
+    found = newest_first(storage)
+    if not found:
         raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint")
-    return listing.current[-1]
+    return found[0]
 
 
 def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:

@@ -1,8 +1,7 @@
-"""The hallway of a load: plan, read what is small, fill the tables, then the rest."""
+"""The hallway of a load: plan, read what is small, give it to those who may refuse it, fill the tables, the rest."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,22 +10,21 @@ from typing import Any
 import torch
 
 from recckpt import layout
-from recckpt.io_state import load_rng
-from recckpt.load_plan import Planned, Problems, resolve
-from recckpt.names import GLOBAL_STEP, ID, SPARSE_OPTIM, Name
+from recckpt.io_state import check_rng, load_rng
+from recckpt.load_plan import Planned
+from recckpt.names import GLOBAL_STEP, ID, Name
 from recckpt.plan_report import LoadPlan, LoadReport
+from recckpt.problems import Problems
 from recckpt.progress import Progress
+from recckpt.sources import Source
 from recckpt.sparse.filler import TableLoad
-from recckpt.sparse.loader import Loaded, load_tables
-from recckpt.sparse.shards import read_parts
+from recckpt.sparse.loader import CheckpointLoad, Loaded, load_tables
+from recckpt.sparse.table import HashTable as OurTable
 from recckpt.sparse_optim_state import merged_optimizer_state, optimizer_loaded
 from recckpt.split import unwrap
-from recckpt.target import Source, Target
-from recckpt.types import HashTable
-
-log = logging.getLogger("recckpt")
-
-_REMEDY = "pass load_conf={'strict': False} to load what fits by name, or say in 'on_mismatch' what to do"
+from recckpt.target import Target
+from recckpt.types import EMBEDDING, HashTable
+from recckpt.warm_start import plan_load
 
 
 def plan(target: Target, sources: Sequence[Source], problems: Problems | None = None) -> LoadPlan:
@@ -41,13 +39,12 @@ def plan(target: Target, sources: Sequence[Source], problems: Problems | None = 
         LoadConfError: names or keys that do not exist; all of them, and all that does not fit beside them.
         StateMismatchError: where there is nothing but state that does not fit.
     """
-    problems = problems or Problems()
-    model = target.inventory()
-    items = resolve(model, [source.offer(model) for source in sources], problems)
-    items = [_checked_optimizer(target, sources, item) for item in items]
-    _check_shards(target, sources, items, problems)
-    problems.raise_if_any(" and ".join(source.checkpoint.ckpt_id for source in sources) or "the bank", _REMEDY)
-    return LoadPlan(tuple(items), tuple(source.label for source in sources), tuple(problems.warnings))
+
+    def check(items: Sequence[Planned], found: Problems) -> None:
+        _check_shards(target, sources, items, found)
+        _check_foreign(target, items, found)
+
+    return plan_load(target.inventory(), sources, problems, check)
 
 
 def load(
@@ -76,18 +73,18 @@ def load(
     by_source = [[item for item in planned.items if item.offer == number] for number in range(len(sources))]
     tables, live = target.state()
     dense = _dense_state(by_source, sources, live)
-    extra = _extra_state(by_source, sources)
+    extra = _unclaimed_extra(target, sources) | _extra_state(by_source, sources)
     io_state = _io_state(target, by_source, sources)
     optim_state = merged_optimizer_state(target.sparse_optim, planned.items, sources)
     generators = _generators(target, sources) if rng else {}
 
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(optimizer_loaded(target.sparse_optim, optim_state))
-        undone_on_error.enter_context(target.extra.loaded(extra))
+        fresh = undone_on_error.enter_context(target.extra.loaded(extra))
+        undone_on_error.enter_context(target.io_state.loaded(io_state))
         loaded = _fill_tables(by_source, sources, tables, concurrency)
-    if dense:
-        unwrap(target.model).load_state_dict(dense, strict=False)
-    target.io_state.load(io_state)  # a dataset that is moved may not find back, so it is the last to be
+        if dense:
+            unwrap(target.model).load_state_dict(dense, strict=False)
     if generators:
         load_rng(generators)
     report = LoadReport(
@@ -97,36 +94,27 @@ def load(
         rows_taken=loaded.rows_taken,
         rows_filtered=loaded.rows_filtered,
         bytes_read=loaded.bytes_read + sum(source.bytes_read for source in sources),
+        fresh_parameters=tuple(fresh),
         seconds=time.perf_counter() - begin,
         global_step=_global_step(by_source, sources),
     )
-    report.log_summary()
+    if target.shard == 0:
+        report.log_summary()
     return report
 
 
 def _fill_tables(
     by_source: Sequence[Sequence[Planned]], sources: Sequence[Source], tables: Mapping[str, HashTable], concurrency: int
 ) -> Loaded:
-    """Fill the tables source by source: first those that bring rows, then slots for rows that are there."""
-    loads = [_table_loads(items, source, tables) for items, source in zip(by_source, sources, strict=True)]
-    parts = [read_parts(source.checkpoint, source.storage) if loads[i] else [] for i, source in enumerate(sources)]
-    loaded = Loaded()
-    for with_rows in (True, False):
-        for source, some, its_parts in zip(sources, loads, parts, strict=True):
-            chosen = [load for load in some if load.with_rows == with_rows]
-            n_bytes = sum(load.n_bytes for load in chosen)
-            if chosen:
-                with Progress(f"loading {source.checkpoint.ckpt_id}", n_bytes) as progress:
-                    found = load_tables(
-                        chosen,
-                        its_parts,
-                        source.storage,
-                        source.checkpoint.directory,
-                        concurrency=concurrency,
-                        advance=progress.advance,
-                    )
-                    progress.n_rows = sum(found.rows_taken.values())
-                loaded = loaded + found
+    loads = []
+    for items, source in zip(by_source, sources, strict=True):
+        chosen = _table_loads(items, source, tables)
+        parts = source.parts() if chosen else []
+        loads.append(CheckpointLoad(chosen, parts, source.storage, source.checkpoint.directory))
+    what = sources[0].checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
+    with Progress(f"loading {what}", sum(load.n_bytes for load in loads)) as progress:
+        loaded = load_tables(loads, concurrency=concurrency, advance=progress.advance)
+        progress.n_rows = sum(loaded.rows_taken.values())
     return loaded
 
 
@@ -158,14 +146,14 @@ def _dense_state(
     for items, source in zip(by_source, sources, strict=True):
         wanted = [item for item in items if item.name.group == "dense"]
         found = source.dense(live) if wanted else {}
-        state |= {item.name.text: _converted(found[item.source], live[item.name.text]) for item in wanted}
+        for item in wanted:
+            value = found[item.source]
+            state[item.name.text] = _converted(value, live[item.name.text]) if item.conversion else value
     return state
 
 
-def _converted(found: Any, live: Any) -> Any:
+def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     """Bring a tensor to the dtype and last dimension of the live one, which pads it."""
-    if not isinstance(found, torch.Tensor) or not isinstance(live, torch.Tensor):
-        return found
     found = found.to(live.dtype)
     if found.shape == live.shape:
         return found
@@ -176,10 +164,20 @@ def _converted(found: Any, live: Any) -> Any:
 
 def _extra_state(by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
     return {
-        item.name.text: source.state(layout.EXTRA)[item.source]
+        item.name.text: source.value(layout.EXTRA, item.source)
         for items, source in zip(by_source, sources, strict=True)
         for item in items
         if item.name.group == "extra"
+    }
+
+
+def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any]:
+    """Return states of names that nobody registered, for ``Saver.get_extra_data``."""
+    return {
+        name.text: source.value(layout.EXTRA, name.text)
+        for source in sources
+        for name in source.registered
+        if name.group == "extra" and name.text not in target.extra and source.entry.wants(name)
     }
 
 
@@ -188,11 +186,10 @@ def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: S
     for items, source in zip(by_source, sources, strict=True):
         for item in (item for item in items if item.name.group == "io_state"):
             if source.shards == target.shards:
-                states[item.name.text] = source.state(layout.io_state(target.shard))[item.source]
+                states[item.name.text] = source.value(layout.io_state(target.shard), item.source)
             else:
-                all_states = [source.state(layout.io_state(shard))[item.source] for shard in range(source.shards)]
-                merge = target.io_state.get(item.name.text).merge_io_state
-                states[item.name.text] = merge(all_states, target.shard, target.shards)
+                of_all = [source.value(layout.io_state(shard), item.source) for shard in range(source.shards)]
+                states[item.name.text] = target.io_state.merged(item.name.text, of_all, target.shard, target.shards)
     return states
 
 
@@ -210,20 +207,28 @@ def _check_shards(target: Target, sources: Sequence[Source], items: Iterable[Pla
                 problems.mismatched[f"io state {item.name.text}"] = (found, expected)
 
 
-def _checked_optimizer(target: Target, sources: Sequence[Source], item: Planned) -> Planned:
-    """Leave out the scalars of another sparse optimizer."""
-    if item.name.text != SPARSE_OPTIM or item.name.is_slot or item.offer is None:
-        return item
-    saved = list(sources[item.offer].state(layout.EXTRA)[item.source].get("slots", []))
-    live = list(getattr(target.sparse_optim, "slot_names", saved))
-    if saved == live:
-        return item
-    return Planned(item.name, reason=f"saved by an optimizer with slots {saved}, this one has {live}")
+def _check_foreign(target: Target, items: Iterable[Planned], problems: Problems) -> None:
+    """A table that is not ours has no way to take anything but whole rows, as they are."""
+    items = list(items)
+    for name in (name for name, table in target.state()[0].items() if not isinstance(table, OurTable)):
+        taken = {item.name.slot: item for item in items if item.name.table == name and item.offer is not None}
+        from_one = len({(item.offer, item.source.rsplit("@", 1)[0]) for item in taken.values()}) == 1
+        whole = {ID, EMBEDDING} <= taken.keys() and not any(item.conversion for item in taken.values())
+        if taken and not (from_one and whole):
+            expected = "ids and embeddings of one table, unconverted: the table is no recckpt.HashTable"
+            problems.mismatched[name] = (f"only {', '.join(sorted(taken))}, or converted", expected)
 
 
 def _generators(target: Target, sources: Sequence[Source]) -> Mapping[str, Any]:
-    source = sources[-1]
-    return source.state(layout.rng(target.shard)) if source.shards == target.shards else {}
+    source, name = sources[-1], layout.rng(target.shard)
+    if source.shards != target.shards or source.checkpoint.manifest.file(name) is None:
+        return {}
+    states = source.state(name)
+    try:
+        check_rng(states)
+    except ValueError as error:
+        raise source.corrupt(name, "", found=str(error), expected="the states of random generators") from error
+    return states
 
 
 def _global_step(by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> int | None:

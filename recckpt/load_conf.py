@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 from recckpt.errors import LoadConfError
-from recckpt.names import ID, Name, Pattern, slot_name
+from recckpt.names import GLOBAL_STEP, ID, Name, Pattern, slot_name
 from recckpt.renames import Renames, parse_renames
 from recckpt.sparse.row_filter import RowFilter, parse_row_filter
 from recckpt.types import EMBEDDING
@@ -30,7 +31,7 @@ class Entry:
         ignore_error: whether problems with names are warnings.
         is_dynamic: whether ``reload_dynamic`` looks at it again.
         strict: whether names must match both ways; None: those of ``dense``, where that group is named.
-        on_mismatch: table or tensor pattern -> what to do where dtype or shape differ, the first that matches counts.
+        on_mismatch: table or tensor pattern -> what to do where dtype or shape differ; a name goes before patterns.
         where: which rows are taken.
         is_own: whether this is the run's own output dir, from which a run is resumed.
         only: the names that may be taken at all, None for any.
@@ -53,21 +54,17 @@ class Entry:
     def wants(self, name: Name) -> bool:
         """Say whether the entry asks for ``name``.
 
-        Ids come along with the embeddings. The step and positions of another run are only taken where they are named.
+        Ids come along with the embeddings, and the step with the own run. The step and the positions of another run
+        are only taken where they are named.
         """
         if (self.only is not None and name not in self.only) or any(p.matches(name) for p in self.exclude):
             return False
-        asked = [pattern for pattern in self.load if pattern.matches(name)]
-        if name.slot == ID:
-            embedding = slot_name(name.table, EMBEDDING)
-            asked += [pattern for pattern in self.load if pattern.matches(embedding)]
-        if name.group in ("global_step", "io_state") and not self.is_own:
-            asked = [pattern for pattern in asked if pattern.text != "*"]
-        return bool(asked)
-
-    def wants_group(self, group: str) -> bool:
-        """Say whether the entry asks for a group as a whole."""
-        return any(p.text in ("*", group) for p in self.load) and Pattern(group) not in self.exclude
+        if name.group == GLOBAL_STEP:
+            return self.is_own or Pattern(GLOBAL_STEP) in self.load
+        if name.group == "io_state" and not self.is_own:
+            return any(pattern.matches(name) and not pattern.is_everything for pattern in self.load)
+        names = (name, slot_name(name.table, EMBEDDING)) if name.slot == ID else (name,)
+        return any(pattern.matches(asked) for pattern in self.load for asked in names)
 
     @property
     def strict_groups(self) -> frozenset[str]:
@@ -77,8 +74,9 @@ class Entry:
         return frozenset({"dense", "sparse"} if self.strict else ())
 
     def action(self, name: Name) -> str:
-        """Return what to do where dtype or shape of ``name`` differ."""
-        return next((action for pattern, action in self.on_mismatch if pattern.matches(name)), "error")
+        """Return what to do where dtype or shape of ``name`` differ: what is said of it alone goes first."""
+        actions = [(not pattern.is_explicit, action) for pattern, action in self.on_mismatch if pattern.matches(name)]
+        return min(actions, key=lambda said: said[0], default=(False, "error"))[1]
 
 
 def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Entry:
@@ -91,9 +89,9 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
         return Entry(strict=True, is_own=own)
     problems: list[str] = []
     entry = _parse("load_conf", conf, problems, with_path=False, own=own)
-    if problems or entry is None:
+    if problems:
         raise LoadConfError(problems)
-    return entry
+    return entry or Entry(load=(), is_own=own)  # it says "skip"
 
 
 def parse_bank(bank: Sequence[Mapping[str, Any]], problems: list[str]) -> list[Entry]:
@@ -133,9 +131,9 @@ def _parse(label: str, conf: Any, problems: list[str], *, with_path: bool, own: 
 
 
 def _path(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str | PathLike) or not str(value):
         raise ValueError(f"found {value!r}, expected a checkpoint or an output dir")
-    return value
+    return str(value)
 
 
 def _flag(value: Any) -> bool:

@@ -10,17 +10,20 @@ from typing import Any, TypeVar
 from recckpt import layout
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.group import together
-from recckpt.listing import Checkpoint, list_checkpoints, locate
+from recckpt.listing import Checkpoint, locate, newest_first
+from recckpt.load import plan
 from recckpt.load_conf import Entry, parse_load_conf
-from recckpt.load_plan import Problems
 from recckpt.manifest import Manifest, Scalar
-from recckpt.plan_report import LoadReport
+from recckpt.plan_report import LoadPlan, LoadReport
+from recckpt.problems import Problems
 from recckpt.saver import Saver, positive_int
-from recckpt.target import Source
-from recckpt.warm_start import Followed, bank_sources, followed
+from recckpt.sources import Source, bank_sources
+from recckpt.warm_start import Followed, followed
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
+
+_OWN = Entry(label="output_dir", is_own=True)
 
 
 class CheckpointManager:
@@ -42,7 +45,7 @@ class CheckpointManager:
         self._shard_id, self._shard_num = shard_id, shard_num
         self._global_step = 0
         self._held_step: int | None = None  # the step whose state is in a checkpoint
-        self._resumed_from = ""  # save_id of the checkpoint that was restored whole
+        self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
         self._followed: list[Followed] = []
 
     @property
@@ -68,11 +71,19 @@ class CheckpointManager:
         """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""
         self._saver.register_io_state(name, obj)
 
-    def step(self) -> None:
-        """Count a step, and save if it is a multiple of ``save_interval``; call it after each batch."""
+    def step(self, *, state: Mapping[str, Scalar] | None = None) -> None:
+        """Count a step, and save if it is a multiple of ``save_interval``; call it after each batch.
+
+        Args:
+            state: numbers and strings for readers without torch, such as metrics; kept with the checkpoint, if this
+                step makes one.
+
+        Raises:
+            SaveFailedError: nothing was committed; the next save may well work.
+        """
         self._global_step += 1
         if self._global_step % self._save_interval == 0:
-            self.save()
+            self.save(state=state)
             self.reload_dynamic()
 
     def save(self, *, state: Mapping[str, Scalar] | None = None) -> Manifest | None:
@@ -120,6 +131,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
             CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
+            FormatVersionError: a newer recckpt wrote one of them.
             StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
         """
         entry = parse_load_conf(load_conf, own=True)
@@ -130,7 +142,8 @@ class CheckpointManager:
             log.info("%s: no checkpoint to restore, starting from step 0", self._saver.output_dir)
             return 0
         whole = load_conf is None
-        if whole and candidates[0].manifest.save_id == self._resumed_from:
+        resumed, self._resumed_with_bank = self._resumed_with_bank, ""
+        if whole and candidates[0].manifest.save_id == resumed and self._held_step == self._global_step:
             log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
             return self._global_step
         self._load([], candidates, entry, rng=rng, holds=whole)
@@ -150,13 +163,20 @@ class CheckpointManager:
             CheckpointNotFoundError: a path holds no committed checkpoint.
             CorruptCheckpointError: a file is damaged.
         """
-        problems = Problems()
-        sources = bank_sources(bank, problems)
-        candidates = self._on_all_ranks(lambda: self._candidates(None))
-        own = Entry(label="output_dir", is_own=True)
-        report = self._load(sources, candidates, own, rng=True, holds=bool(candidates), problems=problems)
-        self._followed = followed(self._saver.target(self._shard_id, self._shard_num), sources)
+        sources, candidates, problems = self._on_all_ranks(lambda: self._located(bank))
+        report = self._load(sources, candidates, _OWN, rng=True, holds=True, problems=problems)
+        self._followed = followed(self._saver.target(self._shard_id, self._shard_num).inventory(), sources)
         return report
+
+    def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
+        """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
+
+        Raises:
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
+        """
+        sources, candidates, problems = self._located(bank)
+        own = [Source(_OWN, self._saver.storage, checkpoint) for checkpoint in candidates[:1]]
+        return plan(self._saver.target(self._shard_id, self._shard_num), [*sources, *own], problems)
 
     def reload_dynamic(self) -> list[LoadReport]:
         """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
@@ -171,7 +191,8 @@ class CheckpointManager:
             source = self._on_all_ranks(entry.newer)
             if source is not None:
                 reports.append(self._load_sources([source], rng=False))
-                self._followed[number] = replace(entry, save_id=source.checkpoint.manifest.save_id)
+                self._followed[number] = replace(entry, taken=source)
+                self._held_step = None
                 log.info("loaded %s, which is new in the bank", source.label)
         return reports
 
@@ -196,23 +217,31 @@ class CheckpointManager:
                 next_id = candidates[older].ckpt_id
                 log.error("%s is damaged, restoring %s instead: %s", checkpoint.ckpt_id, next_id, error)
                 continue
-            self._take_step(checkpoint, report, holds=holds)
+            holds = holds and all(item.offer in (None, len(bank)) for item in report.items)
+            self._take_step(checkpoint, report, holds=holds, with_bank=bool(bank))
             return report
-        return self._load_sources(bank, rng=False, problems=problems)
+        report = self._load_sources(bank, rng=False, problems=problems)
+        self._global_step, self._held_step = report.global_step or self._global_step, None
+        return report
 
     def _load_sources(self, sources: Sequence[Source], *, rng: bool, problems: Problems | None = None) -> LoadReport:
-        return self._on_all_ranks(
-            lambda: self._saver.load_sources(
-                sources, shard_id=self._shard_id, shard_num=self._shard_num, rng=rng, problems=problems
-            )
-        )
+        reports: list[LoadReport] = []  # that of this rank, since each tells of its own rows
 
-    def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool) -> None:
-        if checkpoint.manifest.step is None:
+        def load() -> None:
+            shards = {"shard_id": self._shard_id, "shard_num": self._shard_num}
+            reports.append(self._saver.load_sources(sources, **shards, rng=rng, problems=problems))
+
+        self._on_all_ranks(load)
+        return reports[0]
+
+    def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
+        if report.global_step is not None:
+            self._global_step = report.global_step
+        elif checkpoint.manifest.step is None:
             log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
-        self._global_step = report.global_step or 0
-        if holds:
-            self._held_step, self._resumed_from = self._global_step, checkpoint.manifest.save_id
+            self._global_step = 0
+        self._held_step = self._global_step if holds else None
+        self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._global_step)
 
     def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
@@ -222,14 +251,13 @@ class CheckpointManager:
         group = self._saver.group(self._shard_id, self._shard_num)
         return together(group, work, lambda rank, cause: RecckptError(f"restoring failed on rank {rank}: {cause}"))[0]
 
+    def _located(self, bank: Sequence[Mapping[str, Any]]) -> tuple[list[Source], list[Checkpoint], Problems]:
+        problems = Problems()
+        return bank_sources(bank, problems), self._candidates(None), problems
+
     def _candidates(self, global_step: int | None) -> list[Checkpoint]:
         """Return what may be restored, best first."""
         storage = self._saver.storage
         if global_step is not None:
             return [locate(storage, layout.step_id(global_step))]
-        listing = list_checkpoints(storage)
-        for directory, error in listing.damaged.items():
-            log.error("%s/%s is damaged and passed over: %s", storage.url, directory, error)
-        if not listing.committed and listing.damaged:
-            raise next(iter(listing.damaged.values()))
-        return listing.current[::-1]
+        return newest_first(storage)

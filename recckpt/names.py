@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from recckpt.types import is_optimizer_slot
 
@@ -26,12 +26,12 @@ class Name:
     group: str
     text: str
 
-    @property
+    @cached_property
     def table(self) -> str:
         """The table of a slot; "" where this is none."""
         return self.text.rpartition("@")[0] if self.is_slot else ""
 
-    @property
+    @cached_property
     def slot(self) -> str:
         """The slot of a table; "" where this is none."""
         return self.text.rpartition("@")[2] if self.is_slot else ""
@@ -51,8 +51,7 @@ def slot_name(table: str, slot: str) -> Name:
 class Pattern:
     """A group, a name, or a name in which ``*`` stands for any run of characters.
 
-    Without ``@`` it means tables as a whole, beside tensors and registered objects. A group's name means the group,
-    whatever else may be called so.
+    The name of a table means all of its slots. A group's name means the group, whatever else may be called so.
     """
 
     text: str
@@ -67,19 +66,34 @@ class Pattern:
         """Whether this names one thing, so that its absence is an error."""
         return "*" not in self.text and not self.is_group
 
+    @property
+    def is_everything(self) -> bool:
+        """Whether there is no name that this does not match."""
+        return not self.text.strip("*")
+
     def matches(self, name: Name) -> bool:
         """Say whether a name is meant."""
         if self.is_group:
             return name.group == self.text
-        if self._regex.fullmatch(name.text):
+        if self.is_explicit:
+            return self.text in (name.text, name.table)
+        if name.is_slot and self._regex.fullmatch(name.table):
             return True
-        return name.is_slot and "@" not in self.text and bool(self._regex.fullmatch(name.table))
+        # The ids of all tables end in "id", which nobody means who writes "user_*id".
+        return (name.slot != ID or "@" in self.text) and bool(self._regex.fullmatch(name.text))
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
         return star_regex(self.text)
 
 
-def star_regex(text: str) -> re.Pattern[str]:
-    """Return a regular expression in which each ``*`` is a group that matches any run of characters."""
-    return re.compile("(.*)".join(re.escape(piece) for piece in text.split("*")), re.DOTALL)
+@lru_cache(maxsize=4096)
+def star_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
+    """Return a regular expression in which each ``*`` is a group that matches any run of characters.
+
+    Args:
+        text: a name with stars.
+        lazy: whether the first stars match as little as they can, in place of as much.
+    """
+    run = "(.*?)" if lazy else "(.*)"
+    return re.compile(run.join(re.escape(piece) for piece in text.split("*")), re.DOTALL)

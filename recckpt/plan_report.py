@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recckpt.load_plan import Planned
-from recckpt.text import count, grid, plural, size
+from recckpt.problems import first_few
+from recckpt.text import count, escaped, grid, one_line, plural, size
 
 log = logging.getLogger("recckpt")
 
+_OF_A_RESUME = ("global_step", "io_state")  # nobody expects them of a warm start
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 
 
@@ -78,35 +80,42 @@ class LoadPlan:
 
     def log_summary(self) -> None:
         """Log how much comes from where, and as a warning what starts from scratch."""
-        for line in self._footer()[: len(self.sources)]:
+        for line in self._taken_lines():
             log.info("%s", line)
-        for warning in self.warnings:
-            log.warning("%s", warning)
-        for name, reason in _by_table(self.fresh):
-            log.warning("%s starts from scratch: %s", name, reason)
+        for line in [*self._fresh_lines(), *self.warnings]:
+            log.warning("%s", one_line(line))
 
     def _cells(self) -> Iterable[tuple[str, ...]]:
         for item in self.items:
             thing = item.thing
             yield (
-                item.name.text,
-                self.source_of(item) or "-",
-                item.source if item.source != item.name.text else "",
+                escaped(item.name.text),
+                escaped(self.source_of(item) or "-"),
+                escaped(item.source) if item.source not in ("", item.name.text) else "",
                 count(thing.rows) if thing.rows else "",
                 size(thing.n_bytes) if thing.n_bytes else "",
-                item.conversion or item.reason,
+                one_line(item.conversion or item.reason),
             )
 
     def _footer(self) -> list[str]:
+        return [*self._taken_lines(), *self._fresh_lines(), *(f"warning: {one_line(text)}" for text in self.warnings)]
+
+    def _fresh_lines(self) -> list[str]:
+        """Say what starts from scratch, one line a reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in _by_table(item for item in self.fresh if item.name.group not in _OF_A_RESUME):
+            by_reason.setdefault(reason, []).append(name)
+        return [f"from scratch: {first_few(names)}: {one_line(reason)}" for reason, names in by_reason.items()]
+
+    def _taken_lines(self) -> list[str]:
         lines = []
         for number, source in enumerate(self.sources):
             items = [item for item in self.taken if item.offer == number]
             tables = {item.name.table: item.thing.rows for item in items if item.name.is_slot}
             tensors = sum(item.name.group == "dense" for item in items)
             what = [plural(len(tables), "table"), plural(sum(tables.values()), "row"), plural(tensors, "tensor")]
-            lines.append(f"{source}: {', '.join(what)}, {size(sum(item.thing.n_bytes for item in items))}")
-        if self.fresh:
-            lines.append(f"from scratch: {', '.join(name for name, _ in _by_table(self.fresh))}")
+            n_bytes = size(sum(item.thing.n_bytes for item in items))
+            lines.append(f"{escaped(source)}: {', '.join(what)}, {n_bytes}")
         return lines
 
 
@@ -119,6 +128,7 @@ class LoadReport(LoadPlan):
         rows_filtered: table -> rows that ``where`` left out.
         bytes_read: bytes of column values and whole files that were read.
         seconds: for all of it.
+        fresh_parameters: ``optimizer: parameter`` of the registered optimizers that no saved state fitted.
         global_step: the step that was taken over, None where none was.
     """
 
@@ -126,6 +136,7 @@ class LoadReport(LoadPlan):
     rows_filtered: Mapping[str, int] = field(default_factory=dict)
     bytes_read: int = 0
     seconds: float = 0.0
+    fresh_parameters: tuple[str, ...] = ()
     global_step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,6 +147,7 @@ class LoadReport(LoadPlan):
             "rows_filtered": dict(self.rows_filtered),
             "bytes_read": self.bytes_read,
             "seconds": self.seconds,
+            "fresh_parameters": list(self.fresh_parameters),
             "global_step": self.global_step,
         }
 
@@ -143,6 +155,10 @@ class LoadReport(LoadPlan):
         taken, filtered = sum(self.rows_taken.values()), sum(self.rows_filtered.values())
         what = f"{plural(taken, 'row')} taken, {count(filtered)} filtered, {size(self.bytes_read)} read"
         return [*super()._footer(), f"{what} in {self.seconds:.2f} s"]
+
+    def _fresh_lines(self) -> list[str]:
+        of_optimizers = [f"from scratch in the optimizers: {first_few(self.fresh_parameters)}: no state fits"]
+        return [*super()._fresh_lines(), *(of_optimizers if self.fresh_parameters else [])]
 
 
 def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from recckpt.names import Name, star_regex
 
@@ -12,7 +13,7 @@ from recckpt.names import Name, star_regex
 class Renames:
     """Rules, model name -> name in the checkpoint; ``*`` on both sides, as often, or on neither.
 
-    A rule for a table renames all of its slots; one for ``table@slot`` that slot alone.
+    A rule for a table renames all of its slots, but for those that a rule for ``table@slot`` speaks of.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -21,20 +22,42 @@ class Renames:
         """Return what ``name`` is called in the checkpoint; itself where no rule speaks of it.
 
         Raises:
-            ValueError: two rules give it different names.
+            ValueError: it is given different names.
         """
-        found = {}
-        for model_side, checkpoint_side in self.rules:
-            renamed = _apply(model_side, checkpoint_side, name)
-            if renamed is not None:
-                found[renamed] = f"{model_side!r}: {checkpoint_side!r}"
+        found = self._found(name.text, self._for_slots if name.is_slot else self._starred)
+        if not found and name.is_slot:
+            found = {f"{text}@{name.slot}": rule for text, rule in self._found(name.table, self._starred).items()}
         if len(found) > 1:
-            raise ValueError(f"{name.text!r} is renamed by more than one rule: {' and '.join(found.values())}")
+            rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in found.values()}))
+            raise ValueError(f"{name.text!r} is ambiguous: {' or '.join(map(repr, sorted(found)))}, by {rules}")
         return next(iter(found), name.text)
 
-    def speaks_of(self, name: Name) -> bool:
-        """Say whether a rule renames ``name``."""
-        return any(_apply(*rule, name) is not None for rule in self.rules)
+    def is_explicit(self, text: str) -> bool:
+        """Say whether a rule without ``*`` speaks of a name or table."""
+        return text in self._explicit
+
+    def _found(self, text: str, starred: Sequence[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+        """Return the names that rules give to a text, each with its rule."""
+        found = {other: (text, other) for other in self._explicit.get(text, ())}
+        for rule in starred:
+            found |= dict.fromkeys(_renamed(*rule, text), rule)
+        return found
+
+    @cached_property
+    def _explicit(self) -> dict[str, list[str]]:
+        explicit: dict[str, list[str]] = {}
+        for model_side, checkpoint_side in self.rules:
+            if "*" not in model_side:
+                explicit.setdefault(model_side, []).append(checkpoint_side)
+        return explicit
+
+    @cached_property
+    def _starred(self) -> list[tuple[str, str]]:
+        return [rule for rule in self.rules if "*" in rule[0]]
+
+    @cached_property
+    def _for_slots(self) -> list[tuple[str, str]]:
+        return [rule for rule in self._starred if "@" in rule[0]]
 
 
 def parse_renames(value: object) -> Renames:
@@ -55,15 +78,10 @@ def parse_renames(value: object) -> Renames:
     return Renames(tuple(rules))
 
 
-def _apply(model_side: str, checkpoint_side: str, name: Name) -> str | None:
-    whole = star_regex(model_side).fullmatch(name.text)
-    if whole:
-        return _fill(checkpoint_side, whole.groups())
-    if name.is_slot and "@" not in model_side:
-        table = star_regex(model_side).fullmatch(name.table)
-        if table:
-            return f"{_fill(checkpoint_side, table.groups())}@{name.slot}"
-    return None
+def _renamed(model_side: str, checkpoint_side: str, text: str) -> set[str]:
+    """Return what a rule makes of a text: several names where its stars can share it out in several ways."""
+    regexes = star_regex(model_side), star_regex(model_side, lazy=True)
+    return {_fill(checkpoint_side, match.groups()) for regex in regexes if (match := regex.fullmatch(text))}
 
 
 def _fill(text: str, runs: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,17 +16,18 @@ from recckpt.dense.named_optimizer import NamedOptimizer
 from recckpt.group import Group, group_of, world_size
 from recckpt.inventory import list_inventory
 from recckpt.io_state import extra_registry, io_registry
-from recckpt.listing import locate, newest, open_checkpoint
+from recckpt.listing import locate, locate_path, newest, open_checkpoint
 from recckpt.load_conf import parse_load_conf
-from recckpt.load_plan import Problems
 from recckpt.manifest import Manifest, Scalar
 from recckpt.plan_report import LoadPlan, LoadReport
+from recckpt.problems import Problems
+from recckpt.sources import Source, bank_sources
+from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.saver import SparseSaver
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 from recckpt.stage import stage
 from recckpt.storage import Storage, open_storage
-from recckpt.target import Source, Target
-from recckpt.warm_start import bank_sources
+from recckpt.target import Target
 
 
 class Saver:
@@ -59,7 +61,6 @@ class Saver:
         self.max_keep = None if max_keep is None else positive_int("max_keep", max_keep)
         self._concurrency = positive_int("concurrency", concurrency)
         self._extra, self._io_state = extra_registry(self._named), io_registry()
-        self._loaded_extra: dict[str, Any] = {}
         self._sparse_saver = SparseSaver(self._concurrency)
         self._groups: dict[tuple[int, int], Group] = {}
         self.storage: Storage = open_storage(str(output_dir))
@@ -97,12 +98,12 @@ class Saver:
     def get_extra_data(self, name: str) -> Any:
         """Return what is registered under a name: a plain value as it was last loaded, or the object.
 
-        A name that is not registered gives the state that the last checkpoint whose extra state was loaded had for it.
+        A name that is not registered gives the state that was last loaded for it.
 
         Raises:
             KeyError: neither.
         """
-        return self._extra.get(name) if name in self._extra else self._loaded_extra[name]
+        return self._extra.get(name)
 
     def save(
         self,
@@ -161,11 +162,11 @@ class Saver:
         """Load a checkpoint into the model and what is registered.
 
         Args:
-            ckpt_path: an output dir; None for the own one.
+            ckpt_path: an output dir, or a checkpoint itself; None for the own output dir.
             ckpt_id: which checkpoint in it; None for the newest.
             load_conf: what to take: an entry of a bank without ``path``; None for everything.
             shard_id: number of this rank, whose dataset positions are taken.
-            direct_path: ``ckpt_path`` is the checkpoint itself, not an output dir.
+            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -173,15 +174,20 @@ class Saver:
             StateMismatchError: the state does not fit the model; nothing has been changed.
             CorruptCheckpointError: a file is damaged.
         """
-        entry = parse_load_conf(load_conf, own=ckpt_path is None)
+        entry = parse_load_conf(load_conf)
         if direct_path:
             if ckpt_path is None or ckpt_id is not None:
                 raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
-            source = Source(entry, *open_checkpoint(str(ckpt_path)))
-        else:
+            storage, checkpoint = open_checkpoint(str(ckpt_path))
+        elif ckpt_id is not None:
             storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
-            source = Source(entry, storage, newest(storage) if ckpt_id is None else locate(storage, ckpt_id))
-        return self.load_sources([source], shard_id=shard_id)
+            checkpoint = locate(storage, ckpt_id)
+        elif ckpt_path is not None:
+            storage, checkpoint = locate_path(str(ckpt_path))
+        else:
+            storage, checkpoint = self.storage, newest(self.storage)
+        entry = replace(entry, is_own=storage.url == self.storage.url)
+        return self.load_sources([Source(entry, storage, checkpoint)], shard_id=shard_id)
 
     def load_by_config(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadReport:
         """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
@@ -225,11 +231,7 @@ class Saver:
     ) -> LoadReport:
         """Load from checkpoints that have been located; what every load and restore comes down to."""
         target = self.target(shard_id, shard_num)
-        report = loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
-        for source in sources:
-            if source.entry.wants_group("extra"):
-                self._loaded_extra |= source.state(layout.EXTRA)
-        return report
+        return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
 
     def target(self, shard_id: int = 0, shard_num: int | None = None) -> Target:
         """Return what a load fills."""
@@ -245,7 +247,8 @@ class Saver:
 
     def _named(self, obj: Any) -> Any:
         """Return what stands for a registered object: dense optimizers keep their state by parameter name."""
-        if isinstance(obj, Optimizer) and obj is not self.sparse_optim:
+        is_sparse = obj is self.sparse_optim or isinstance(obj, SparseOptimizer)
+        if isinstance(obj, Optimizer) and not is_sparse:
             return NamedOptimizer(obj, lambda: unwrap(self.model).named_parameters())
         return obj
 

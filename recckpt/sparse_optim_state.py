@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from recckpt import layout
+from recckpt.errors import RecckptError, StateMismatchError
 from recckpt.load_plan import Planned
-from recckpt.names import SPARSE_OPTIM
-from recckpt.target import Source
+from recckpt.names import ID, SPARSE_OPTIM, Name
+from recckpt.sources import Source
+
+log = logging.getLogger("recckpt")
 
 
 def merged_optimizer_state(
@@ -19,30 +23,58 @@ def merged_optimizer_state(
 ) -> dict[str, Any] | None:
     """Return the state to load, None where there is none to take.
 
-    The hyper-parameters come from the checkpoint that the scalars are taken from, where its groups hold the
-    same tables; each table's step comes from where its optimizer slots come from, since they belong together.
+    The hyper-parameters come from the checkpoint that the scalars are taken from, group by group where one there holds
+    all of its tables. The step of a table comes from where its slots come from, since they belong together; it starts
+    from 0 where the table is emptied and its slots start fresh.
     """
     if optimizer is None:
         return None
     items = list(items)
-    scalars = next((i for i in items if i.name.text == SPARSE_OPTIM and not i.name.is_slot), None)
-    moved = {
-        item.name.table: (item.offer, item.source.rsplit("@", 1)[0])
-        for item in items
-        if item.name.is_slot and item.name.group == "sparse_opt" and item.offer is not None
-    }
-    if (scalars is None or scalars.offer is None) and not moved:
-        return None
-    state: Mapping[str, Any] = optimizer.state_dict()
-    if scalars is not None and scalars.offer is not None:
-        saved = _scalars(sources[scalars.offer])
-        state = saved if _same_tables(saved, state) else {**state, "state": _steps(saved, state)}
-    steps = dict(state.get("state", {}))
-    for table, (offer, there) in moved.items():
-        found = _scalars(sources[offer]).get("state", {}).get(there) if offer is not None else None
-        if found is not None:
-            steps[table] = found
-    return {**state, "state": steps}
+    scalars = next((i.offer for i in items if i.name.text == SPARSE_OPTIM and not i.name.is_slot), None)
+    saved = None if scalars is None else _scalars(sources[scalars])
+    live = optimizer.state_dict()
+    if not _tables(live):  # not one of ours: it takes what it gave
+        return saved
+    steps = dict(live["state"])
+    slots: dict[str, list[Planned]] = {table: [] for table in _tables(live)}
+    for item in items:
+        slots.get(item.name.table, []).append(item)
+    for table, its_slots in slots.items():
+        origin = _origin(its_slots, scalars)
+        if origin is not None:
+            steps[table] = _scalars(sources[origin[0]]).get("state", {}).get(origin[1])
+        elif _is_emptied(its_slots, sources):
+            steps[table] = None
+    steps = {table: step for table, step in steps.items() if step is not None}
+    if saved is None:
+        return None if steps == live["state"] else {**live, "state": steps}
+    there = {item.name.table: item.source.rpartition("@")[0] for item in items if item.offer == scalars}
+    groups = [_with_settings(group, saved.get("param_groups", []), there) for group in live["param_groups"]]
+    return {**live, "state": steps, "param_groups": groups}
+
+
+def _origin(slots: Sequence[Planned], scalars: int | None) -> tuple[int, str] | None:
+    """Return the checkpoint and table that the step of a table belongs to, None where it is not loaded."""
+    own = [item for item in slots if item.name.group == "sparse_opt"]
+    taken = own or [item for item in slots if item.offer == scalars]  # a rule without slots has a step all the same
+    return next(((i.offer, i.source.rpartition("@")[0]) for i in taken if i.offer is not None), None)
+
+
+def _is_emptied(slots: Iterable[Planned], sources: Sequence[Source]) -> bool:
+    """Say whether the rows of a table are replaced."""
+    ids = next((item.offer for item in slots if item.name.slot == ID), None)
+    return ids is not None and sources[ids].entry.hashtable_clear
+
+
+def _with_settings(
+    live: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]], there: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a group with the hyper-parameters of the saved one that holds its tables, under their names there."""
+    tables = {there.get(table, table) for table in live["tables"]}
+    saved = next((group for group in saved_groups if tables <= set(group.get("tables", ()))), None)
+    if saved is None:
+        log.warning("sparse optimizer: %s were in no one group; their hyper-parameters stay", sorted(tables))
+    return {**live, **(saved or {}), "tables": live["tables"]}
 
 
 @contextmanager
@@ -52,7 +84,13 @@ def optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | Non
         yield
         return
     before = optimizer.state_dict()
-    optimizer.load_state_dict(dict(state))
+    try:
+        optimizer.load_state_dict(dict(state))
+    except RecckptError:
+        raise
+    except Exception as error:
+        refusal = f"{type(optimizer).__qualname__} refused it: {type(error).__name__}: {error}"
+        raise StateMismatchError("the state of the sparse optimizer", remedy=refusal) from error
     try:
         yield
     except BaseException:
@@ -60,20 +98,27 @@ def optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | Non
         raise
 
 
-def _scalars(source: Source) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = source.state(layout.EXTRA).get(SPARSE_OPTIM, {})
-    return found
+def _scalars(source: Source) -> dict[str, Any]:
+    """Return the scalars in a checkpoint, of the shape that optimizers give; {} where it has none."""
+    is_there = Name("sparse_opt", SPARSE_OPTIM) in source.registered
+    found = source.value(layout.EXTRA, SPARSE_OPTIM) if is_there else {}
+    if not _is_state(found):
+        expected = "the state dict of an optimizer"
+        raise source.corrupt(layout.EXTRA, repr(SPARSE_OPTIM), found=f"{found!s:.80}", expected=expected)
+    return dict(found)
 
 
-def _same_tables(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
-    return _groups(saved) == _groups(live)
+def _is_state(found: Any) -> bool:
+    if not isinstance(found, dict) or not isinstance(found.get("state", {}), dict):
+        return False
+    groups = found.get("param_groups", [])
+    return isinstance(groups, list) and all(isinstance(group, dict) and _has_names(group) for group in groups)
 
 
-def _groups(state: Mapping[str, Any]) -> set[frozenset[str]]:
-    return {frozenset(group.get("tables", [])) for group in state.get("param_groups", [])}
+def _has_names(group: Mapping[str, Any]) -> bool:
+    names = group.get("tables", [])
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _steps(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    tables = {name for group in _groups(live) for name in group}
-    found = {name: state for name, state in saved.get("state", {}).items() if name in tables}
-    return {**live.get("state", {}), **found}
+def _tables(state: Mapping[str, Any]) -> list[str]:
+    return [name for group in state.get("param_groups", []) for name in group.get("tables", [])]

@@ -17,12 +17,14 @@ def split_sparse_dense_state_dict(
     """Return (tables by their name, everything else by its key).
 
     Raises:
-        ValueError: two tables share a name, or a table and a dense tensor; names both keys.
+        ValueError: two tables share a name, or a table and a dense tensor; names both keys. Or a key is no string.
     """
     sparse: dict[str, HashTable] = {}
     keys: dict[str, str] = {}
     dense: dict[str, Any] = {}
     for key, value in state_dict.items():
+        if not isinstance(key, str):
+            raise ValueError(f"the keys of a state dict are names, found {key!r}: name it by a string")
         if not is_hashtable(value):
             dense[key] = value
         elif sparse.setdefault(check_table_name(value.name), value) is not value:

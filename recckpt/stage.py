@@ -14,7 +14,7 @@ from recckpt.dense.portable import portable
 from recckpt.io_state import Registry, dump_rng
 from recckpt.manifest import Scalar
 from recckpt.names import SPARSE_OPTIM
-from recckpt.sparse.source import TableSource, source_of
+from recckpt.sparse.source import TableSource, source_to_save
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 
 
@@ -65,7 +65,7 @@ def stage(
     Raises:
         ValueError: two tables of one name, or a value that could not be loaded back safely; names it. Or a step that
             is no count, or an entry of ``state`` that is neither number nor string.
-        StateMismatchError: a foreign table that does not fit the protocol.
+        StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
     """
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step must be an int of at least 0 or None, found {step!r}")
@@ -74,7 +74,7 @@ def stage(
     if sparse_optim is not None:
         extras[SPARSE_OPTIM] = portable("the sparse optimizer", sparse_optim.state_dict())
     return Staged(
-        tables=[source_of(table) for table in sparse.values()],
+        tables=[source_to_save(table) for table in sparse.values()],
         dense={name: portable(name, value) for name, value in dense.items()},
         extra=extras,
         io_state=io_state.dump(),

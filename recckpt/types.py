@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class SlotSpec:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)

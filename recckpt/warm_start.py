@@ -1,36 +1,53 @@
-"""The model bank: other runs' checkpoints, and the own one as the last word."""
+"""The model bank on paper: what a load from it would do, and which of its entries are looked at again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.listing import locate_path
-from recckpt.load_conf import Entry, parse_bank
-from recckpt.load_plan import Problems, resolve
-from recckpt.names import Name
-from recckpt.target import Source, Target
+from recckpt.load_conf import Entry
+from recckpt.load_plan import Inventory, Planned, resolve
+from recckpt.plan_report import LoadPlan
+from recckpt.problems import Problems
+from recckpt.sources import Source, locate_source
 
 
-def bank_sources(bank: Sequence[Mapping[str, Any]], problems: Problems) -> list[Source]:
-    """Return the checkpoints of a bank in order, and add what is wrong with its entries to ``problems``."""
-    sources = []
-    for entry in parse_bank(bank, problems.conf):
-        if entry.path:
-            try:
-                sources.append(locate_source(entry))
-            except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
-                problems.not_found.append(error)
-            except (OSError, ValueError) as error:
-                problems.conf.append(f"{entry.label}['path']: {error}")
-    return sources
+def plan_load(
+    model: Inventory,
+    sources: Sequence[Source],
+    problems: Problems | None = None,
+    check: Callable[[Sequence[Planned], Problems], None] = lambda items, problems: None,
+) -> LoadPlan:
+    """Decide what is loaded from where; reads no rows and changes nothing.
+
+    Args:
+        model: names of the model.
+        sources: checkpoints in the order of the bank; of those that have a name, the last one counts.
+        problems: what the caller has found wrong already.
+        check: adds what only the live objects can tell.
+
+    Raises:
+        LoadConfError: names or keys that do not exist; all of them, and all that does not fit beside them.
+        StateMismatchError: where there is nothing but state that does not fit.
+        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: a checkpoint cannot be read.
+    """
+    problems = copy.deepcopy(problems or Problems())
+    items = resolve(model, [source.offer(model) for source in sources], problems)
+    check(items, problems)
+    _excuse(sources, items, problems)
+    problems.raise_if_any(" and ".join(source.label for source in sources) or "the bank")
+    return LoadPlan(tuple(items), tuple(source.label for source in sources), tuple(problems.warnings))
 
 
-def locate_source(entry: Entry) -> Source:
-    """Return the checkpoint that an entry means: the one at its path, or the newest in the output dir there."""
-    return Source(entry, *locate_path(entry.path))
+def _excuse(sources: Sequence[Source], items: Sequence[Planned], problems: Problems) -> None:
+    """A run that resumes may do without a bank that is gone, where its own checkpoint has all that was asked of it."""
+    own = {number for number, source in enumerate(sources) if source.entry.is_own}
+    for entry, error in list(problems.not_found):
+        if own and all(item.offer in own for item in items if entry.wants(item.name)):
+            problems.not_found.remove((entry, error))
+            problems.warn(entry, f"{error}; it is not needed, since the run resumes")
 
 
 @dataclass(frozen=True)
@@ -38,27 +55,25 @@ class Followed:
     """A dynamic entry of a bank: the names that it gives, and the checkpoint that they were taken from."""
 
     entry: Entry
-    save_id: str
+    taken: Source
 
     def newer(self) -> Source | None:
-        """Return the checkpoint that is there now, None where it is the one taken or there is none."""
+        """Return the checkpoint that is there now, None where it is no newer than the one taken."""
         try:
-            source = locate_source(self.entry)
-        except (CheckpointNotFoundError, CorruptCheckpointError, OSError):
+            found = locate_source(self.entry)
+        except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
             return None  # a run that is being written or rotated; it is looked at again
-        return None if source.checkpoint.manifest.save_id == self.save_id else source
+        taken, there = self.taken.checkpoint.manifest, found.checkpoint.manifest
+        return found if there.save_id != taken.save_id and there.order > taken.order else None
 
 
-def followed(target: Target, sources: Sequence[Source]) -> list[Followed]:
+def followed(model: Inventory, sources: Sequence[Source]) -> list[Followed]:
     """Return the dynamic entries of a bank with the names that they win against the other entries."""
-    model = target.inventory()
+    if not any(source.entry.is_dynamic for source in sources):
+        return []
     items = resolve(model, [source.offer(model) for source in sources], Problems())
     return [
-        Followed(replace(source.entry, only=frozenset(_names_of(items, number))), source.checkpoint.manifest.save_id)
+        Followed(replace(source.entry, only=frozenset(i.name for i in items if i.offer == number)), source)
         for number, source in enumerate(sources)
         if source.entry.is_dynamic
     ]
-
-
-def _names_of(items: Sequence[Any], number: int) -> list[Name]:
-    return [item.name for item in items if item.offer == number]

@@ -17,6 +17,7 @@ from recckpt.io_state import extra_registry, io_registry
 from recckpt.listing import locate
 from recckpt.load_conf import parse_load_conf
 from recckpt.manifest import FileEntry, Manifest, ShardEntry, TableEntry
+from recckpt.sources import Source
 from recckpt.sparse import HashTable, catalog
 from recckpt.sparse.buckets import Slice
 from recckpt.sparse.catalog import Catalog, Part
@@ -26,7 +27,7 @@ from recckpt.sparse.saver import SparseSaver
 from recckpt.sparse.shards import read_parts
 from recckpt.sparse.source import source_of
 from recckpt.storage import HashingSink, Storage
-from recckpt.target import Source, Target
+from recckpt.target import Target
 
 
 def filled(
@@ -128,7 +129,7 @@ def load(
     concurrency: int = 2,
     **conf: Any,
 ) -> int:
-    """Load tables and return the number of rows."""
+    """Load tables by what a ``load_conf`` says and return the number of rows."""
     target = Target(Tables(tables), None, extra_registry(), io_registry(), 0, 1)
     source = Source(parse_load_conf(conf or None), storage, locate(storage, ckpt_id))
     return sum(loading.load(target, [source], concurrency=concurrency).rows_taken.values())

@@ -16,21 +16,21 @@ LINES = """
     recckpt  __main__  sparse  dense
     cli
     cli.app
-    cli.ls  cli.show  cli.rows  cli.verify
-    cli.text  cli.outcome
+    cli.ls  cli.show  cli.rows  cli.verify  cli.plan
+    cli.outcome
     manager
-    warm_start
     saver
     save  load  sparse.optim
-    stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
-    reader  verify  sparse.filler  sparse.source  sparse.optim.optimizer
-    sparse.table
-    commit  rotation  dense.loader  sparse.module  sparse.shards  sparse.verifier
-    listing  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd  sparse.initializers
-    storage  load_conf  dense.torch_file  sparse.catalog  sparse.column  sparse.index  sparse.random
-    manifest  io_state  renames  storage.local  storage.objects  storage.spool  dense.stored_tensor
+    warm_start  sparse_optim_state
+    target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
+    reader  verify  sources  sparse.filler  sparse.source  sparse.optim.optimizer
+    sparse.table  inventory  plan_report
+    load_plan  commit  rotation  dense.loader  sparse.module  sparse.shards  sparse.verifier
+    listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
+    storage  load_conf  dense.torch_file  sparse.catalog  sparse.column  sparse.index  sparse.initializers
+    manifest  io_state  renames  storage.local  storage.objects  storage.spool  dense.stored_tensor  sparse.random
     layout  strict_json  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
-    progress  background  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
+    progress  background  text  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
     sparse.optim.groups
     types  errors
 """
@@ -47,10 +47,12 @@ LIBRARIES = {
 
 TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
-    *("checked", "background", "progress", "load_conf", "reader", "verify", "__main__", "commit", "rotation"),
+    *("checked", "background", "progress", "reader", "verify", "__main__", "commit", "rotation", "text"),
+    *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
+    "sparse.row_filter",
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
     *("dense", "dense.torch_file", "dense.stored_tensor", "dense.torch_pickle"),
-    *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify"),
+    *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.plan"),
 ]
 
 

@@ -406,6 +406,61 @@ def test_a_file_that_is_no_torch_file_is_corrupt(live, output_dir, forge, name, 
     assert error.path == f"ckpt_10/{name}"
 
 
+STATES = {
+    "rng_0.pt": [
+        *({key: None} for key in ("torch", "cuda", "numpy", "python")),
+        {"torch": 3},
+        {"torch": torch.zeros(10, dtype=torch.uint8)},
+        {"torch": torch.zeros(5056)},
+        {"cuda": 3},
+        {"cuda": ["x"]},
+        {"cuda": [torch.zeros(16)]},
+        {"numpy": []},
+        {"numpy": ["MT19937", 5, 0, 0, 0.0]},
+        {"numpy": ["MT19937", torch.zeros(3, dtype=torch.int64), 0, 0, 0.0]},
+        {"python": (3, (1, 2), None)},
+        {"python": "x"},
+    ],
+    "extra.pt": [
+        {"sparse_optim": None},
+        {"dense_optim": None},
+        *({"sparse_optim": state} for state in (5, [], {"state": 5}, {"param_groups": {}}, {"param_groups": [1]})),
+        {"sparse_optim": {"state": {}, "param_groups": [{"tables": 5}]}},
+        {"sparse_optim": {"state": {}, "param_groups": [{"tables": [["item"]]}]}},
+    ],
+    "io_state_0.pt": [{"stream": None}],
+}
+
+
+@pytest.mark.parametrize(("name", "change"), [(name, change) for name in STATES for change in STATES[name]], ids=str)
+def test_a_state_of_another_kind_is_corrupt_though_its_checksum_is_right(live, output_dir, forge, name, change):
+    """None stands for a key that is left out."""
+    state = torch.load(forge.path(name), weights_only=True)
+    forge.save(name, {key: value for key, value in {**state, **change}.items() if value is not None})
+    refused(live, output_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "state"),
+    [
+        ("extra.pt", "sparse_optim", {"state": {"item": {"step": "x"}}, "param_groups": []}),
+        ("extra.pt", "sparse_optim", {"state": {"item": 5}, "param_groups": []}),
+        ("extra.pt", "dense_optim", 5),
+        ("extra.pt", "dense_optim", {"state": {}}),
+        ("io_state_0.pt", "stream", 5),
+        ("io_state_0.pt", "stream", {"place": 5}),
+    ],
+    ids=str,
+)
+def test_a_state_that_its_object_refuses_is_named(live, output_dir, forge, name, key, state):
+    found = torch.load(forge.path(name), weights_only=True)
+    if key == "sparse_optim":
+        state = {**found[key], **state}
+    forge.save(name, {**found, key: state})
+    error = refused(live, output_dir, (StateMismatchError, CorruptCheckpointError))
+    assert key.replace("_", " ").removesuffix(" optim") in str(error).replace("_", " ")
+
+
 def test_tensors_that_do_not_fit_are_named_all_at_once(live, output_dir, forge):
     state = torch.load(forge.path("model.pt"), weights_only=True)
     del state["top.bias"]
@@ -478,7 +533,9 @@ def test_a_model_bank_that_is_none_is_refused(live, output_dir, bank):
 
 def test_a_bank_with_one_path_to_nothing_loads_nothing_at_all(live, output_dir):
     bank = [{"path": str(output_dir)}, {"path": str(output_dir.parent / "nothing")}]
-    refused(live, output_dir, CheckpointNotFoundError, lambda: live.manager.load_model_bank(bank))
+    refused(live, output_dir, CheckpointNotFoundError, lambda: live.saver.load_by_config(bank))
+    fresh = Run(output_dir.parent / "other", seed=5).train(3)
+    refused(fresh, output_dir, CheckpointNotFoundError, lambda: fresh.manager.load_model_bank(bank))
 
 
 def test_an_output_dir_that_is_a_file_is_refused_at_construction(tmp_path):
@@ -540,7 +597,10 @@ def test_a_checkpoint_that_was_copied_loads_wherever_it_lies(output_dir, tmp_pat
     shutil.rmtree(output_dir / "ckpt_10")
     live.saver.load(str(copy), direct_path=True)
     live.saver.load(str(tmp_path / "other"), "ckpt_10")
-    assert live.saver.load(str(tmp_path / "other")).step == 10
+    report = live.saver.load(str(tmp_path / "other"))
+    assert report.sources == (str(tmp_path / "other" / "renamed"),)
+    assert live.manager.global_step == 3, "the step of another run is not taken unless it is asked for"
+    assert live.saver.load(str(tmp_path / "other"), load_conf={"load": ["*", "global_step"]}).global_step == 10
 
 
 def test_memory_stores_hold_the_same(memory_url):

@@ -15,6 +15,7 @@ from crash_worker import SAVE_FAILED, Job
 
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 STRACE = shutil.which("strace")
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
 
 
 class Worker:
@@ -175,7 +176,7 @@ def test_a_rotation_before_the_commit_would_be_found(worker, tmp_path):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", SCENES)
 def test_a_kill_at_every_call_loses_nothing(worker, tmp_path, name, call):
-    scene(tmp_path, name).kill_at(worker, tmp_path, call)
+    scene(tmp_path, name).kill_at(worker, tmp_path, call, SWEEP_STRIDE)
 
 
 @pytest.mark.slow
@@ -194,7 +195,7 @@ def test_a_kill_at_every_call_loses_nothing(worker, tmp_path, name, call):
 @pytest.mark.parametrize("name", SCENES)
 def test_an_error_at_every_call_leaves_the_old_checkpoint_or_the_new_one(worker, tmp_path, name, call, error, for_ever):
     place = scene(tmp_path, name)
-    for k in range(1, 200, 1 if call != "openat" else 3):
+    for k in range(1, 200, SWEEP_STRIDE * (3 if call == "openat" else 1)):
         inject = f"{call}:error={error}:when={k}{for_ever}"
         if place.disturb(worker, tmp_path / str(k), inject) == 0:
             break

@@ -142,17 +142,40 @@ def rows_of(state):
     return {int(i): b"".join(c[k].tobytes() for c in columns) for k, i in enumerate(ids)}
 
 
+def test_each_rank_starts_from_a_bank_with_its_own_rows_and_reports_them(two_ranks):
+    first, second = results_of(two_ranks, "start_from_a_bank")
+    for result in (first, second):
+        assert result["equal"]
+        assert result["reported"] == result["rows"]
+        assert result["step"] == (1, 1)
+        assert result["resumed"]
+    assert first["rows"] != second["rows"]
+
+
 def test_dataset_positions_of_two_ranks_are_not_those_of_one(two_ranks):
     saver = Saver(ClickModel(), output_dir=str(two_ranks[0] / "save_and_restore"))
     stream = Stream()
     saver.register_io_state("stream", stream)
     conf = {"load": ["sparse", "dense", "io_state"]}
-    with pytest.raises(StateMismatchError, match=r"'number of shards': found 2, expected 1[\s\S]*exclude"):
+    with pytest.raises(
+        StateMismatchError, match=r"'io state stream': found .* 2 shards, expected 1: .*merge_io_state.*exclude"
+    ):
         saver.load(load_conf=conf)
     assert len(saver.model.users) == 0
     saver.load(load_conf={**conf, "exclude": ["io_state"]})
     assert stream.position == 0
     assert len(saver.model.users) > 0
+
+
+def test_dataset_positions_of_two_ranks_are_merged_by_a_dataset_that_knows_how(two_ranks):
+    class Merging(Stream):
+        def merge_io_state(self, states, index, count):
+            return {"position": [state["position"] for state in states] + [index, count]}
+
+    saver, stream = Saver(ClickModel(), output_dir=str(two_ranks[0] / "save_and_restore")), Merging()
+    saver.register_io_state("stream", stream)
+    saver.load(load_conf={"load": ["io_state"]})
+    assert stream.position == [3, 6, 0, 1]
 
 
 def test_a_failure_on_one_rank_is_raised_on_both_and_commits_nothing(two_ranks):

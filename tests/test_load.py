@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel, flip_bit, table_state
+from builders import OPTIMIZERS, ClickModel, bits, flip_bit, table_state
 from foreign import ForeignTable
 from torch import nn
 
 from recckpt import CorruptCheckpointError, Saver, StateMismatchError
-from recckpt.load import _with_prefix_of
+from recckpt.inventory import dense_prefix
 from recckpt.sparse import HashTable, Normal, gen_slice
+from recckpt.sparse.codec import PartReader
 
 
 def with_tables(*tables):
@@ -159,20 +160,74 @@ def test_a_tensor_stays_where_it_is_and_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("live", "found", "expected"),
+    ("live", "found", "strip_and_add"),
     [
-        (["a", "b"], ["a", "b"], ["a", "b"]),
-        (["a", "b"], ["module.a", "module.b"], ["a", "b"]),
-        (["module.a"], ["a"], ["module.a"]),
-        (["module.a"], ["module.a"], ["module.a"]),
-        (["a", "module.b"], ["module.b", "c"], ["module.b", "c"]),
-        (["a"], ["module.a", "b"], ["module.a", "b"]),
-        ([], ["module.a"], ["module.a"]),
-        (["module.a"], [], []),
+        (["a", "b"], ["a", "b"], ("", "")),
+        (["a", "b"], ["module.a", "module.b"], ("module.", "")),
+        (["module.a"], ["a"], ("", "module.")),
+        (["module.a"], ["module.a"], ("", "")),
+        (["a", "module.b"], ["module.b", "c"], ("", "")),
+        (["a"], ["module.a", "b"], ("", "")),
+        ([], ["module.a"], ("", "")),
+        (["module.a"], [], ("", "")),
     ],
 )
-def test_the_prefix_of_a_wrapper_is_a_matter_of_all_names_or_none(live, found, expected):
-    assert list(_with_prefix_of(dict.fromkeys(live), dict.fromkeys(found))) == expected
+def test_the_prefix_of_a_wrapper_is_a_matter_of_all_names_or_none(live, found, strip_and_add):
+    assert dense_prefix(found, live) == strip_and_add
+
+
+def test_a_foreign_table_takes_whole_rows_of_one_checkpoint_or_nothing(tmp_path):
+    none = torch.tensor([9]), torch.zeros(1, 2)
+    foreign, ours = ForeignTable("t", *none, {"sparse_sum": torch.zeros(1)}), HashTable(2, name="ours")
+    twin = HashTable(2, name="t")
+    twin.add_slot("sparse_sum", ())
+    twin(torch.arange(3))
+    filled = HashTable(2, name="ours")
+    filled(torch.arange(3))
+    Saver(with_tables(twin, filled), output_dir=str(tmp_path)).save("c")
+    saver = Saver(with_tables(foreign, ours), output_dir=str(tmp_path))
+    for conf in ({"load": ["sparse_opt"]}, {"load": ["ours", "t@id"], "exclude": ["t@embedding"]}):
+        before = table_state(foreign)
+        with pytest.raises(StateMismatchError, match=r"'t': found only .*no recckpt.HashTable"):
+            saver.load(load_conf=conf)
+        assert (table_state(foreign), len(ours)) == (before, 0)
+    saver.load(load_conf={"exclude": ["t"]})
+    assert (len(foreign), len(ours)) == (1, 3)
+    saver.load()
+    assert table_state(foreign) == table_state(twin)
+
+
+def test_slots_that_come_from_elsewhere_are_read_once(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        saved(str(tmp_path / name))
+    read, seen = PartReader.read, []
+    monkeypatch.setattr(PartReader, "read", lambda self, number: (seen.append(self.path), read(self, number))[1])
+    model = ClickModel()
+    saver = Saver(model, OPTIMIZERS["adagrad"](model.tables), str(tmp_path / "own"))
+    bank = [
+        {"path": str(tmp_path / "a"), "load": ["user/1", "item"], "exclude": ["sparse_opt"]},
+        {"path": str(tmp_path / "b"), "load": ["sparse_opt"]},
+    ]
+    report = saver.load_by_config(bank)
+    assert len(seen) == 4, "two tables of two checkpoints"
+    assert report.rows_taken == {"user/1": 1000, "item": 1000}, "each row once, wherever its slots come from"
+
+
+def test_damage_in_the_second_of_two_checkpoints_changes_no_table(tmp_path):
+    """Neither one that has rows to lose nor one that was empty."""
+    saved(str(tmp_path / "a"), 50)
+    model, _ = saved(str(tmp_path / "b"), 60)
+    [part] = (tmp_path / "b" / "c" / "sparse").glob("*.arrow")
+    flip_bit(part, part.read_bytes().index(bits(model.items.lookup(torch.tensor([7]))[0])))
+    bank = [{"path": str(tmp_path / "a"), "load": ["user/1"]}, {"path": str(tmp_path / "b"), "load": ["item"]}]
+    for n_rows in (0, 5):
+        model = ClickModel()
+        model.users(torch.arange(n_rows))
+        saver = Saver(model, OPTIMIZERS["adagrad"](model.tables), str(tmp_path / "own"))
+        before = tables(model)
+        with pytest.raises(CorruptCheckpointError, match="arrow"):
+            saver.load_by_config(bank)
+        assert tables(model) == before
 
 
 def test_a_parameter_and_a_plain_value_are_not_the_same_thing(tmp_path):

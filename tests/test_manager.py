@@ -15,6 +15,9 @@ from recckpt import (
     Saver,
     StateMismatchError,
 )
+from recckpt.listing import list_checkpoints, newest
+from recckpt.load_conf import Entry
+from recckpt.sources import Source
 
 
 def small(url, interval=1, max_keep=1):
@@ -54,6 +57,16 @@ def test_a_run_may_be_saved_at_any_step(tmp_path):
     advance(manager, weight, 7)
     manifest = manager.save(state={"auc": 0.7})
     assert (manifest.ckpt_id, manifest.step, manifest.state) == ("ckpt_7", 7, {"auc": 0.7})
+
+
+def test_a_step_that_saves_takes_what_is_to_be_kept_with_it(tmp_path):
+    manager, _ = small(tmp_path, interval=2, max_keep=None)
+    for step in range(1, 5):
+        manager.step(state={"auc": step / 10, "phase": "warm"})
+    manager.step()
+    manager.step()
+    kept = [found.manifest.state for found in list_checkpoints(manager.saver.storage).committed]
+    assert kept == [{"auc": 0.2, "phase": "warm"}, {"auc": 0.4, "phase": "warm"}, {}]
 
 
 def test_saving_twice_on_one_step_is_one_checkpoint(tmp_path, caplog):
@@ -328,14 +341,12 @@ def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_pa
     manager = CheckpointManager(Saver(nn.Linear(1, 1, bias=False), output_dir=str(tmp_path)), 1)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    checkpoint = manager._candidates(None)[0]
-    manager.saver.load_checkpoint(manager.saver.storage, checkpoint, _everything(), shard_num=2, rng=True)
+
+    def load(shard_num):
+        source = Source(Entry(strict=True, is_own=True), manager.saver.storage, newest(manager.saver.storage))
+        manager.saver.load_sources([source], shard_num=shard_num, rng=True)
+
+    load(2)
     assert torch.equal(torch.get_rng_state(), before)
-    manager.saver.load_checkpoint(manager.saver.storage, checkpoint, _everything(), shard_num=1, rng=True)
+    load(1)
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-def _everything():
-    from recckpt.load_conf import Selection
-
-    return Selection()

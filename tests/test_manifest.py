@@ -35,6 +35,7 @@ def example() -> Manifest:
             FileEntry(layout.catalog(0, 2), 3, 0),
             FileEntry(layout.catalog(1, 2), 4, 1),
         ),
+        names={"extra": ("sparse_optim", "ü"), "io_state": ()},
         state={"loss": 0.25, "epoch": 3, "name": "ü", "done": True, "best": None},
         writer={"recckpt": "0.1.0"},
         ephemeral=True,
@@ -58,7 +59,7 @@ def test_the_bytes_are_those_of_the_specification():
     assert data.endswith(b',\n  "manifest_xxh3": "%s"\n}\n' % values["manifest_xxh3"].encode())
     assert list(values) == [
         *("format", "version", "checksum", "ckpt_id", "save_id", "kind", "parent", "epoch", "seq", "step", "time"),
-        *("shards", "tables", "files", "state", "flags", "writer", "manifest_xxh3"),
+        *("shards", "tables", "files", "names", "state", "flags", "writer", "manifest_xxh3"),
     ]
     assert values["files"][1] == {"name": "sparse/00000-of-00002.g0.00.arrow", "bytes": 2**50}
     assert values["files"][0]["xxh3"] == "f" * 16
@@ -79,6 +80,19 @@ def test_whatever_can_be_saved_comes_back(name, rows, state, dtype, shape):
     tables = (TableEntry(name, rows, (SlotSpec("embedding", dtype, shape),)),)
     record = replace(example(), tables=tables, state=state)
     assert decode(encode(record), PATH) == record
+
+
+def test_the_names_of_registered_objects_may_be_absent_in_whole_or_in_part():
+    values = json.loads(encode(example()))
+    del values["manifest_xxh3"], values["names"]
+    assert decode(sealed(json.dumps(values).encode()), PATH) == replace(example(), names={})
+    assert decode(edited(names={"extra": ["x"], "later": [1]}), PATH) == replace(example(), names={"extra": ("x",)})
+
+
+@pytest.mark.parametrize("names", [[], "x", {"extra": "x"}, {"io_state": [1]}])
+def test_names_of_another_type_are_corrupt(names):
+    with pytest.raises(CorruptCheckpointError, match=r"names|extra|io_state"):
+        decode(edited(names=names), PATH)
 
 
 def test_fields_that_nobody_knows_are_ignored():
@@ -217,8 +231,8 @@ def test_an_unsafe_name_is_refused(name):
 def test_a_missing_field_is_corrupt(field):
     values = json.loads(encode(example()))
     del values["manifest_xxh3"]
-    if values.pop(field, None) is None or field in ("step", "parent"):
-        return  # may be null
+    if values.pop(field, None) is None or field in ("step", "parent", "names"):
+        return  # may be null, or absent
     with pytest.raises(CorruptCheckpointError):
         decode(sealed(json.dumps(values).encode()), PATH)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from recckpt import SaveFailedError, Saver
 from recckpt.errors import StateMismatchError
-from recckpt.listing import list_checkpoints
+from recckpt.listing import list_checkpoints, newest
 from recckpt.manifest import ShardEntry, TableEntry
 from recckpt.save import ShardRecord, _tables_of_all
 from recckpt.sparse import HashTable
@@ -64,18 +64,20 @@ def test_checkpoints_are_numbered_in_the_order_of_their_commits(tmp_path):
     assert Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).save("d").seq == 4
 
 
-def test_one_line_is_logged_for_a_save_and_for_a_load(tmp_path, caplog):
+def test_one_line_is_logged_for_a_save_and_for_a_load_and_one_for_each_checkpoint_that_was_taken_from(tmp_path, caplog):
     caplog.set_level(logging.INFO, "recckpt")
     model = ClickModel()
     model.users(torch.arange(1000))
     saver = Saver(model, output_dir=str(tmp_path))
     saver.save("c")
     saver.load()
-    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
+    *lines, taken = [record.getMessage() for record in caplog.records]
+    assert [line.split(" in ")[0] for line in lines] == [
         "saving c: 1,000 rows, 0.0 MB",
         "loading c: 1,000 rows, 0.0 MB",
     ]
-    assert all("GB/s" in record.getMessage() for record in caplog.records)
+    assert all("GB/s" in line for line in lines)
+    assert taken.startswith(f"{tmp_path}/c: 2 tables, 1,000 rows, 7 tensors, ")
 
 
 # failures: one operation of the storage fails, once or from then on
@@ -162,10 +164,12 @@ def fail_at_every_call(tmp_path, monkeypatch, owner, method, for_ever, stride):
             assert isinstance(failure.__cause__, OSError)
             assert "'new' failed on rank 0: OSError: [Errno 5] injected; nothing was committed" in str(failure)
         other, loader = build(url)
-        assert loader.load().ckpt_id == ("new" if saved else "old")
+        assert newest(loader.storage).ckpt_id == ("new" if saved else "old")
+        loader.load()
         assert table_state(other) == (new if saved else old)
         saver.save("new", overwrite=True)
-        assert loader.load().ckpt_id == "new"
+        assert newest(loader.storage).ckpt_id == "new"
+        loader.load()
         assert table_state(other) == new
         assert len(checkpoints(url)) == 1
         shutil.rmtree(url)

@@ -8,9 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders import OPTIMIZERS, ClickModel, bits, checkpoints, table_state, tree
+from forge import Forge
 from torch import nn
 
-from recckpt import CheckpointExistsError, CheckpointNotFoundError, LoadConfError, Saver, StateMismatchError
+from recckpt import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadConfError,
+    Saver,
+    StateMismatchError,
+)
 from recckpt.sparse import HashTable
 
 
@@ -338,8 +346,8 @@ def test_a_load_takes_the_newest_checkpoint_or_the_one_that_is_named(tmp_path):
         saver.save(f"c{n}")
 
     def loaded(saver, **kwargs):
-        manifest = saver.load(**kwargs)
-        return manifest.ckpt_id, saver.model.weight.item()
+        [source] = saver.load(**kwargs).sources
+        return source.rpartition("/")[2], saver.model.weight.item()
 
     other = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "other"))
     own = str(tmp_path / "own")
@@ -426,13 +434,13 @@ def test_each_group_is_loaded_independently_of_the_others(tmp_path, chosen):
     for group in set(GROUPS) - {"sparse_opt"}:
         assert after[group] == (there if group in chosen else before)[group], group
     optimizer, slots = after["sparse_opt"]
-    assert optimizer == (there if "sparse_opt" in chosen else before)["sparse_opt"][0]
     if "sparse_opt" in chosen:
-        assert slots == there["sparse_opt"][1]
-    elif "sparse" in chosen:  # new rows start at the initial value of their slots
+        assert (optimizer, slots) == there["sparse_opt"]
+    elif "sparse" in chosen:  # new rows start at the initial value of their slots, and their tables at step 0
         assert not any(any(slot) for table in slots.values() for slot in table.values())
+        assert optimizer == {**before["sparse_opt"][0], "state": {}}
     else:
-        assert slots == before["sparse_opt"][1]
+        assert (optimizer, slots) == before["sparse_opt"]
 
 
 def test_optimizer_slots_alone_go_to_the_ids_that_the_table_has(tmp_path):
@@ -452,11 +460,21 @@ def test_optimizer_slots_alone_go_to_the_ids_that_the_table_has(tmp_path):
     assert other.slots["sparse_adagrad_sum"].tolist() == [pytest.approx([1.1, 1.1]), pytest.approx([0.1, 0.1])]
 
 
-@pytest.mark.parametrize("conf", [{"load": ["dens"]}, {"lod": []}, {"exclude": "sparse"}, ["sparse"]])
+@pytest.mark.parametrize("conf", [{"load": [3]}, {"lod": []}, {"exclude": "sparse"}, ["sparse"], {"path": "x"}])
 def test_a_load_conf_that_means_nothing_is_refused_before_anything_is_read(tmp_path, conf):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
     with pytest.raises(LoadConfError):  # and not CheckpointNotFoundError
         saver.load(load_conf=conf)
+
+
+def test_a_name_that_nothing_has_is_refused_and_nothing_changes(tmp_path):
+    Saver(*trained(), str(tmp_path)).save("c")
+    model, optim = trained(1)
+    before = tensors(model), tables(model), optim.state_dict()
+    for key in ("load", "exclude"):
+        with pytest.raises(LoadConfError, match=r"'dens' .* did you mean 'dense'"):
+            Saver(model, optim, str(tmp_path)).load(load_conf={key: ["dens"]})
+    assert (tensors(model), tables(model), optim.state_dict()) == before
 
 
 def test_load_by_config_takes_an_output_dir_or_a_checkpoint(tmp_path):
@@ -468,9 +486,11 @@ def test_load_by_config_takes_an_output_dir_or_a_checkpoint(tmp_path):
     source.save("c2")
     other, other_optim = trained(1)
     saver = Saver(other, other_optim, str(tmp_path / "b"))
-    assert saver.load_by_config({"path": str(tmp_path / "a"), "load": ["sparse"]}).ckpt_id == "c2"
+    report = saver.load_by_config({"path": str(tmp_path / "a"), "load": ["sparse"]})
+    assert report.sources == (str(tmp_path / "a" / "c2"),)
+    assert report.rows_taken == {table.name: len(table) for table in model.tables}
     assert len(other.users) == len(model.users)
-    assert saver.load_by_config({"path": str(tmp_path / "a" / "c1")}).ckpt_id == "c1"
+    assert saver.load_by_config({"path": str(tmp_path / "a" / "c1")}).sources == (str(tmp_path / "a" / "c1"),)
     assert tables(other) == old
     with pytest.raises(LoadConfError, match="'path'"):
         saver.load_by_config({"load": ["sparse"]})
@@ -487,13 +507,13 @@ def test_strict_false_loads_what_fits_by_name(tmp_path, caplog):
     saver = Saver(live, output_dir=str(tmp_path))
     with pytest.raises(StateMismatchError) as caught:
         saver.load()
-    assert caught.value.missing == ["new", "c.weight", "c.bias"]
-    assert caught.value.unexpected == ["gone", "b.weight", "b.bias"]
+    assert caught.value.missing == ["new", "c.bias", "c.weight"]
+    assert sorted(caught.value.unexpected) == ["b.bias", "b.weight", "gone"]
     saver.load(load_conf={"strict": False})
     assert live["a"].weight.item() == saved["a"].weight.item()
     assert live["c"].weight.item() == kept
-    assert "'new' is not in the checkpoint" in caplog.text
-    assert "'gone' of the checkpoint is not in the model" in caplog.text
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert all(any(f"'{name}'" in message for message in messages) for name in ("new", "gone", "c.bias", "b.bias"))
 
 
 def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
@@ -517,8 +537,8 @@ def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
     with pytest.raises(StateMismatchError) as caught:
         saver.load()
     error = caught.value
-    assert error.missing == ["come", "new.weight", "new.bias"]
-    assert error.unexpected == ["gone", "old.weight", "old.bias"]
+    assert error.missing == ["come", "new.bias", "new.weight"]
+    assert sorted(error.unexpected) == ["gone", "old.bias", "old.weight"]
     slots = ("embedding", "sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
     assert set(error.mismatched) == {
         *(f"{table}@{slot}" for table in ("t", "u") for slot in slots),
@@ -533,41 +553,88 @@ def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
     assert value.state == "before"
 
 
-def test_another_optimizer_is_refused_and_nothing_changes(tmp_path):
-    Saver(*trained(optimizer="adam"), str(tmp_path)).save("c")
+def test_tables_of_another_optimizer_keep_ids_and_embeddings_and_start_their_slots_fresh(tmp_path, caplog):
+    saved, saved_optim = trained(optimizer="adam")
+    Saver(saved, saved_optim, str(tmp_path)).save("c")
     model, optim = trained(1, optimizer="adagrad")
-    before = tensors(model), tables(model), optim.state_dict()
-    saver = Saver(model, optim, str(tmp_path))
-    with pytest.raises(StateMismatchError, match="sparse_adagrad_sum"):
-        saver.load()
-    assert (tensors(model), tables(model), optim.state_dict()) == before
-    saver.load(load_conf={"exclude": ["sparse_opt"]})
-    assert set(model.users.slots) == {"sparse_adagrad_sum"}
+    lr = optim.param_groups[0]["lr"]
+    report = Saver(model, optim, str(tmp_path)).load()
+    for table, other in zip(model.tables, saved.tables, strict=True):
+        assert sorted(table.ids().tolist()) == sorted(other.ids().tolist())
+        assert torch.equal(table.lookup(other.ids())[0], other.embeddings())
+        assert set(table.slots) == {"sparse_adagrad_sum"}
+        assert torch.equal(table.slots["sparse_adagrad_sum"], torch.full((len(table), 4), 0.1))
+    assert tensors(model) == tensors(saved)
+    assert optim.state_dict()["state"] == {}
+    assert optim.param_groups[0]["lr"] == lr
+    fresh = {item.name.text: item.reason for item in report.fresh if item.name.group != "global_step"}
+    assert set(fresh) == {"sparse_optim", "item@sparse_adagrad_sum", "user/1@sparse_adagrad_sum"}
+    assert "sparse_adam_exp_avg" in fresh["sparse_optim"]
+    warnings = " ".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert all(repr(name) in warnings for name in fresh)
+    model(torch.arange(5), torch.arange(5)).sum().backward()
+    optim.step()
 
 
-def test_an_object_that_refuses_its_state_stops_the_load_and_nothing_changes(tmp_path):
+@pytest.mark.parametrize("kind", ["register_for_checkpointing", "register_io_state"])
+def test_an_object_that_refuses_its_state_stops_the_load_and_nothing_changes(tmp_path, kind):
+    class Refusing(Value):
+        def load_state_dict(self, state):
+            if state != {"mine": 1}:
+                raise KeyError("parameter group")
+
     model, optim = trained()
     saver = Saver(model, optim, str(tmp_path))
-    saver.register_for_checkpointing("dense", torch.optim.Adam(model.top.parameters()))
+    saver.register_for_checkpointing("other", Value({"n": 1}))
+    saver.register_io_state("other data", Value({"n": 1}))
+    getattr(saver, kind)("picky", Value({"n": 1}))
     saver.save("c")
-    other, other_optim = trained(1)
-    loader = Saver(other, other_optim, str(tmp_path))
-    loader.register_for_checkpointing("dense", torch.optim.Adam([other.top.weight]))  # one parameter less
-    before = tensors(other), tables(other), other_optim.state_dict()
-    with pytest.raises(StateMismatchError, match=r"'dense'[\s\S]*parameter group"):
+    live, live_optim = trained(1)
+    loader, others = Saver(live, live_optim, str(tmp_path)), (Value({"n": 2}), Value({"n": 2}))
+    loader.register_for_checkpointing("other", others[0])
+    loader.register_io_state("other data", others[1])
+    getattr(loader, kind)("picky", Refusing({"mine": 1}))
+    before = tensors(live), tables(live), live_optim.state_dict()
+    with pytest.raises(StateMismatchError, match=r"'picky'[\s\S]*parameter group"):
         loader.load()
-    assert (tensors(other), tables(other), other_optim.state_dict()) == before
+    assert (tensors(live), tables(live), live_optim.state_dict()) == before
+    assert [value.state for value in others] == [{"n": 2}, {"n": 2}]
+
+
+def test_a_dataset_that_cannot_tell_where_it_is_before_it_begins_is_loaded(tmp_path):
+    class Late(Value):
+        def state_dict(self):
+            return {"position": self.state["position"]}
+
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    saver.register_io_state("d", Late({"position": 5}))
+    saver.save("c")
+    loader, late = Saver(nn.Linear(1, 1), output_dir=str(tmp_path)), Late(None)
+    loader.register_io_state("d", late)
+    loader.load()
+    assert late.state == {"position": 5}
+
+
+def test_a_dataset_that_a_rank_did_not_save_is_refused_by_name(tmp_path):
+    saver, data = Saver(nn.Linear(1, 1), output_dir=str(tmp_path)), Value({"n": 1})
+    saver.register_io_state("d", data)
+    saver.save("c")
+    data.state = {"n": 2}
+    Forge(tmp_path / "c").save("io_state_0.pt", {})
+    with pytest.raises(CorruptCheckpointError, match=r"io_state_0.pt at 'd'"):
+        saver.load()
+    assert data.state == {"n": 2}
 
 
 def test_a_sparse_optimizer_that_was_not_saved_starts_afresh_and_is_reported(tmp_path, caplog):
     model = trained(optimizer="sgd")[0]
     Saver(model, output_dir=str(tmp_path)).save("c")
     other, optim = trained(1)
-    step = optim.state_dict()["state"]["item"]
     Saver(other, optim, str(tmp_path)).load()
-    assert optim.state_dict()["state"]["item"] == step
-    assert "the sparse optimizer is not in the checkpoint" in caplog.text
-    assert "has no slot 'sparse_adamw_exp_avg'" in caplog.text
+    assert optim.state_dict()["state"] == {}, "as the slots do"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for name in ("sparse_optim", "item@sparse_adamw_exp_avg", "user/1@sparse_adamw_exp_avg"):
+        assert any(f"'{name}'" in warning for warning in warnings), name
     assert not other.users.slots["sparse_adamw_exp_avg"].any()
 
 

@@ -42,6 +42,12 @@ def test_a_table_and_a_tensor_of_one_name_are_refused_by_name():
         split_sparse_dense_state_dict({"x.w": HashTable(2, name="w"), "w": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("key", [0, None, b"w"])
+def test_a_key_that_is_no_name_is_refused(key):
+    with pytest.raises(ValueError, match="keys of a state dict are names"):
+        split_sparse_dense_state_dict({"w": torch.zeros(1), key: torch.zeros(1)})
+
+
 def test_wrappers_are_looked_through_however_deep_they_lie():
     model = nn.Linear(2, 1)
     assert unwrap(model) is model

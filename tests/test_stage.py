@@ -119,6 +119,7 @@ def test_whatever_fits_the_protocol_is_a_table():
         (Foreign(torch.arange(3), torch.ones(2, 2)), "embedding"),
         (Foreign(torch.arange(3), torch.ones(3, 2), {"sum": torch.ones(4)}), "sum"),
         (Foreign(torch.arange(3, dtype=torch.int32), torch.ones(3, 2)), "id"),
+        (Foreign(torch.tensor([5, 1, 5]), torch.ones(3, 2)), "id"),
         (Foreign(torch.arange(3), torch.ones(3, 2, dtype=torch.complex64)), "embedding"),
     ],
 )

@@ -72,6 +72,24 @@ def save_and_restore(rank, url):
     }
 
 
+def start_from_a_bank(rank, url):
+    source = Rank(rank, url / "source").train(3)
+    source.manager.save()
+    run = Rank(rank, url / "own")
+    report = run.manager.load_model_bank([{"path": str(url / "source")}])
+    state = {name: table["id"] for name, table in run.state()["tables"].items()}
+    run.train(1).manager.save()
+    resumed = Rank(rank, url / "own")
+    resumed.manager.load_model_bank([{"path": str(url / "gone")}])
+    return {
+        "rows": {name: len(ids) // 8 for name, ids in state.items()},
+        "equal": state == {name: table["id"] for name, table in source.state()["tables"].items()},
+        "reported": report.rows_taken,
+        "step": (run.manager.global_step, resumed.manager.global_step),
+        "resumed": resumed.state() == run.state(),
+    }
+
+
 def fail_to_write(rank, url):
     run = Rank(rank, url).train(1)
     run.manager.save()
@@ -167,6 +185,7 @@ def save_each_for_itself(rank, url):
 
 SCENES = [
     save_and_restore,
+    start_from_a_bank,
     fail_to_write,
     stage_what_cannot_be_saved,
     disagree_on_a_table,

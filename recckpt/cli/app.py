@@ -15,7 +15,7 @@ from recckpt.errors import RecckptError
 from recckpt.text import one_line
 
 _INTERRUPTED = 130  # as a shell says it
-_MODULES = {"ls": "ls", "show": "show", "head": "rows", "get": "rows", "verify": "verify"}
+_MODULES = {"ls": "ls", "show": "show", "head": "rows", "get": "rows", "verify": "verify", "plan": "plan"}
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 
 
@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", "look for damage, down to every byte")
     verify.add_argument("path", metavar="CKPT|DIR", help="a checkpoint, or an output dir, of which all are checked")
     verify.add_argument("--quick", action="store_true", help="check manifests and file sizes only")
+    plan = command("plan", "say what a model bank would load, from where, without loading it")
+    plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
+    plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")
     return parser
 
 

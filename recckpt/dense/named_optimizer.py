@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-
-log = logging.getLogger("recckpt")
 
 NAMES = "param_names"  # part of the format, and torch's own word for it
 SHAPES = "param_shapes"  # part of the format: moments need not have the parameter's shape, so it is kept beside
@@ -41,8 +38,8 @@ class NamedOptimizer:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a state dict by names where it has them, else as torch does.
 
-        A parameter without a partner of its name and shape starts fresh, which is logged; a group takes the
-        settings of the saved group that most of its parameters were in.
+        A parameter without a partner of its name and shape starts fresh and is kept in :attr:`fresh`; a group takes
+        the settings of the saved group that most of its parameters were in.
 
         Raises:
             ValueError: a state dict without names does not fit, as torch says.
@@ -59,7 +56,7 @@ class NamedOptimizer:
         live, state, param_groups = self.optimizer.state_dict(), {}, []
         groups = zip(live["param_groups"], self._group_names(), self.optimizer.param_groups, strict=True)
         for group, names, live_group in groups:
-            param_groups.append({**group, **_settings_for(names, saved["param_groups"], group)})
+            param_groups.append({**group, **_settings_for(names, saved["param_groups"])})
             for index, name, parameter in zip(group["params"], names, live_group["params"], strict=True):
                 at = saved_at.get((name, tuple(parameter.shape)))
                 if at is None:
@@ -67,8 +64,6 @@ class NamedOptimizer:
                 elif at in saved["state"]:
                     state[index] = saved["state"][at]
         self.optimizer.load_state_dict({**live, "state": state, "param_groups": param_groups})
-        for name in self.fresh:
-            log.warning("optimizer: no state in the checkpoint fits parameter %r; it starts fresh", name)
 
     def _group_names(self) -> list[list[str]]:
         names = {id(parameter): name for name, parameter in self._named_parameters()}
@@ -78,9 +73,9 @@ class NamedOptimizer:
         ]
 
 
-def _settings_for(names: list[str], saved_groups: list[dict[str, Any]], live: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_for(names: list[str], saved_groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the settings of the saved group that shares most names, or nothing where none does."""
     best = max(saved_groups, key=lambda group: len(set(names) & set(group[NAMES])), default=None)
     if best is None or not set(names) & set(best[NAMES]):
         return {}
-    return {key: value for key, value in best.items() if key in live and key not in ("params", NAMES, SHAPES)}
+    return {key: value for key, value in best.items() if key not in ("params", NAMES, SHAPES)}

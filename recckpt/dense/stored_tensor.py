@@ -88,7 +88,7 @@ class StoredTensor:
 def unpickle(data: bytes, path: str, where: str) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Return the tensors and the plain values, by name, of a pickled dict.
 
-    In plain values a tensor comes as its :class:`StoredTensor`, a dtype or device as a string.
+    In plain values a tensor comes as its :class:`StoredTensor`, a dtype or device as a string, a set as a list.
 
     Raises:
         CorruptCheckpointError: the pickle is broken, or has anything that a dict of tensors does not need.
@@ -203,6 +203,11 @@ def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
     return text.encode("latin1") if encoding == "latin1" else refuse_type(encoding, "latin1")
 
 
+def _set(items: Any = ()) -> list[Any]:
+    """A set comes as a list: what is in it need not be hashed here."""
+    return list(items) if type(items) in (list, tuple) else refuse_type(items, "a list of what is in a set")
+
+
 _FUNCTIONS: Mapping[str, Function] = {
     "torch._utils._rebuild_tensor_v2": Function(_typed),
     "torch._utils._rebuild_tensor_v3": Function(_untyped),
@@ -213,5 +218,6 @@ _FUNCTIONS: Mapping[str, Function] = {
     "collections.OrderedDict": Function(lambda: {}),
     "_codecs.encode": Function(_bytes),
     "__builtin__.bytes": Function(_bytes),
+    "__builtin__.set": Function(_set),
     "__builtin__.complex": Function(lambda real, imag: complex(float(real), float(imag))),
 }

@@ -68,7 +68,7 @@ class TorchFile:
     def values(self) -> dict[str, Any]:
         """Return what is no tensor, by name: numbers, strings, bytes, None, and lists, tuples, dicts of them.
 
-        A dtype or device comes as a string; a tensor in a list or dict as its
+        A dtype or device comes as a string, a set as a list; a tensor in a list or dict as its
         :class:`~recckpt.dense.stored_tensor.StoredTensor`.
         """
         return dict(self._values)

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 MAX_PLAIN_ITEMS = 1 << 20  # of plain values, counted at every reference to them; a long text counts as many
 _ITEM_CHARS = 64
 MAX_PLAIN_DEPTH = 64
+MAX_KEY_ITEMS = 1 << 16  # of all tuples that are keys: their hashes are computed, however shared their items are
 _LEAVES = (str, bytes, int, float, complex, type(None))
+_KEYS = {*_LEAVES, bool}
 
 
 class RefusedError(Exception):
@@ -52,6 +54,7 @@ class Machine:
     def __init__(self, find_global: Callable[[str], object], find_storage: Callable[[Any], object]) -> None:
         self.position = 0
         self.find_global, self.find_storage = find_global, find_storage
+        self._key_items_left = MAX_KEY_ITEMS
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
@@ -106,9 +109,7 @@ class Machine:
         """Set ``items``, key and value by turns, in the dict on top."""
         target = self._top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Scalars only: to hash a nested tuple takes as much C stack as the file likes.
-            if key is not None and type(key) not in (str, int, float, bool):
-                refuse_type(key, "a scalar as a key")
+            self._check_key(key)
             target[key] = value
 
     def drop_attributes(self) -> None:
@@ -122,6 +123,17 @@ class Machine:
         if type(function) is not Function or type(args) is not tuple:
             refuse_type(function, "a function and its arguments to call")
         self._stack.append(function.call(*args))
+
+    def _check_key(self, key: object, depth: int = 0) -> None:
+        """Refuse all but scalars and small tuples of them: to hash a tuple takes C stack for each level of it."""
+        if type(key) is tuple and depth < MAX_PLAIN_DEPTH:
+            self._key_items_left -= len(key)
+            if self._key_items_left < 0:
+                raise RefusedError("keys that are too large", f"tuples of at most {MAX_KEY_ITEMS} items, all together")
+            for item in key:
+                self._check_key(item, depth + 1)
+        elif type(key) not in _KEYS:
+            refuse_type(key, "a scalar, or a tuple of them, as a key")
 
     def _top(self, kind: type) -> Any:
         top = self._stack[-1]

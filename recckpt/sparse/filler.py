@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +71,10 @@ class Filler:
     def __init__(self, load: TableLoad) -> None:
         self.load = load
         self.n_rows = self.n_filtered = 0
+        self._where = load.where.of([spec.name for spec in load.entry.slots])
         self._slice: Slice | None = getattr(load.table, "slice", None)
         self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._seen = IdIndex()  # ids so far, where the table itself cannot tell whether one comes twice
         self._was_empty = len(load.table) == 0
 
@@ -86,7 +88,7 @@ class Filler:
         if self.load.with_rows:
             if self.load.clear:
                 self.load.table.clear()
-            if isinstance(self.load.table, HashTable):
+            if isinstance(self.load.table, HashTable) and self._where == RowFilter():
                 self.load.table.reserve(len(self.load.table) + n_rows)
 
     def undo(self) -> None:
@@ -115,7 +117,9 @@ class Filler:
         if not self.load.with_rows:
             self._fill_present(ids, values)
         elif isinstance(self.load.table, HashTable):
-            self._fill_ours(self.load.table, ids, values, path)
+            # Nobody knows how many rows a filter keeps: the table grows, and rows move, while no one else writes them.
+            with nullcontext() if self._where == RowFilter() else self._lock:
+                self._fill_ours(self.load.table, ids, values, path)
         else:
             self._fill_foreign(self.load.table, ids, values, path)
 
@@ -123,9 +127,9 @@ class Filler:
         """Return the rows that the table owns and the filter keeps."""
         if self._slice is not None and not self._slice.is_everything:
             ids, found = _rows_of(ids, found, np.flatnonzero(self._slice.owns(ids)))
-        if self.load.where != RowFilter():
-            looked_at = {slot: found[slot].to(torch.float64).numpy() for slot in self.load.where.slots}
-            kept = np.flatnonzero(self.load.where.keeps(ids, looked_at))
+        if self._where != RowFilter():
+            looked_at = {slot: found[slot].to(torch.float64).view(-1).numpy() for slot in self._where.slots}
+            kept = np.flatnonzero(self._where.keeps(ids, looked_at))
             with self._lock:
                 self.n_filtered += len(ids) - len(kept)
             ids, found = _rows_of(ids, found, kept)

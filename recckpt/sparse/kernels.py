@@ -14,6 +14,7 @@ from recckpt.sparse.buckets import mix64 as _mix64
 
 mix64 = njit(inline="always")(_mix64)
 _S48 = np.uint64(48)
+_AHEAD, _AHEAD_BYTES = 16, 256  # rows lie anywhere, so the next ones are asked for early
 
 
 @intrinsic
@@ -53,7 +54,12 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int) -> None:
     """Copy ``rows`` of blocks of ``1 << shift`` rows, at the addresses ``blocks``, to address ``target``."""
     mask = (1 << shift) - 1
+    last = len(rows) - 1
     for i in range(len(rows)):
+        ahead = np.int64(rows[min(i + _AHEAD, last)])
+        address = blocks[ahead >> shift] + (ahead & mask) * row_bytes
+        for line in range(0, min(row_bytes, _AHEAD_BYTES), 64):
+            prefetch(address + line)
         row = np.int64(rows[i])
         _copy_bytes(target + i * row_bytes, blocks[row >> shift] + (row & mask) * row_bytes, row_bytes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,28 @@ _RUN_BATCHES = 16  # batches that one thread reads before it takes the next run
 
 
 @dataclass(frozen=True)
+class CheckpointLoad:
+    """What is taken of one checkpoint.
+
+    Attributes:
+        tables: what to fill; a table of the checkpoint may fill several.
+        parts: the parts of all shards that may hold their rows.
+        storage: where the checkpoint lies.
+        directory: the checkpoint's directory in it.
+    """
+
+    tables: Sequence[TableLoad]
+    parts: Sequence[Part]
+    storage: Storage
+    directory: str
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows in the columns that are read."""
+        return sum(load.n_bytes for load in self.tables)
+
+
+@dataclass(frozen=True)
 class Loaded:
     """What a load did, by table of the model.
 
@@ -28,81 +49,89 @@ class Loaded:
         bytes_read: bytes of column values that were read and checked.
     """
 
-    rows_taken: Counter[str] = field(default_factory=Counter)
-    rows_filtered: Counter[str] = field(default_factory=Counter)
+    rows_taken: Mapping[str, int] = field(default_factory=dict)
+    rows_filtered: Mapping[str, int] = field(default_factory=dict)
     bytes_read: int = 0
 
-    def __add__(self, other: Loaded) -> Loaded:
-        return Loaded(
-            self.rows_taken + other.rows_taken,
-            self.rows_filtered + other.rows_filtered,
-            self.bytes_read + other.bytes_read,
-        )
 
+def load_tables(checkpoints: Sequence[CheckpointLoad], *, concurrency: int, advance: Callable[[int], object]) -> Loaded:
+    """Fill tables with the rows of checkpoints that their slices own.
 
-def load_tables(
-    loads: Sequence[TableLoad],
-    parts: Sequence[Part],
-    storage: Storage,
-    directory: str,
-    *,
-    concurrency: int,
-    advance: Callable[[int], object],
-) -> Loaded:
-    """Fill tables with the rows of a checkpoint that their slices own.
-
-    Each table is made large enough first, then filled by several threads; there is never a second copy of it. Where
-    a table has rows to lose, everything is read and checked before any table changes.
+    Rows come first, then slots that come from elsewhere for the rows that are there. Each table is made large enough
+    before several threads fill it; there is never a second copy of it. Where a table has rows to lose, everything is
+    read and checked before any table changes.
 
     Args:
-        loads: what to fill; a table of the checkpoint may fill several.
-        parts: the parts of all shards that may hold their rows.
-        storage: where the checkpoint lies.
-        directory: the checkpoint's directory in it.
+        checkpoints: what to fill from where.
         concurrency: number of reader threads.
         advance: called with the bytes of each batch and table; from several threads.
 
     Raises:
         CorruptCheckpointError: a file is damaged. The tables are as they were.
     """
-    fillers: dict[str, list[Filler]] = {}
-    for load in loads:
-        fillers.setdefault(load.entry.name, []).append(Filler(load))
-    runs = list(_runs(parts, fillers))
-    bytes_read, lock = 0, threading.Lock()
-
-    def read(run: _Run, take: Callable[[Filler, Mapping[str, pa.Array], str], None]) -> None:
-        nonlocal bytes_read
-        for batch, columns, path in run.read(storage, directory, fillers):
-            for filler in fillers[batch.table]:
-                take(filler, columns, path)
-            with lock:
-                bytes_read += sum(array.nbytes for array in columns.values())
 
     def fill(filler: Filler, columns: Mapping[str, pa.Array], path: str) -> None:
         filler.fill(columns, path)
         advance(len(columns[ID]) * filler.load.row_bytes)
 
-    if any(len(load.table) for load in loads):
-        run_all(lambda run: read(run, Filler.check), runs, concurrency)
-    rows = Counter[str]()
-    for run in runs:
-        for number in run.numbers:
-            rows[run.part.batches[number].table] += run.part.batches[number].rows
-    every = [filler for some in fillers.values() for filler in some]
-    for filler in every:
-        filler.start(rows[filler.load.entry.name])
+    passes = [_Pass(checkpoint, with_rows) for with_rows in (True, False) for checkpoint in checkpoints]
+    fillers = [filler for one in passes for filler in one.every]
+    bytes_read = 0
+    if any(len(filler.load.table) for filler in fillers):
+        bytes_read += sum(one.run(Filler.check, concurrency) for one in passes)
     try:
-        run_all(lambda run: read(run, fill), runs, concurrency)
+        for one in passes:
+            one.start()
+            bytes_read += one.run(fill, concurrency)
     except BaseException:
-        for filler in every:
+        for filler in fillers:
             filler.undo()
         raise
-    return Loaded(
-        Counter({filler.load.table.name: filler.n_rows for filler in every}),
-        Counter({filler.load.table.name: filler.n_filtered for filler in every}),
-        bytes_read,
-    )
+    taken, filtered = Counter[str](), Counter[str]()
+    for filler in fillers:  # rows whose slots come from several checkpoints count once
+        name = filler.load.table.name
+        taken[name] = max(taken[name], filler.n_rows)
+        filtered[name] = max(filtered[name], filler.n_filtered)
+    return Loaded(dict(taken), dict(filtered), bytes_read)
+
+
+class _Pass:
+    """The tables that one checkpoint fills at one go."""
+
+    def __init__(self, checkpoint: CheckpointLoad, with_rows: bool) -> None:
+        self._checkpoint = checkpoint
+        self._fillers: dict[str, list[Filler]] = {}
+        for load in checkpoint.tables:
+            if load.with_rows == with_rows:
+                self._fillers.setdefault(load.entry.name, []).append(Filler(load))
+        self._runs = list(_runs(checkpoint.parts, self._fillers))
+
+    @property
+    def every(self) -> list[Filler]:
+        """The fillers of all tables."""
+        return [filler for some in self._fillers.values() for filler in some]
+
+    def start(self) -> None:
+        """Make room in the tables."""
+        rows = Counter[str]()
+        for run in self._runs:
+            for number in run.numbers:
+                rows[run.part.batches[number].table] += run.part.batches[number].rows
+        for filler in self.every:
+            filler.start(rows[filler.load.entry.name])
+
+    def run(self, take: Callable[[Filler, Mapping[str, pa.Array], str], None], concurrency: int) -> int:
+        """Read what is wanted and have each filler take it; return the bytes that were read."""
+
+        def read(run: _Run) -> int:
+            n_bytes = 0
+            for batch, columns, path in run.read(self._checkpoint, self._fillers):
+                for filler in self._fillers[batch.table]:
+                    take(filler, columns, path)
+                n_bytes += sum(array.nbytes for array in columns.values())
+            return n_bytes
+
+        return sum(run_all(read, self._runs, self._checkpoint.storage.threads(concurrency)))
 
 
 @dataclass(frozen=True)
@@ -114,11 +143,11 @@ class _Run:
     numbers: list[int]
 
     def read(
-        self, storage: Storage, directory: str, fillers: Mapping[str, list[Filler]]
+        self, checkpoint: CheckpointLoad, fillers: Mapping[str, list[Filler]]
     ) -> Iterator[tuple[Batch, Mapping[str, pa.Array], str]]:
         """Yield (batch, checked columns, path of the file)."""
         slots = fillers[self.part.batches[self.numbers[0]].table][0].load.entry.slots
-        reader = PartReader(storage, directory, self.part, slots, self.columns)
+        reader = PartReader(checkpoint.storage, checkpoint.directory, self.part, slots, self.columns)
         for number in self.numbers:
             yield self.part.batches[number], reader.read(number), reader.path
 

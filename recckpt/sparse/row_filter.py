@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy.typing as npt
 from recckpt.sparse.buckets import mix64
 
 _SAMPLE_SALT = np.uint64(0x9E3779B97F4A7C15)  # a sample must not be a range of buckets
+_MOST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class RowFilter:
         """The slots that the conditions look at."""
         return frozenset(slot for slot, _ in self.minimum)
 
+    def of(self, slots: Collection[str]) -> RowFilter:
+        """Return the conditions less those on slots that a table does not have."""
+        return replace(self, minimum=tuple(condition for condition in self.minimum if condition[0] in slots))
+
     def keeps(self, ids: npt.NDArray[np.int64], values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
         """Return a mask of the rows to take.
 
@@ -44,18 +51,25 @@ class RowFilter:
         for slot, least in self.minimum:
             kept &= values[slot] >= least
         if self.ids is not None:
-            kept &= np.isin(ids, np.fromiter(self.ids, np.int64, len(self.ids)))
+            kept &= np.isin(ids, self._ids)
         if self.sample < 1.0:
             kept &= mix64(ids.view(np.uint64) ^ _SAMPLE_SALT) < np.uint64(self.sample * 2**64)
         return kept
+
+    @cached_property
+    def _ids(self) -> npt.NDArray[np.int64]:
+        return np.array(sorted(self.ids or ()), np.int64)
 
 
 def parse_row_filter(value: object) -> RowFilter:
     """Return the filter of a ``where`` value.
 
     Raises:
-        ValueError: not a dict of ``{"<slot>": {"min": number}}``, ``{"ids": [...]}``, ``{"sample": share}``.
+        ValueError: neither a list of ids nor a dict of ``{"<slot>": {"min": number}}``, ``{"ids": [...]}`` and
+            ``{"sample": share}``.
     """
+    if isinstance(value, list | tuple):
+        return RowFilter(ids=_ids(value))
     if not isinstance(value, Mapping):
         raise ValueError(f"found {value!r}, expected a dict such as {{'frequency': {{'min': 5}}}}")
     minimum, ids, sample = [], None, 1.0
@@ -79,5 +93,5 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(value)
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MOST  # which NaN is not

@@ -30,7 +30,7 @@ class SparseSaver:
     Memory beyond the tables: ``concurrency * batch_bytes``, and ``order_bytes`` for the order of the rows.
 
     Args:
-        concurrency: number of writer threads.
+        concurrency: number of writer threads, as far as the storage has use for them.
         batch_bytes: size of a record batch.
         order_bytes: budget for row orders; larger tables are ordered in passes.
     """
@@ -68,7 +68,8 @@ class SparseSaver:
             OSError: the storage failed; other files of the shard may be there, without a catalog.
         """
         sizes = [(source.n_rows, source.slots) for source in sources]
-        plans = plan_parts(sizes, self._concurrency, least_bytes=self._batch_bytes)
+        threads = storage.threads(self._concurrency)
+        plans = plan_parts(sizes, threads, least_bytes=self._batch_bytes)
         orders = [BucketOrder(source.ids, source.n_rows, self._order_rows) for source in sources]
 
         def write_part(plan: PartPlan) -> Part:
@@ -82,7 +83,7 @@ class SparseSaver:
                         advance(len(rows) * plan.row_bytes)
                 return writer.finish()
 
-        return Catalog(save_id, shard, shards, tuple(run_all(write_part, plans, self._concurrency)))
+        return Catalog(save_id, shard, shards, tuple(run_all(write_part, plans, threads)))
 
     def _batches(
         self, chunk: Chunk, order: BucketOrder, row_bytes: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from recckpt.errors import StateMismatchError
@@ -67,6 +68,23 @@ def source_of(table: AnyTable) -> TableSource:
     }
     id_column = Column.over(SlotSpec("id", "int64", ()), ids)
     return TableSource(check_table_name(table.name), n_rows, id_column, _in_order(columns))
+
+
+def source_to_save(table: AnyTable) -> TableSource:
+    """Return the rows of a table, of which every id is there once: others may break that, our own index cannot.
+
+    Raises:
+        StateMismatchError, ValueError: as :func:`source_of`; or an id is there twice.
+    """
+    source = source_of(table)
+    if not isinstance(table, HashTable):
+        ids = np.sort(table.ids().detach().cpu().numpy())
+        repeats = ids[1:][ids[1:] == ids[:-1]]
+        if len(repeats):
+            raise StateMismatchError(
+                f"table {table.name!r}", mismatched={"id": (f"{repeats[0]} more than once", "every id once")}
+            )
+    return source
 
 
 def _in_order(columns: dict[str, Column]) -> dict[str, Column]:

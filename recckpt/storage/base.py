@@ -127,6 +127,10 @@ class Storage(ABC):
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a directory and those below it; OSError where files are left in it."""
 
+    def threads(self, asked: int) -> int:
+        """Return how many threads are worth having of those that were asked for."""
+        return asked
+
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return at most ``max_bytes`` of a file, from its start."""
         with self.open(name) as file:

@@ -187,10 +187,13 @@ def test_plain_values_stand_beside_the_tensors():
         "no bytes": b"",
         "nested": OrderedDict(groups=[{"betas": (0.9, 0.999), 3: "x"}]),
         "size": torch.Size([2, 3]),
+        "keys": {b"raw": 1, (): 2, (1, ("a", b"")): 3, 1j: 4},
     }
-    reader = opened({**plain, "w": torch.zeros(2), "dtype": torch.bfloat16, "device": torch.device("cuda:1")})
+    others = {"dtype": torch.bfloat16, "device": torch.device("cuda:1"), "set": {(1, "x")}, "none in it": set()}
+    reader = opened({**plain, **others, "w": torch.zeros(2)})
     assert reader.names() == ["w"]
-    assert reader.values() == {**plain, "dtype": "torch.bfloat16", "device": "cuda:1"}
+    described = {"dtype": "torch.bfloat16", "device": "cuda:1", "set": [(1, "x")], "none in it": []}
+    assert reader.values() == {**plain, **described}
 
 
 def test_a_tensor_inside_a_plain_value_is_described():
@@ -329,7 +332,6 @@ def test_what_pickle_writes_for_os_system_is_refused(tmp_path):
         b"h\x07",
         b"j\xff\xff\xff\xff",
         b"}]Ns",
-        b"})Ns",
         b"}(Nu",
         b"L" + b"9" * 10_000 + b"L\n",
         b"I" + b"9" * 10_000 + b"\n",
@@ -369,6 +371,13 @@ def test_a_small_pickle_that_unfolds_to_gigabytes_is_refused():
     refused(zipped(named(doubled)), "large")
     repeated = b"]q\x00(" + text("x" * 100_000) + b"q\x01" + b"h\x01" * 1000 + b"e"
     refused(zipped(named(repeated)), "large")
+
+
+def test_keys_that_unfold_to_more_than_is_needed_are_refused():
+    doubled = b"Nq\x00" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(40))
+    refused(zipped(named(doubled + b"}h\x28Ns")), "keys that are too large")
+    wide = b"(" + b"N" * 1000 + b"tq\x00"
+    refused(zipped(named(wide + b"}(" + b"h\x00N" * 1000 + b"u")), "keys that are too large")
 
 
 def test_a_high_memo_slot_takes_no_memory():
@@ -560,9 +569,11 @@ def tensors(draw):
     return value.permute(draw(st.permutations(range(len(shape)))))
 
 
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)
+KEYS = SCALARS | st.tuples(SCALARS, st.tuples(SCALARS))
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    SCALARS,
+    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner) | st.tuples(inner, inner),
     max_leaves=8,
 )
 

@@ -8,6 +8,7 @@ from foreign import ForeignTable
 from forge import Forge, empty, filled, load, parts_of, rows_of, save_tables
 
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.progress import Progress
 from recckpt.sparse import HashTable, codec, gen_slice
 from recckpt.storage import Storage, open_storage
 
@@ -78,7 +79,7 @@ def test_only_wanted_columns_are_read(storage):
     slots = {"sparse_m": (4,), "kept": ()}
     save_tables(storage, [filled("t", range(10), slots=slots)])
     table = filled("t", [99], slots=slots)
-    assert load(storage, [table], with_optimizer=False) == 10
+    assert load(storage, [table], exclude=["sparse_opt"]) == 10
     assert table.slots["kept"].sum() == 45
     assert table.slots["sparse_m"].abs().sum() == 0
     assert torch.equal(table.embeddings()[:, 0], table.ids().float())
@@ -89,7 +90,7 @@ def test_the_optimizer_alone_goes_to_the_rows_that_are_there(storage):
     table = filled("t", [3, 99, 5], slots={"sparse_m": (4,), "kept": ()})
     table.insert(table.ids(), torch.full((3, 2), -1.0), {"sparse_m": torch.full((3, 4), -1.0)})
     before = table.slots["kept"].clone()
-    assert load(storage, [table], with_rows=False) == 2
+    assert load(storage, [table], load=["sparse_opt"]) == 2
     assert table.ids().tolist() == [3, 99, 5]
     assert table.slots["sparse_m"][:, 0].tolist() == [3, -1, 5]
     assert table.embeddings()[:, 0].tolist() == [-1, -1, -1]
@@ -134,8 +135,8 @@ def test_slots_of_one_side_are_said_and_start_at_their_initial_value(storage, ca
     with caplog.at_level(logging.WARNING, "recckpt"):
         load(storage, [table])
     assert table.slots["sparse_new"].tolist() == [0.5] * 3
-    assert "no slot 'sparse_new'" in caplog.text
-    assert "'sparse_old' of the checkpoint is not in the model" in caplog.text
+    assert "from scratch: 't@sparse_new'" in caplog.text
+    assert "has what is not in the model: 't@sparse_old'" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [[], [1, 99]])
@@ -170,7 +171,7 @@ def test_damage_in_the_last_batch_leaves_every_table_as_it_was(local, rows):
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
-def test_a_load_that_breaks_off_leaves_no_half_of_a_table(local, error):
+def test_a_load_that_breaks_off_leaves_no_half_of_a_table(local, error, monkeypatch):
     save_tables(local, [filled("t", range(500))], batch_bytes=500)
     table, n_batches = empty("t"), []
 
@@ -179,8 +180,10 @@ def test_a_load_that_breaks_off_leaves_no_half_of_a_table(local, error):
         if len(n_batches) == 3:
             raise error
 
+    monkeypatch.setattr(Progress, "advance", lambda progress, n_bytes: fails(n_bytes))
     with pytest.raises(type(error)):
-        load(local, [table], concurrency=1, advance=fails)
+        load(local, [table], concurrency=1)
+    assert len(n_batches) >= 3
     assert len(table) == 0
 
 

@@ -1,0 +1,78 @@
+"""How the benchmarks measure: scratch space, warm memory, medians, one JSON line a case."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CHUNK = bytes(8 << 20)
+
+
+def report(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+@contextmanager
+def scratch(root: Path) -> Iterator[Path]:
+    directory = root.absolute() / f"recckpt-bench-{os.getpid()}"
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - begin
+    del result
+    return seconds
+
+
+def warm(directory: Path, n_bytes: int, sync: bool) -> None:
+    """Write and unlink a file of the size that comes next."""
+    path = directory / "warm"
+    with path.open("wb", buffering=0) as file:
+        for _ in range(-(-n_bytes // len(CHUNK))):
+            file.write(CHUNK)
+        if sync:
+            os.fsync(file.fileno())
+    path.unlink()
+
+
+def touch_memory(n_bytes: int) -> None:
+    """Touch and free as much memory as comes next."""
+    np.ones(n_bytes, np.uint8)
+
+
+def status_mib(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+def report_peers(case: str, rows: int, n_bytes: int, seconds: dict[str, list[float]], **more: Any) -> None:
+    """Report medians, and the ratio of each peer's median to ours: above 1, ours is faster."""
+    medians = {peer: statistics.median(values) for peer, values in seconds.items()}
+    first = next(iter(medians.values()))
+    report(
+        {
+            "case": case,
+            "rows": rows,
+            "gb": round(n_bytes / 1e9, 3),
+            "rounds": min(len(values) for values in seconds.values()),
+            "median_gb_per_s": {peer: round(n_bytes / 1e9 / median, 2) for peer, median in medians.items()},
+            "time_over_first": {peer: round(median / first, 2) for peer, median in medians.items()},
+            "all_sec": {peer: [round(value, 2) for value in values] for peer, values in seconds.items()},
+            **more,
+        }
+    )

@@ -1,0 +1,45 @@
+"""``recckpt plan``: what a model bank would load, without the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from recckpt.cli.outcome import CommandError, Outcome
+from recckpt.errors import LoadConfError, RecckptError
+from recckpt.inventory import listed_inventory
+from recckpt.problems import Problems
+from recckpt.sources import bank_sources
+from recckpt.text import one_line
+from recckpt.warm_start import plan_load
+
+
+def plan(args: argparse.Namespace) -> Outcome:
+    """Print where each name of a model would come from, or all that is wrong with the bank."""
+    model = listed_inventory(_text(args.model_names).split("\n"))
+    if not model:
+        raise CommandError(f"{args.model_names}: found no names, expected the lines of Saver.names()")
+    bank, problems = _bank(args.bank), Problems()
+    try:
+        planned = plan_load(model, bank_sources(bank, problems), problems)
+    except RecckptError as error:
+        texts = error.problems if isinstance(error, LoadConfError) else [str(error)]
+        return Outcome({"problems": texts}, [], texts)
+    return Outcome(planned.to_dict(), str(planned).splitlines())
+
+
+def _bank(path: str) -> Any:
+    try:
+        bank = json.loads(_text(path))
+    except ValueError as error:
+        raise CommandError(f"{path}: no JSON: {one_line(str(error))}") from error
+    return [bank] if isinstance(bank, dict) else bank
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path}: no UTF-8: {error}") from error

@@ -1,0 +1,272 @@
+"""Dense optimizers find their state again by the names of the parameters."""
+
+import copy
+
+import pytest
+import torch
+from builders import frozen
+from torch import nn
+
+from recckpt import CheckpointManager, Saver, StateMismatchError
+from recckpt.dense.named_optimizer import NAMES, SHAPES, NamedOptimizer
+from recckpt.sparse import HashTable, SparseAdam
+
+OPTIMIZERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+}
+any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def layers(**sizes):
+    return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+
+
+def trained(model, optimizer, steps=3, seed=0):
+    """Give every parameter a state of its own."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        optimizer.step()
+    return optimizer
+
+
+def named(optimizer, model):
+    return NamedOptimizer(optimizer, model.named_parameters)
+
+
+def states(optimizer, model):
+    """Return the state of each parameter by its name."""
+    return {name: frozen(optimizer.state.get(parameter, {})) for name, parameter in model.named_parameters()}
+
+
+def loaded(source, model, optimizer):
+    wrapped = named(optimizer, model)
+    wrapped.load_state_dict(copy.deepcopy(source))
+    return wrapped
+
+
+@any_optimizer
+def test_the_same_model_takes_back_the_same_state(make):
+    model = layers(a=(2, 3), b=(3, 1))
+    optimizer = trained(model, make(model.parameters()))
+    saved = named(optimizer, model).state_dict()
+    twin = layers(a=(2, 3), b=(3, 1))
+    twin_optimizer = make(twin.parameters())
+    assert loaded(saved, twin, twin_optimizer).fresh == []
+    assert frozen(twin_optimizer.state_dict()) == frozen(optimizer.state_dict())
+
+
+@any_optimizer
+def test_layers_may_be_added_removed_and_reordered(make):
+    model = layers(a=(2, 3), b=(3, 3), c=(3, 1))
+    optimizer = trained(model, make(model.parameters()))
+    other = layers(c=(3, 1), new=(3, 3), a=(2, 3))
+    other_optimizer = make(other.parameters())
+    wrapped = loaded(named(optimizer, model).state_dict(), other, other_optimizer)
+    assert wrapped.fresh == ["new.weight", "new.bias"]
+    before, after = states(optimizer, model), states(other_optimizer, other)
+    assert {name: after[name] for name in ("a.weight", "a.bias", "c.weight", "c.bias")} == {
+        name: before[name] for name in ("a.weight", "a.bias", "c.weight", "c.bias")
+    }
+    assert after["new.weight"] == after["new.bias"] == {}
+    trained(other, other_optimizer)  # and it goes on
+
+
+def test_a_parameter_of_another_shape_starts_fresh():
+    model, other = layers(a=(2, 3), b=(3, 1)), layers(a=(2, 5), b=(3, 1))
+    optimizer = trained(model, torch.optim.Adafactor(model.parameters()))
+    other_optimizer = torch.optim.Adafactor(other.parameters())
+    wrapped = loaded(named(optimizer, model).state_dict(), other, other_optimizer)
+    assert wrapped.fresh == ["a.weight", "a.bias"]
+    assert states(other_optimizer, other)["b.weight"] == states(optimizer, model)["b.weight"]
+
+
+def test_what_never_had_a_gradient_has_no_state_and_is_not_fresh():
+    model = layers(a=(2, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    assert loaded(named(optimizer, model).state_dict(), model, optimizer).fresh == []
+    assert optimizer.state == {}
+
+
+def test_a_load_forgets_what_the_optimizer_had():
+    model = layers(a=(2, 3))
+    saved = named(torch.optim.Adam(model.parameters()), model).state_dict()
+    optimizer = trained(model, torch.optim.Adam(model.parameters()))
+    loaded(saved, model, optimizer)
+    assert states(optimizer, model) == {"a.weight": {}, "a.bias": {}}
+
+
+# param groups
+
+
+def test_groups_may_be_reordered_split_and_merged():
+    model = layers(a=(2, 3), b=(3, 1))
+    a, b = model["a"], model["b"]
+    groups = [{"params": a.parameters(), "lr": 0.1}, {"params": b.parameters(), "lr": 0.2}]
+    optimizer = trained(model, torch.optim.AdamW(groups, weight_decay=0.5))
+    saved = named(optimizer, model).state_dict()
+    for build, rates in [
+        ([{"params": b.parameters()}, {"params": a.parameters()}], [0.2, 0.1]),
+        ([{"params": [a.weight]}, {"params": [b.weight, b.bias]}, {"params": [a.bias]}], [0.1, 0.2, 0.1]),
+        ([{"params": [a.weight, b.weight, b.bias]}], [0.2]),
+    ]:
+        other = torch.optim.AdamW(build)
+        assert loaded(saved, model, other).fresh == []
+        assert [group["lr"] for group in other.param_groups] == rates
+        assert all(group["weight_decay"] == 0.5 for group in other.param_groups)
+        names = {name for name, state in states(other, model).items() if state}
+        assert {name: states(optimizer, model)[name] for name in names} == {n: states(other, model)[n] for n in names}
+
+
+def test_a_group_of_new_parameters_keeps_its_own_settings():
+    model = layers(a=(2, 3))
+    saved = named(trained(model, torch.optim.Adam(model.parameters(), lr=0.1)), model).state_dict()
+    other = layers(a=(2, 3), new=(1, 1))
+    groups = [{"params": other["new"].parameters(), "lr": 0.7}, {"params": other["a"].parameters()}]
+    optimizer = torch.optim.Adam(groups, lr=0.3)
+    loaded(saved, other, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.7, 0.1]
+
+
+def test_what_a_scheduler_needs_to_go_on_comes_back():
+    model = layers(a=(2, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        trained(model, optimizer, 1)
+        scheduler.step()
+    saved = named(optimizer, model).state_dict()
+    other = torch.optim.SGD(model.parameters(), lr=9.0)
+    loaded(saved, model, other)
+    again = torch.optim.lr_scheduler.StepLR(other, 1, gamma=0.5, last_epoch=3)
+    assert (other.param_groups[0]["initial_lr"], again.get_last_lr()) == (1.0, [0.0625])
+
+
+# other formats
+
+
+def test_the_names_stand_beside_torchs_own_indices():
+    model = layers(a=(2, 3))
+    optimizer = trained(model, torch.optim.Adam(model.parameters()))
+    saved = named(optimizer, model).state_dict()
+    assert saved["param_groups"][0][NAMES] == ["a.weight", "a.bias"]
+    assert saved["param_groups"][0][SHAPES] == [[3, 2], [3]]
+    plain = torch.optim.Adam(model.parameters())
+    plain.load_state_dict(saved)
+    assert states(plain, model) == states(optimizer, model)
+    assert loaded(named(plain, model).state_dict(), model, torch.optim.Adam(model.parameters())).fresh == []
+
+
+@any_optimizer
+def test_torchs_own_format_loads(make):
+    model = layers(a=(2, 3), b=(3, 1))
+    optimizer = trained(model, make(model.parameters()))
+    other = make(model.parameters())
+    assert loaded(optimizer.state_dict(), model, other).fresh == []
+    assert frozen(other.state_dict()) == frozen(optimizer.state_dict())
+    fewer = make(model["a"].parameters())
+    with pytest.raises(ValueError, match="parameter group"):
+        named(fewer, model).load_state_dict(optimizer.state_dict())
+
+
+def test_an_optimizer_made_of_named_parameters_is_like_any_other():
+    model, other = layers(a=(2, 3), b=(3, 1)), layers(b=(3, 1), a=(2, 3))
+    optimizer = trained(model, torch.optim.Adam(model.named_parameters()))
+    torchs_own = optimizer.state_dict()
+    saved = named(optimizer, model).state_dict()
+    other_optimizer = torch.optim.Adam(other.named_parameters())
+    assert loaded(saved, other, other_optimizer).fresh == []
+    assert states(other_optimizer, other) == states(optimizer, model)
+    assert other_optimizer.param_groups[0]["param_names"] == ["b.weight", "b.bias", "a.weight", "a.bias"]
+    again = torch.optim.Adam(model.named_parameters())
+    loaded(torchs_own, model, again)
+    assert states(again, model) == states(optimizer, model)
+    # names of a part of the model, which the saver knows by longer ones
+    part = trained(model, torch.optim.Adam(model["a"].named_parameters()))
+    assert named(part, model).state_dict()["param_groups"][0][NAMES] == ["a.weight", "a.bias"]
+
+
+def test_parameters_that_the_model_does_not_have_go_by_their_place():
+    model, loss = layers(a=(2, 3)), nn.Linear(2, 2)
+    both = nn.ModuleList([model, loss])
+    optimizer = trained(both, torch.optim.Adam([*model.parameters(), *loss.parameters()]))
+    other = torch.optim.Adam([*model.parameters(), *loss.parameters()])
+    assert loaded(named(optimizer, model).state_dict(), model, other).fresh == []
+    assert states(other, both) == states(optimizer, both)
+
+
+# through the saver
+
+
+def saver_of(url, model, optimizer, name="opt"):
+    saver = Saver(model, output_dir=str(url))
+    saver.register_for_checkpointing(name, optimizer)
+    return saver
+
+
+def test_what_starts_fresh_is_in_the_report_and_in_the_log(tmp_path, caplog):
+    model, other = layers(a=(2, 3), b=(3, 1)), layers(b=(3, 1), new=(4, 4))
+    optimizer = trained(model, torch.optim.Adam(model.parameters()))
+    saver_of(tmp_path, model, optimizer).save("c")
+    other_optimizer = torch.optim.Adam(other.parameters())
+    report = saver_of(tmp_path, other, other_optimizer).load(load_conf={})
+    assert report.fresh_parameters == ("opt: new.weight", "opt: new.bias")
+    assert "from scratch in the optimizers: 'opt: new.weight', 'opt: new.bias'" in caplog.text
+    assert states(other_optimizer, other)["b.weight"] == states(optimizer, model)["b.weight"]
+
+
+def test_a_wrapped_model_has_the_names_of_the_bare_one(tmp_path):
+    model = layers(a=(2, 3))
+    optimizer = trained(model, torch.optim.Adam(model.parameters()))
+    saver_of(tmp_path, nn.DataParallel(model), optimizer).save("c")
+    other = torch.optim.Adam(model.parameters())
+    assert saver_of(tmp_path, model, other).load().fresh_parameters == ()
+    assert states(other, model) == states(optimizer, model)
+
+
+def test_another_kind_of_state_is_refused_and_nothing_changes(tmp_path):
+    model = layers(a=(2, 3))
+    saver = Saver(model, output_dir=str(tmp_path))
+    saver.register_for_checkpointing("opt", 3)
+    saver.save("c")
+    optimizer = trained(model, torch.optim.Adam(model.parameters()))
+    before = frozen(optimizer.state_dict())
+    with pytest.raises(StateMismatchError, match="'opt'"):
+        saver_of(tmp_path, model, optimizer).load()
+    assert frozen(optimizer.state_dict()) == before
+
+
+def test_a_sparse_optimizer_may_be_registered_as_any_object(tmp_path):
+    def build():
+        table = HashTable(2, name="t")
+        return table, SparseAdam([table]), nn.ModuleDict({"t": table})
+
+    table, optimizer, model = build()
+    table(torch.arange(3)).sum().backward()
+    optimizer.step()
+    saver_of(tmp_path, model, optimizer).save("c")
+    other_table, other, twin = build()
+    saver_of(tmp_path, twin, other).load()
+    assert other.state_dict() == optimizer.state_dict()
+    assert len(other_table) == 3
+
+
+def test_a_run_resumes_with_a_layer_more(tmp_path):
+    model = layers(a=(2, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    manager = CheckpointManager(saver_of(tmp_path, model, optimizer), 1)
+    trained(model, optimizer)
+    manager.step()
+    other = layers(a=(2, 3), b=(3, 1))
+    other_optimizer = torch.optim.Adam(other.parameters())
+    resumed = CheckpointManager(saver_of(tmp_path, other, other_optimizer), 1)
+    assert resumed.restore(load_conf={"strict": False}) == 1
+    assert states(other_optimizer, other)["a.weight"] == states(optimizer, model)["a.weight"]
+    assert states(other_optimizer, other)["b.weight"] == {}
