@@ -11,10 +11,12 @@ from typing import Any
 from recckpt.load_plan import Planned
 from recckpt.problems import first_few
 from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
 
 _OF_A_RESUME = ("global_step", "io_state")  # nobody expects them of a warm start
+_MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 
 
@@ -105,7 +107,7 @@ class LoadPlan:
         by_reason: dict[str, list[str]] = {}
         for name, reason in _by_table(item for item in self.fresh if item.name.group not in _OF_A_RESUME):
             by_reason.setdefault(reason, []).append(name)
-        return [f"from scratch: {first_few(names)}: {one_line(reason)}" for reason, names in by_reason.items()]
+        return [f"from scratch: {first_few(names, _MOST)}: {one_line(reason)}" for reason, names in by_reason.items()]
 
     def _taken_lines(self) -> list[str]:
         lines = []
@@ -157,16 +159,13 @@ class LoadReport(LoadPlan):
         return [*super()._footer(), f"{what} in {self.seconds:.2f} s"]
 
     def _fresh_lines(self) -> list[str]:
-        of_optimizers = [f"from scratch in the optimizers: {first_few(self.fresh_parameters)}: no state fits"]
+        of_optimizers = [f"from scratch in the optimizers: {first_few(self.fresh_parameters, _MOST)}: no state fits"]
         return [*super()._fresh_lines(), *(of_optimizers if self.fresh_parameters else [])]
 
 
 def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:
-    """Name each table once where all of its slots have the same reason."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for item in items:
-        reasons.setdefault((item.name.table or item.name.text, item.reason), []).append(item.name.slot)
-    return [
-        (name if "embedding" in slots or not any(slots) else f"{name}@{'/'.join(slots)}", reason)
-        for (name, reason), slots in reasons.items()
-    ]
+    """Name a table in place of its slots where its embedding is one of those with a reason."""
+    items = list(items)
+    whole = {(item.name.table, item.reason) for item in items if item.name.slot == EMBEDDING}
+    named = [(item.name.table if (item.name.table, item.reason) in whole else item.name.text, item) for item in items]
+    return list(dict.fromkeys((name, item.reason) for name, item in named))

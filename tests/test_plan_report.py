@@ -135,7 +135,7 @@ def test_the_log_says_loudly_what_starts_from_scratch(caplog):
 def test_many_names_with_one_reason_are_one_line():
     names = [Planned(Name("dense", f"w{i}"), reason="gone") for i in range(1000)]
     assert LoadPlan(tuple(names), ())._fresh_lines() == [
-        "from scratch: 'w0', 'w1', 'w2', 'w3', 'w4' and 995 more: gone"
+        "from scratch: 'w0', 'w1', 'w2', 'w3', 'w4', 'w5', 'w6', 'w7' and 992 more: gone"
     ]
 
 

@@ -1,29 +1,54 @@
 """Warm start: state of other runs, before the own run begins or resumes."""
 
+import logging
+import pickle
+import shutil
+import threading
+
 import pytest
 import torch
-from builders import Run, state_of, table_state, tree
+from bank_runs import live_bytes, run, saved, slots_of, table, values_of
+from builders import Run, flip_bit, state_of, table_state, tree
+from foreign import ForeignTable
+from forge import Tables
+from torch import nn
 
-from recckpt import CheckpointManager, CheckpointNotFoundError, LoadConfError, Saver, StateMismatchError
-from recckpt.sparse import HashTable
+from recckpt import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadConfError,
+    Saver,
+    StateMismatchError,
+)
+from recckpt.background import run_all
+from recckpt.sparse import gen_slice
 
 
 @pytest.fixture
 def bank(tmp_path):
     """Two runs of other seeds, each with a checkpoint."""
     runs = [Run(tmp_path / name, interval=5, seed=seed) for seed, name in ((11, "first"), (12, "second"))]
-    for n_steps, run in zip((5, 10), runs, strict=True):
-        run.train(n_steps)
+    for n_steps, each in zip((5, 10), runs, strict=True):
+        each.train(n_steps)
     return runs
+
+
+def managed(url, *tables, interval=1, **options):
+    saver = run(url, *tables, **options)
+    return CheckpointManager(saver, interval)
+
+
+# what comes from where
 
 
 def test_later_entries_win_over_earlier_ones(tmp_path, bank):
     first, second = bank
-    run = Run(tmp_path / "own", seed=1)
-    run.manager.load_model_bank(
+    new = Run(tmp_path / "own", seed=1)
+    new.manager.load_model_bank(
         [{"path": first.saver.output_dir}, {"path": second.saver.output_dir, "load": ["sparse", "sparse_opt"]}]
     )
-    own = state_of(run)
+    own = state_of(new)
     for name in ("item", "user/1", "sparse optimizer"):
         assert own[name] == state_of(second)[name] != state_of(first)[name]
     for name in ("dense", "dense optimizer"):
@@ -31,53 +56,136 @@ def test_later_entries_win_over_earlier_ones(tmp_path, bank):
 
 
 def test_a_warm_start_is_no_resume(tmp_path, bank):
-    run = Run(tmp_path / "own", seed=1)
-    before = state_of(run)
-    run.manager.load_model_bank([{"path": bank[1].saver.output_dir}])
-    assert run.manager.global_step == 0
-    assert run.stream.position == 0, "dataset positions of other runs are left out"
-    assert state_of(run)["rng"] == before["rng"]
-    assert run.manager.save().ckpt_id == "ckpt_0"
+    new = Run(tmp_path / "own", seed=1)
+    before = state_of(new)
+    report = new.manager.load_model_bank([{"path": bank[1].saver.output_dir}])
+    assert (new.manager.global_step, report.global_step) == (0, None)
+    assert new.stream.position == 0
+    assert state_of(new)["rng"] == before["rng"]
+    assert new.manager.save().ckpt_id == "ckpt_0"
 
 
-def test_dataset_positions_are_taken_where_they_are_named(tmp_path, bank):
-    run = Run(tmp_path / "own", seed=1)
-    run.manager.load_model_bank([{"path": bank[1].saver.output_dir, "load": ["io_state"]}])
-    assert run.stream.position == 10
+def test_step_and_positions_are_taken_where_they_are_named(tmp_path, bank):
+    path = bank[1].saver.output_dir
+    for names, expected in (
+        (["io_state"], (0, 10)),
+        (["global_step"], (10, 0)),
+        (["*", "global_step", "stream"], (10, 10)),
+    ):
+        new = Run(tmp_path / "own", seed=1)
+        new.manager.load_model_bank([{"path": path, "load": names}])
+        assert (new.manager.global_step, new.stream.position) == expected
+    assert new.manager.save().ckpt_id == "ckpt_10"
 
 
-def test_the_own_run_wins_over_the_bank(tmp_path, bank):
+def test_the_own_run_wins_over_every_bank(tmp_path, bank):
     expected = state_of(Run(tmp_path / "own", interval=5).train(5))
-    run = Run(tmp_path / "own", interval=5, seed=1)
-    run.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
-    assert run.manager.restore() == 5
-    assert state_of(run) == expected
+    every = [{"path": each.saver.output_dir, "load": ["*", "global_step", "io_state", "dense"]} for each in bank]
+    for _ in range(2):
+        new = Run(tmp_path / "own", interval=5, seed=1)
+        report = new.manager.load_model_bank(every)
+        assert {item.offer for item in report.taken} == {2}
+        assert new.manager.global_step == 5
+        assert state_of(new) == expected
+        assert new.manager.restore() == 5, "which has nothing left to do"
+        assert state_of(new) == expected
+        assert new.manager.save() is None, "since the checkpoint holds all of it"
 
 
 def test_the_bank_stays_where_the_own_run_has_nothing(tmp_path, bank):
-    run = Run(tmp_path / "own", interval=5, seed=1)
-    run.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
-    assert run.manager.restore() == 0
-    assert table_state(run.model.items) == table_state(bank[0].model.items)
+    new = Run(tmp_path / "own", interval=5, seed=1)
+    new.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
+    assert new.manager.restore() == 0
+    assert table_state(new.model.items) == table_state(bank[0].model.items)
+
+
+def test_what_the_own_checkpoint_lacks_comes_from_the_bank(tmp_path):
+    other = saved(tmp_path / "other", table("t", [1], 5.0), table("new", [2], 6.0), value=5.0, top=nn.Linear(1, 1))
+    managed(tmp_path / "own", table("t", [1], 1.0)).step()
+    t, new, top = table("t"), table("new"), nn.Linear(1, 1)
+    manager = managed(tmp_path / "own", t, new, top=top)
+    report = manager.load_model_bank([{"path": other, "load": ["new", "dense"]}])
+    assert (values_of(t), values_of(new), top.weight.item()) == ({1: 1.0}, {2: 6.0}, 5.0)
+    assert manager.global_step == 1
+    assert {item.offer for item in report.items} == {0, 1}
+    assert manager.save().ckpt_id == "ckpt_1", "which now has the new table too"
+
+
+def test_the_plan_of_a_manager_counts_the_own_run_and_changes_nothing(tmp_path, bank):
+    entries = [{"path": bank[0].saver.output_dir}]
+
+    def planned():
+        new = Run(tmp_path / "own", interval=5, seed=1)
+        before = state_of(new)
+        plan = new.manager.plan(entries)
+        assert state_of(new) == before
+        assert new.manager.load_model_bank(entries).items == plan.items
+        return {plan.source_of(item) for item in plan.taken}
+
+    assert planned() == {f"{tmp_path}/first/ckpt_5"}
+    Run(tmp_path / "own", interval=5).train(5)
+    assert planned() == {f"{tmp_path}/own/ckpt_5"}
+
+
+def test_a_restore_after_the_bank_still_goes_back(tmp_path, bank):
+    Run(tmp_path / "own", interval=5).train(5)
+    new = Run(tmp_path / "own", interval=5, seed=1)
+    new.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
+    expected = state_of(new)
+    assert new.manager.restore() == 5
+    new.train(3)
+    assert new.manager.restore() == 5
+    assert state_of(new) == expected
+    new.model.items.clear()
+    assert new.manager.restore() == 5
+    assert state_of(new) == expected
 
 
 def test_the_bank_is_read_only(tmp_path, bank):
     before = tree(tmp_path / "first")
-    run = Run(tmp_path / "own", interval=1)
-    run.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
-    run.train(2)
+    new = Run(tmp_path / "own", interval=1)
+    new.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
+    new.train(2)
     assert tree(tmp_path / "first") == before
 
 
+def test_the_own_output_dir_may_be_in_the_bank_too(tmp_path):
+    t = table("t", [1])
+    managed(tmp_path / "own", t).step()
+    again = table("t")
+    manager = managed(tmp_path / "own", again)
+    report = manager.load_model_bank([{"path": str(tmp_path / "own")}, {"path": str(tmp_path / "own" / "ckpt_1")}])
+    assert values_of(again) == values_of(t)
+    assert {item.offer for item in report.taken} == {2}
+    assert manager.global_step == 1
+
+
+def test_a_load_from_the_own_output_dir_by_its_path_is_no_warm_start(tmp_path):
+    Run(tmp_path, interval=5).train(5)
+    for options in ({}, {"ckpt_path": str(tmp_path)}, {"ckpt_path": f"{tmp_path}/ckpt_5", "direct_path": True}):
+        new = Run(tmp_path, seed=1)
+        assert new.saver.load(**options).global_step == 5
+        assert new.stream.position == 5
+    other = Run(tmp_path / "other", seed=1)
+    assert other.saver.load(str(tmp_path)).global_step is None
+    assert other.stream.position == 0
+
+
+# what is wrong
+
+
 def test_all_entries_are_checked_before_the_first_is_loaded(tmp_path, bank):
-    run = Run(tmp_path / "own", seed=1)
-    before = state_of(run)
+    new = Run(tmp_path / "own", seed=1)
+    before = state_of(new)
     good = {"path": bank[0].saver.output_dir}
     with pytest.raises(LoadConfError, match="did you mean 'exclude'"):
-        run.manager.load_model_bank([good, {**good, "exlude": ["dense"]}])
+        new.manager.load_model_bank([good, {**good, "exlude": ["dense"]}])
     with pytest.raises(CheckpointNotFoundError, match="nowhere"):
-        run.manager.load_model_bank([good, {"path": str(tmp_path / "nowhere")}])
-    assert state_of(run) == before
+        new.manager.load_model_bank([good, {"path": str(tmp_path / "nowhere")}])
+    with pytest.raises(LoadConfError, match="2 problems") as caught:
+        new.manager.load_model_bank([{"path": "nosuch://x"}, {"path": str(tmp_path / "nowhere")}])
+    assert "bank[0]['path']" in caught.value.problems[0]
+    assert state_of(new) == before
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -88,19 +196,369 @@ def test_a_bank_is_a_list(tmp_path, conf):
 
 
 def test_an_empty_bank_loads_nothing(tmp_path):
-    run = Run(tmp_path)
-    before = state_of(run)
-    run.manager.load_model_bank([])
-    assert state_of(run) == before
+    new = Run(tmp_path)
+    before = state_of(new)
+    new.manager.load_model_bank([])
+    assert state_of(new) == before
 
 
-def test_one_entry_may_be_for_one_table(tmp_path, bank):
-    """Until names can be given, a model of fewer tables takes its part with ``strict`` off."""
-    table = HashTable((4,), name="item")
-    saver = Saver(torch.nn.ModuleDict({"t": table}), output_dir=str(tmp_path / "own"))
-    manager = CheckpointManager(saver, 1)
-    entry = {"path": bank[0].saver.output_dir, "load": ["sparse"]}
-    with pytest.raises(StateMismatchError, match="user/1"):
-        manager.load_model_bank([entry])
-    manager.load_model_bank([{**entry, "strict": False}])
-    assert table_state(table)["embedding"] == table_state(bank[0].model.items)["embedding"]
+def test_a_run_resumes_without_a_bank_that_is_gone_where_it_has_all_that_was_asked_of_it(tmp_path, bank, caplog):
+    entries = [{"path": bank[0].saver.output_dir}]
+    expected = state_of(Run(tmp_path / "own", interval=5).train(5))
+    shutil.rmtree(tmp_path / "first")
+    new = Run(tmp_path / "own", interval=5, seed=1)
+    new.manager.load_model_bank(entries)
+    assert state_of(new) == expected
+    assert "not needed, since the run resumes" in caplog.text
+    with pytest.raises(CheckpointNotFoundError, match="first"):
+        Run(tmp_path / "another").manager.load_model_bank(entries)
+    wider = Run(tmp_path / "own", seed=1)
+    wider.saver.register_for_checkpointing("more", 3)
+    with pytest.raises(CheckpointNotFoundError, match="first"):
+        wider.manager.load_model_bank(entries)
+
+
+@pytest.mark.parametrize("rows", [[], [7]])
+def test_damage_in_the_last_checkpoint_of_a_bank_leaves_all_as_it_was(tmp_path, rows):
+    good = saved(tmp_path / "good", table("a", range(50)), value=4.0, top=nn.Linear(1, 1))
+    bad = saved(tmp_path / "bad", table("b", range(50)))
+    part = next((tmp_path / "bad" / "c" / "sparse").glob("*.arrow"))
+    flip_bit(part)
+    saver = run(tmp_path / "own", table("a", rows, 9.0), table("b", rows, 9.0), top=nn.Linear(1, 1))
+    before = live_bytes(saver)
+    with pytest.raises(CorruptCheckpointError, match="arrow"):
+        saver.load_by_config([{"path": good}, {"path": bad}])
+    assert live_bytes(saver) == before
+
+
+def test_a_damaged_own_checkpoint_is_passed_over_for_the_one_before(tmp_path, bank):
+    expected = state_of(Run(tmp_path / "own", interval=5, max_keep=2).train(5))
+    longer = Run(tmp_path / "own", interval=5, max_keep=2)
+    longer.manager.restore()
+    longer.train(5)
+    flip_bit(tmp_path / "own" / "ckpt_10" / "model.pt")
+    new = Run(tmp_path / "own", seed=1)
+    report = new.manager.load_model_bank([{"path": bank[0].saver.output_dir, "load": ["*", "nothing*"]}])
+    assert state_of(new) == expected
+    assert len([text for text in report.warnings if "nothing*" in text]) == 1
+
+
+def test_tables_of_others_take_whole_rows_or_nothing(tmp_path):
+    url = saved(tmp_path / "a", table("t", [1, 2], 3.0), optimizer="adagrad")
+
+    def foreign():
+        return ForeignTable("t", torch.tensor([9]), torch.ones(1, 4), {"sparse_adagrad_sum": torch.zeros(1, 4)})
+
+    t = foreign()
+    Saver(Tables([t]), output_dir=str(tmp_path / "own")).load_by_config([{"path": url, "load": ["t"]}])
+    assert sorted(t.ids().tolist()) == [1, 2]
+    for conf in ({"load": ["sparse_opt"]}, {"load": ["t"], "exclude": ["t@embedding"]}, {"load": ["t@id"]}):
+        t = foreign()
+        with pytest.raises(StateMismatchError, match=r"no recckpt\.HashTable"):
+            Saver(Tables([t]), output_dir=str(tmp_path / "own")).load_by_config([{"path": url, **conf}])
+        assert t.ids().tolist() == [9]
+
+
+# extra objects
+
+
+def test_plain_values_and_names_that_nobody_registered_come_as_they_were_loaded(tmp_path):
+    source = run(tmp_path / "a", top=nn.Linear(1, 1))
+    source.register_for_checkpointing("epoch", 3)
+    source.register_for_checkpointing("note", {"who": "me"})
+    source.register_for_checkpointing("secret", 4)
+    source.save("c")
+    saver = run(tmp_path / "b", top=nn.Linear(1, 1))
+    saver.register_for_checkpointing("epoch", 0)
+    bank = [{"path": str(tmp_path / "a"), "exclude": ["secret"]}]
+    saver.load_by_config(bank)
+    assert saver.get_extra_data("epoch") == 3
+    assert saver.get_extra_data("note") == {"who": "me"}
+    for name in ("secret", "nothing"):
+        with pytest.raises(KeyError):
+            saver.get_extra_data(name)
+    other = run(tmp_path / "b", top=nn.Linear(1, 1))
+    other.load_by_config([{**bank[0], "load": ["dense"]}])
+    with pytest.raises(KeyError):
+        other.get_extra_data("note")
+
+
+def test_a_damaged_file_of_values_that_nobody_registered_is_found_before_anything_changes(tmp_path):
+    source = run(tmp_path / "a", top=nn.Linear(1, 1), value=3.0)
+    source.register_for_checkpointing("note", 1)
+    source.save("c")
+    flip_bit(tmp_path / "a" / "c" / "extra.pt")
+    saver = run(tmp_path / "b", top=nn.Linear(1, 1))
+    with pytest.raises(CorruptCheckpointError, match=r"extra\.pt"):
+        saver.load_by_config([{"path": str(tmp_path / "a")}])
+    assert saver.model.top.weight.item() == 0.0
+
+
+def test_extra_state_is_renamed(tmp_path):
+    source = run(tmp_path / "a", top=nn.Linear(1, 1))
+    source.register_for_checkpointing("old", 3)
+    source.save("c")
+    saver = run(tmp_path / "b", top=nn.Linear(1, 1))
+    saver.register_for_checkpointing("new", 0)
+    saver.load_by_config([{"path": str(tmp_path / "a"), "oname": {"new": "old"}}])
+    assert saver.get_extra_data("new") == 3
+
+
+# entries that are looked at again
+
+
+def test_a_dynamic_entry_is_loaded_when_there_is_a_newer_checkpoint(tmp_path):
+    source_table = table("hot", [1], 1.0)
+    source = managed(tmp_path / "a", source_table, table("cold", [1], 1.0))
+    source.step()
+    hot, cold = table("hot"), table("cold")
+    manager = managed(tmp_path / "own", hot, cold, interval=3)
+    manager.load_model_bank([{"path": str(tmp_path / "a"), "load": ["hot"], "is_dynamic": True}])
+    assert manager.reload_dynamic() == []
+    source_table.insert(torch.tensor([1, 2]), torch.full((2, 4), 2.0))
+    source.step()
+    hot.clear()
+    [report] = manager.reload_dynamic()
+    assert values_of(hot) == {1: 2.0, 2: 2.0}
+    assert len(cold) == 0
+    assert report.sources == (f"{tmp_path}/a/ckpt_2",)
+    assert manager.reload_dynamic() == []
+
+
+def test_a_step_that_saves_looks_at_dynamic_entries(tmp_path):
+    source_table = table("t", [1], 1.0)
+    source = managed(tmp_path / "a", source_table)
+    source.step()
+    t = table("t")
+    manager = managed(tmp_path / "own", t, interval=2)
+    manager.load_model_bank([{"path": str(tmp_path / "a"), "is_dynamic": True}])
+    source_table.insert(torch.tensor([1]), torch.full((1, 4), 2.0))
+    source.step()
+    manager.step()
+    assert values_of(t) == {1: 1.0}
+    manager.step()
+    assert values_of(t) == {1: 2.0}
+    assert manager.save().ckpt_id == "ckpt_2", "which holds the older rows still"
+
+
+def test_a_dynamic_entry_gives_only_what_it_won_and_others_are_not_looked_at_again(tmp_path):
+    a, b = table("a", [1], 1.0), table("b", [1], 1.0)
+    source = managed(tmp_path / "source", a, b)
+    source.step()
+    fixed = saved(tmp_path / "fixed", table("b", [1], 7.0))
+    live_a, live_b = table("a"), table("b")
+    manager = managed(tmp_path / "own", live_a, live_b)
+    path = str(tmp_path / "source")
+    manager.load_model_bank(
+        [{"path": path, "is_dynamic": True}, {"path": fixed}, {"path": path, "load": ["global_step"]}]
+    )
+    assert manager.global_step == 1
+    for each in (a, b):
+        each.insert(torch.tensor([1]), torch.full((1, 4), 2.0))
+    source.step()
+    [report] = manager.reload_dynamic()
+    assert (values_of(live_a), values_of(live_b)) == ({1: 2.0}, {1: 7.0})
+    assert {item.name.table for item in report.taken} == {"a"}
+    assert manager.global_step == 1
+
+
+def test_a_resumed_run_goes_on_following(tmp_path):
+    source_table = table("t", [1], 1.0)
+    source = managed(tmp_path / "a", source_table)
+    source.step()
+    bank = [{"path": str(tmp_path / "a"), "is_dynamic": True}]
+    managed(tmp_path / "own", table("t", [5], 5.0)).step()
+    t = table("t")
+    manager = managed(tmp_path / "own", t)
+    manager.load_model_bank(bank)
+    assert values_of(t) == {5: 5.0}
+    assert manager.reload_dynamic() == []
+    source.step()
+    assert len(manager.reload_dynamic()) == 1
+    assert values_of(t) == {1: 1.0}
+
+
+def test_a_path_that_went_away_or_back_is_not_followed(tmp_path):
+    source = CheckpointManager(run(tmp_path / "a", table("t", [1], 1.0)), 1)
+    source.saver.max_keep = None
+    source.step()
+    source.step()
+    t = table("t", [9], 9.0)
+    manager = managed(tmp_path / "own", t)
+    manager.load_model_bank([{"path": str(tmp_path / "a"), "is_dynamic": True}])
+    t.clear()
+    shutil.rmtree(tmp_path / "a" / "ckpt_2")
+    assert manager.reload_dynamic() == [], "ckpt_1 is older than the one taken"
+    shutil.rmtree(tmp_path / "a")
+    assert manager.reload_dynamic() == []
+    assert len(t) == 0
+
+
+def test_a_new_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
+    path = saved(tmp_path / "a", table("t", [1]), ckpt_id="one")
+    t = table("t")
+    manager = managed(tmp_path / "own", t)
+    manager.load_model_bank([{"path": path, "is_dynamic": True}])
+    saved(tmp_path / "a", table("t", [2], dim=6), ckpt_id="two")
+    with pytest.raises(StateMismatchError, match="t@embedding"):
+        manager.reload_dynamic()
+    assert values_of(t) == {1: 1.0}
+
+
+# positions over another number of shards, and several ranks
+
+
+class Position:
+    """A dataset position without a way to merge."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Mergeable(Position):
+    def merge_io_state(self, states, index, count):
+        return {"position": (tuple(state["position"] for state in states), index, count)}
+
+
+class ThreadGroup:
+    """Ranks that are threads; what they tell each other is pickled, as it would be."""
+
+    def __init__(self, rank, size, shared, barrier):
+        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
+
+    def all_gather(self, value):
+        self._shared[self.rank] = pickle.dumps(value)
+        self._barrier.wait(60)
+        values = [pickle.loads(data) for data in self._shared]
+        self._barrier.wait(60)
+        return values
+
+    def broadcast(self, value):
+        return self.all_gather(value)[0]
+
+
+def on_ranks(size, work):
+    """Do work on several ranks at once: ``work(rank, connect)``; return what each of them returned."""
+    shared, barrier = [b""] * size, threading.Barrier(size)
+
+    def on_rank(rank):
+        def connect(saver):
+            saver._groups[rank, size] = ThreadGroup(rank, size, shared, barrier)
+            return saver
+
+        return work(rank, connect)
+
+    return run_all(on_rank, range(size), size)
+
+
+def sliced(rank, size, ids=(), value=1.0):
+    own = gen_slice(rank, size)
+    return table("t", [i for i in ids if own.owns(torch.tensor([i]))[0]], value, slice=own)
+
+
+def save_on_two_ranks(url, dataset=Position):
+    def work(rank, connect):
+        saver = connect(run(url, sliced(rank, 2, range(20)), optimizer="adam", steps=1, top=nn.Linear(1, 1)))
+        saver.register_io_state("data", dataset(100 + rank))
+        saver.save("c", rank, 2, step=7)
+
+    on_ranks(2, work)
+    return str(url)
+
+
+def loading(url, dataset, n_ranks=1, rank=0, **conf):
+    t = sliced(rank, n_ranks)
+    saver = run(f"{url}-own", t, optimizer="adam", top=nn.Linear(1, 1))
+    saver.register_io_state("data", dataset)
+    manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=n_ranks)
+    saver._groups[rank, n_ranks] = ThreadGroup(0, 1, [b""], threading.Barrier(1))
+    manager.load_model_bank([{"path": url, "load": ["*", "io_state"], **conf}])
+    return t
+
+
+def test_on_as_many_shards_each_gets_its_own_position_back(tmp_path):
+    url = save_on_two_ranks(tmp_path / "a")
+    for rank in range(2):
+        dataset = Position()
+        loading(url, dataset, 2, rank)
+        assert dataset.position == 100 + rank
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_on_another_number_an_object_may_merge_the_states_of_all(tmp_path, n_ranks):
+    url = save_on_two_ranks(tmp_path / "a")
+    rows = 0
+    for rank in range(n_ranks):
+        dataset = Mergeable()
+        rows += len(loading(url, dataset, n_ranks, rank))
+        assert dataset.position == ((100, 101), rank, n_ranks)
+    assert rows == 20
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_where_it_cannot_both_numbers_and_the_two_ways_out_are_named(tmp_path, n_ranks):
+    url, dataset = save_on_two_ranks(tmp_path / "a"), Position(5)
+    with pytest.raises(StateMismatchError) as caught:
+        loading(url, dataset, n_ranks)
+    for text in ("'io state data'", "of 2 shards", f"expected {n_ranks}:", "merge_io_state", "'exclude': ['io_state']"):
+        assert text in str(caught.value)
+    assert dataset.position == 5
+    assert len(loading(url, dataset, exclude=["io_state"])) == 20
+    assert dataset.position == 5
+
+
+def test_a_merge_that_fails_is_named_and_nothing_changes(tmp_path):
+    class Failing(Position):
+        def merge_io_state(self, states, index, count):
+            raise RuntimeError("cannot")
+
+    url = save_on_two_ranks(tmp_path / "a")
+    with pytest.raises(StateMismatchError, match=r"Failing\.merge_io_state refused it: RuntimeError: cannot"):
+        loading(url, Failing())
+
+
+def test_ranks_agree_on_the_checkpoints_of_a_bank_and_rank_0_logs_it(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    url = save_on_two_ranks(tmp_path / "a")
+    single = table("t")
+    run(tmp_path / "b", single, optimizer="adam", top=nn.Linear(1, 1)).load_by_config([{"path": url}])
+    caplog.clear()
+
+    def work(rank, connect):
+        t = sliced(rank, 2)
+        saver = connect(run(tmp_path / "own", t, optimizer="adam", top=nn.Linear(1, 1)))
+        manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=2)
+        entries = [{"path": url, "is_dynamic": True}]
+        if rank == 1:  # which sees a directory that is not up to date
+            entries[0] = {**entries[0], "path": str(tmp_path / "stale")}
+        report = manager.load_model_bank(entries)
+        assert manager.reload_dynamic() == []
+        manager.step()
+        return values_of(t), slots_of(t), report.sources
+
+    (one, _, sources), (two, _, _) = on_ranks(2, work)
+    assert sources == (f"{url}/c",)
+    assert {**one, **two} == values_of(single)
+    assert len(one) + len(two) == 20
+    summaries = [record for record in caplog.records if record.getMessage().startswith(f"{url}/c: 1 table")]
+    assert len(summaries) == 1
+
+
+def test_a_problem_on_one_rank_is_raised_on_all_and_nothing_changes(tmp_path):
+    url = save_on_two_ranks(tmp_path / "a")
+
+    def work(rank, connect):
+        t = table("t", slice=gen_slice(rank, 2), dim=4 + rank)
+        saver = connect(run(tmp_path / "own", t, top=nn.Linear(1, 1)))
+        manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=2)
+        with pytest.raises(StateMismatchError, match="t@embedding"):
+            manager.load_model_bank([{"path": url}])
+        return True
+
+    assert on_ranks(2, work) == [True, True]
