@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.sparse.buckets import N_BUCKETS
+from recckpt.sparse.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse.column import Column
 from recckpt.sparse.kernels import count_buckets, place_rows
 
@@ -29,6 +29,7 @@ class BucketOrder:
         self._lock = threading.RLock()
         self._starts: npt.NDArray[np.int64] | None = None
         self._whole: weakref.ref[npt.NDArray[Any]] | None = None
+        self._is_small = n_rows <= min(budget_rows, N_BUCKETS)  # counting would cost more than the rows themselves
 
     def rows(self, begin: int, end: int) -> npt.NDArray[Any]:
         """Return the rows at positions [begin, end), at most ``budget_rows`` of them."""
@@ -41,6 +42,10 @@ class BucketOrder:
 
     def bucket_range(self, begin: int, end: int) -> tuple[int, int]:
         """Return the buckets [first, last + 1) of the positions [begin, end)."""
+        if self._is_small:
+            ends = self._all_rows()[[begin, end - 1]].astype(np.int64)
+            first, last = bucket_of(self._ids.gather(ends).numpy())
+            return int(first), int(last) + 1
         starts = self._bucket_starts()
         first, last = np.searchsorted(starts, [begin, end - 1], side="right") - 1
         return int(first), int(last) + 1
@@ -59,9 +64,13 @@ class BucketOrder:
         with self._lock:
             whole = self._whole() if self._whole else None
             if whole is None:
-                whole = self._ordered(0, N_BUCKETS)
+                whole = self._sorted() if self._is_small else self._ordered(0, N_BUCKETS)
                 self._whole = weakref.ref(whole)
             return whole
+
+    def _sorted(self) -> npt.NDArray[Any]:
+        buckets = bucket_of(self._ids.to_tensor(self._n_rows).numpy())
+        return np.argsort(buckets.astype(np.uint16), kind="stable").astype(np.uint32)
 
     def _ordered(self, first: int, last: int) -> npt.NDArray[Any]:
         starts = self._bucket_starts()
