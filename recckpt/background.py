@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -17,9 +18,26 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
         BaseException: the first error, in the order of the items; work that has not begun is dropped, and nothing
             runs any more when this returns.
     """
+    failed = threading.Event()
+
+    def begin(item: _T) -> _R:
+        if failed.is_set():
+            raise CancelledError
+        try:
+            return work(item)
+        except BaseException:
+            failed.set()
+            raise
+
     with ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="recckpt") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        _, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in waiting:
-            future.cancel()
-    return [future.result() for future in futures if not future.cancelled()]
+        futures = [pool.submit(begin, item) for item in items]
+        try:
+            wait(futures)
+        except BaseException:  # an interrupt
+            failed.set()
+            raise
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None and not isinstance(error, CancelledError):
+            raise error
+    return [future.result() for future in futures]
