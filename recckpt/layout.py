@@ -15,10 +15,15 @@ MODEL = "model.pt"
 EXTRA = "extra.pt"
 SPARSE_DIR = "sparse"
 
+OWN_DIR = ".recckpt"  # encode_id never gives a name with a leading dot
+OWNER_DIR = f"{OWN_DIR}/owner"
+PINS_DIR = f"{OWN_DIR}/pins"
+
 MAX_ID_BYTES = 200
 _MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, "timeline.jsonl"})
+_OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)"
@@ -53,6 +58,37 @@ def decode_id(encoded: str) -> str:
 def attempt_dir(ckpt_id: str, attempt: int) -> str:
     """Return the directory of one attempt at a checkpoint; attempt 0 has the plain name."""
     return encode_id(ckpt_id) + (f".{attempt}" if attempt else "")
+
+
+def is_own(directory: str) -> bool:
+    """Say whether a directory of the output dir is recckpt's own, which holds no checkpoint."""
+    return directory == OWN_DIR
+
+
+def claim(epoch: int) -> str:
+    """Return the name of a writer's claim on the output dir."""
+    return f"{OWNER_DIR}/{epoch}.json"
+
+
+def takeover(epoch: int) -> str:
+    """Return the name of the list of what was committed when a writer took over."""
+    return f"{OWNER_DIR}/{epoch}.list.json"
+
+
+def parse_owner_file(name: str) -> tuple[int, bool] | None:
+    """Return the epoch of a file in the owner directory and whether it is a takeover's list, None for others."""
+    found = _OWNER_FILE.fullmatch(name)
+    return (int(found[1]), found[2] is not None) if found else None
+
+
+def pin(ckpt_id: str) -> str:
+    """Return the name of the file that pins a checkpoint."""
+    return f"{PINS_DIR}/{encode_id(ckpt_id)}.json"
+
+
+def parse_pin(name: str) -> str | None:
+    """Return the checkpoint id that a file in the pins' directory pins, None for others."""
+    return decode_id(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
 def step_id(step: int) -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import xxhash
-
 from recckpt import layout
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.sealed import check_seal, seal
 from recckpt.strict_json import Fields, parse
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
@@ -20,8 +17,7 @@ FORMAT = "recckpt"  # part of the format
 VERSION = 1  # part of the format
 CHECKSUM = "xxh3_64"  # part of the format
 MAX_BYTES = 64 << 20  # part of the format
-_SEAL = re.compile(rb',\n  "manifest_xxh3": "([0-9a-f]{16})"\n}\n')  # part of the format
-_SEAL_BYTES = len(b',\n  "manifest_xxh3": "0123456789abcdef"\n}\n')
+_SEAL = "manifest_xxh3"  # part of the format
 
 Scalar = str | int | float | bool | None
 
@@ -105,8 +101,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, sealed with their own checksum."""
-    body = _to_json(manifest).encode("utf-8").removesuffix(b"\n}")
-    return body + b',\n  "manifest_xxh3": "%016x"\n}\n' % xxhash.xxh3_64_intdigest(body)
+    return seal(_to_json(manifest), _SEAL)
 
 
 def decode(data: bytes, path: str) -> Manifest:
@@ -124,14 +119,14 @@ def decode(data: bytes, path: str) -> Manifest:
         raise CorruptCheckpointError(path, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
     fields = parse(data, path)
     _check_header(fields)  # before the seal: another version, or another checksum, may be sealed otherwise
-    _check_seal(data, path)
+    check_seal(data, _SEAL, path)
     if fields.text("kind") != "full":
         raise FormatVersionError(path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
     return _from_fields(fields)
 
 
-def _to_json(manifest: Manifest) -> str:
-    values = {
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
         "format": FORMAT,
         "version": VERSION,
         "checksum": CHECKSUM,
@@ -154,19 +149,6 @@ def _to_json(manifest: Manifest) -> str:
         "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
         "writer": dict(manifest.writer),
     }
-    lines = [f"  {json.dumps(key)}: {_value_json(value)}" for key, value in values.items()]
-    return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def _value_json(value: Any) -> str:
-    """One list item a line: a manifest is read by people too."""
-    if isinstance(value, list) and value:
-        return "[\n    " + ",\n    ".join(_dumps(item) for item in value) + "\n  ]"
-    return _dumps(value)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=True)
 
 
 def _slot_json(slot: SlotSpec) -> dict[str, Any]:
@@ -185,17 +167,6 @@ def _check_header(fields: Fields) -> None:
         raise FormatVersionError(fields.path, found=fields.count("version"), supported=VERSION)
     if fields.text("checksum") != CHECKSUM:
         raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
-
-
-def _check_seal(data: bytes, path: str) -> None:
-    """Refuse a manifest that is not as it was written."""
-    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    if seal is None:
-        found, expected = f"a file ending in {data[-20:]!r}", "the checksum of the manifest"
-        raise CorruptCheckpointError(path, "its end", found=found, expected=expected)
-    digest = xxhash.xxh3_64_intdigest(data[:-_SEAL_BYTES])
-    if digest != int(seal[1], 16):
-        raise CorruptCheckpointError(path, "manifest_xxh3", found=f"{digest:016x}", expected=seal[1].decode())
 
 
 def _from_fields(fields: Fields) -> Manifest:

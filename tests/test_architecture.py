@@ -29,7 +29,7 @@ LINES = """
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
     storage  load_conf  dense.torch_file  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.spool  dense.stored_tensor  sparse.random
-    layout  strict_json  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
+    layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
     sparse.optim.groups
     types  errors

@@ -38,9 +38,7 @@ class LocalStorage(Storage):
     def create(self, name: str) -> Sink:
         """Open a new file, making the directory it is in."""
         path = self._root / name
-        if not path.parent.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _sync_dir(path.parent.parent)
+        _make_dirs(path.parent)
         return _LocalSink(path)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
@@ -171,6 +169,14 @@ def _write_beside(path: Path, data: bytes) -> Path:
     with _LocalSink(temporary) as sink:
         sink.write(data)
     return temporary
+
+
+def _make_dirs(path: Path) -> None:
+    """Make a directory and those it is in, each durable in its parent."""
+    if not path.is_dir():
+        _make_dirs(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_dir(path.parent)
 
 
 def _sync_dir(path: Path) -> None:

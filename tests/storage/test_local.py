@@ -31,7 +31,7 @@ def synced(monkeypatch):
 
 def test_a_file_is_synced_before_it_closes_and_new_directories_with_their_entry(storage, synced):
     write(storage, "a/b/x")
-    assert synced == [f"{storage.url}/a", f"{storage.url}/a/b/x"]
+    assert synced == [storage.url, f"{storage.url}/a", f"{storage.url}/a/b/x"]
     synced.clear()
     storage.sync_dir("a/b")
     assert synced == [f"{storage.url}/a/b"]
