@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
 from recckpt import layout
+from recckpt.background import run_all
 from recckpt.checked import read_checked
 from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.listing import file_problems, locate_path, read_manifest
-from recckpt.manifest import FileEntry, Manifest
+from recckpt.manifest import FileEntry, Manifest, TableEntry
 from recckpt.progress import Progress
 from recckpt.sparse import catalog as catalogs
-from recckpt.sparse.catalog import Catalog
-from recckpt.sparse.verifier import ShardVerifier, repeated_between_shards
+from recckpt.sparse.catalog import Catalog, Part
+from recckpt.sparse.verifier import PartCheck, between_parts, check_part, repeated_between_shards
 from recckpt.storage import Storage, open_parent, open_storage
 
 _CHUNK_BYTES = 8 << 20
+_THREADS = 8
 
 Errors = Iterator[CorruptCheckpointError]
+Job = Callable[[], Iterable[CorruptCheckpointError]]
+Advance = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Report:
     problems: tuple[Problem, ...]
 
 
-def verify(path: str, *, deep: bool = True) -> list[Problem]:
+def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[Problem]:
     """Look for damage in a checkpoint, or in all checkpoints of an output dir.
 
     Deep reads every byte: the checksums of all files, columns and Arrow frames, and for each table that its
@@ -72,15 +78,18 @@ def verify(path: str, *, deep: bool = True) -> list[Problem]:
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
         deep: False looks at the manifests and the sizes of the files only.
+        threads: number of files that are read at once; None for 8. Locally it is one a core at most.
 
     Returns:
-        All problems, not only the first; empty where everything is well.
+        All problems, not only the first, in the order of checkpoints and files; empty where everything is well.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, damaged or not.
+        ValueError: ``threads`` is not an int of at least 1.
     """
     storage, directories = find_checkpoints(path)
-    return [problem for name in directories for problem in verify_checkpoint(storage, name, deep=deep).problems]
+    reports = verify_checkpoints(storage, directories, deep=deep, threads=threads)
+    return [problem for report in reports for problem in report.problems]
 
 
 def find_checkpoints(path: str) -> tuple[Storage, list[str]]:
@@ -100,60 +109,108 @@ def find_checkpoints(path: str) -> tuple[Storage, list[str]]:
     return storage, [checkpoint.directory]
 
 
-def verify_checkpoint(storage: Storage, directory: str, *, deep: bool = True) -> Report:
-    """Look for damage in one checkpoint; arguments as of :func:`verify`.
+def verify_checkpoints(
+    storage: Storage, directories: Sequence[str], *, deep: bool = True, threads: int | None = None
+) -> list[Report]:
+    """Look for damage in some checkpoints of one output dir; arguments as of :func:`verify`.
+
+    A checkpoint that is removed meanwhile, as rotation does, has no report.
 
     Raises:
-        CheckpointNotFoundError: the directory has no manifest.
+        CheckpointNotFoundError: there is none left.
     """
-    path = layout.join(directory, layout.MANIFEST)
-    try:
-        manifest = read_manifest(storage, directory)
-    except CorruptCheckpointError as error:
-        return Report(directory, None, (_problem(directory, error),))
-    except FormatVersionError as error:
-        newer = Problem(directory, path, "version", str(error.found), f"at most {error.supported}")
-        return Report(directory, None, (newer,))
-    if manifest is None:
-        raise CheckpointNotFoundError(f"{storage.url}/{directory}: found no {layout.MANIFEST}")
-    errors = list(file_problems(storage, directory, manifest))
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads is an int of at least 1, found {threads!r}")
+    n_threads = storage.threads(threads or _THREADS)
+    looks = run_all(lambda name: _Look(storage, name), directories, n_threads)
     if deep:
-        errors += _Deep(storage, directory, manifest, {error.path for error in errors}).errors()
-    return Report(directory, manifest, tuple(_problem(directory, error) for error in errors))
+        _look_deep([look for look in looks if look.manifest], n_threads)
+    reports = [look.report() for look in looks if not look.errors or _has_manifest(storage, look.directory)]
+    if not reports:
+        raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {', '.join(directories)}")
+    return reports
 
 
-class _Deep:
-    """Reads all of one checkpoint, but the files that are known to be broken."""
+def _look_deep(looks: Sequence[_Look], threads: int) -> None:
+    """Read everything, a file a thread."""
+    manifests = [look.manifest for look in looks if look.manifest]
+    what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
+    with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
+        progress.n_rows = sum(table.rows for manifest in manifests for table in manifest.tables)
+        for step in (_Look.check_files, _Look.check_parts, _Look.check_ids):
+            jobs = [(look, job) for look in looks for job in step(look, progress.advance)]
+            for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
+                look.errors += errors
 
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest, broken: set[str]) -> None:
-        self._storage, self._directory, self._manifest = storage, directory, manifest
-        self._broken = broken
-        self._shards: list[Catalog] = []
 
-    def errors(self) -> list[CorruptCheckpointError]:
-        """Return all that is wrong."""
-        with Progress(f"verifying {self._manifest.ckpt_id}", self._manifest.n_bytes) as progress:
-            progress.n_rows = sum(table.rows for table in self._manifest.tables)
-            errors = [error for file in self._manifest.files for error in self._check_file(file, progress.advance)]
-            for number in range(len(self._manifest.shards)):
-                errors += self._read_catalog(number, progress.advance)
-            if len(self._shards) == len(self._manifest.shards):
-                errors += self._check_sums()
-            for shard in self._shards:
-                errors += self._check_shard(shard, progress.advance)
-            with suppress(CorruptCheckpointError):  # what cannot be read has been reported above
-                errors.extend(repeated_between_shards(self._storage, self._directory, self._manifest, self._shards))
-        return errors
+class _Look:
+    """One checkpoint, and what has been found in it so far; looks at manifest and sizes when it is made.
+
+    The steps are to be taken in order, each once the one before is through. They return jobs that may run at once.
+    """
+
+    def __init__(self, storage: Storage, directory: str) -> None:
+        self._storage, self.directory = storage, directory
+        self.manifest: Manifest | None = None
+        self.errors: list[CorruptCheckpointError] = []
+        self._shards: dict[int, Catalog] = {}
+        path = self._path(layout.MANIFEST)
+        try:
+            self.manifest = read_manifest(storage, directory)
+        except CorruptCheckpointError as error:
+            self.errors.append(error)
+        except FormatVersionError as error:
+            self.errors.append(_newer(path, error))
+        if self.manifest:
+            self.errors += file_problems(storage, directory, self.manifest)
+        elif not self.errors:
+            self.errors.append(CorruptCheckpointError(path, "", found="no such file", expected="a manifest"))
+        self._broken = {error.path for error in self.errors}
+
+    def report(self) -> Report:
+        """Return what was found."""
+        problems = (Problem(self.directory, e.path, e.where, e.found, e.expected) for e in self.errors)
+        return Report(self.directory, self.manifest, tuple(problems))
+
+    def check_files(self, advance: Advance) -> Iterator[Job]:
+        """Check whole files: all but the parts."""
+        assert self.manifest is not None
+        numbers = {shard.catalog: number for number, shard in enumerate(self.manifest.shards)}
+        for file in self.manifest.files:
+            path = self._path(file.name)
+            if path not in self._broken and file.name not in numbers and not layout.is_part(file.name):
+                yield partial(_read, path, partial(self._check_file, file, advance))
+        for name, number in numbers.items():
+            if self._path(name) not in self._broken:
+                yield partial(_read, self._path(name), partial(self._read_catalog, number, advance))
+
+    def check_parts(self, advance: Advance) -> Iterator[Job]:
+        """Check the parts that the catalogs name."""
+        assert self.manifest is not None
+        if len(self._shards) == len(self.manifest.shards):
+            self.errors += self._sum_errors(self.manifest)
+        self._parts: dict[str, PartCheck] = {}
+        for shard in self._catalogs():
+            for part in shard.parts:
+                if self._path(part.file) not in self._broken:
+                    yield partial(_read, self._path(part.file), partial(self._check_part, part, advance))
+
+    def check_ids(self, _: Advance) -> Iterator[Job]:
+        """Check what only several files together can tell: that no id is there twice."""
+        assert self.manifest is not None
+        for shard in self._catalogs():
+            self.errors += between_parts(self._parts[p.file] for p in shard.parts if p.file in self._parts)
+        for table in self.manifest.tables:
+            yield partial(self._check_table, table)
 
     def _path(self, name: str) -> str:
-        return layout.join(self._directory, name)
+        return layout.join(self.directory, name)
 
-    def _check_file(self, file: FileEntry, advance: Callable[[int], object]) -> Errors:
-        """Check a whole file; parts and catalogs are read elsewhere."""
-        path = self._path(file.name)
-        if path in self._broken or layout.is_part(file.name) or self._is_catalog(file.name):
-            return
-        digest = xxhash.xxh3_64()
+    def _catalogs(self) -> list[Catalog]:
+        return [self._shards[number] for number in sorted(self._shards)]
+
+    def _check_file(self, file: FileEntry, advance: Advance) -> Errors:
+        path, digest = self._path(file.name), xxhash.xxh3_64()
         with self._storage.open(path) as content:
             while chunk := content.read(_CHUNK_BYTES):
                 digest.update(chunk)
@@ -162,54 +219,63 @@ class _Deep:
             if found != file.xxh3:
                 yield CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{file.xxh3:016x}")
             elif file.name == layout.MODEL:
-                try:
-                    TorchFile(content, path)
-                except CorruptCheckpointError as error:
-                    yield error
+                TorchFile(content, path)
 
-    def _is_catalog(self, name: str) -> bool:
-        return any(name == shard.catalog for shard in self._manifest.shards)
-
-    def _read_catalog(self, number: int, advance: Callable[[int], object]) -> Errors:
-        shard = self._manifest.shards[number]
-        path, entry = self._path(shard.catalog), self._manifest.file(shard.catalog)
-        if path in self._broken or entry is None:
-            return
+    def _read_catalog(self, number: int, advance: Advance) -> Errors:
+        assert self.manifest is not None
+        shard = self.manifest.shards[number]
+        path, entry = self._path(shard.catalog), self.manifest.file(shard.catalog)
+        assert entry is not None  # the manifest was checked for that
+        data = read_checked(self._storage, self.directory, entry)
+        advance(len(data))
         try:
-            data = read_checked(self._storage, self._directory, entry)
-            advance(len(data))
-            catalog = catalogs.decode(data, path, self._manifest, number)
-        except CorruptCheckpointError as error:
-            yield error
-            return
+            catalog = self._shards[number] = catalogs.decode(data, path, self.manifest, number)
         except FormatVersionError as error:
-            yield CorruptCheckpointError(path, "version", found=error.found, expected=f"at most {error.supported}")
+            yield _newer(path, error)
             return
-        self._shards.append(catalog)
         if catalog.buckets != shard.buckets:
             found, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
             yield CorruptCheckpointError(path, "", found=found, expected=expected)
 
-    def _check_sums(self) -> Errors:
+    def _sum_errors(self, manifest: Manifest) -> Errors:
         """Check that the catalogs together make up the manifest."""
-        manifest = self._path(layout.MANIFEST)
-        for table in self._manifest.tables:
-            rows = sum(shard.rows.get(table.name, 0) for shard in self._shards)
+        path = self._path(layout.MANIFEST)
+        for table in manifest.tables:
+            rows = sum(shard.rows.get(table.name, 0) for shard in self._catalogs())
             if rows != table.rows:
                 where, expected = f"table {table.name!r}", f"{rows}, as in the catalogs"
-                yield CorruptCheckpointError(manifest, where, found=f"{table.rows} rows", expected=expected)
-        parts = [part.file for shard in self._shards for part in shard.parts]
-        for file in self._manifest.files:
-            times = parts.count(file.name)
-            if layout.is_part(file.name) and times != 1:
-                where = f"file {file.name!r}"
-                yield CorruptCheckpointError(manifest, where, found=f"in {times} catalogs", expected="in one catalog")
+                yield CorruptCheckpointError(path, where, found=f"{table.rows} rows", expected=expected)
+        parts = Counter(part.file for shard in self._catalogs() for part in shard.parts)
+        for file in manifest.files:
+            if layout.is_part(file.name) and parts[file.name] != 1:
+                where, found = f"file {file.name!r}", f"in {parts[file.name]} catalogs"
+                yield CorruptCheckpointError(path, where, found=found, expected="in one catalog")
 
-    def _check_shard(self, shard: Catalog, advance: Callable[[int], object]) -> Errors:
-        verifier = ShardVerifier(self._storage, self._directory, self._manifest)
-        for part in shard.parts:
-            if self._path(part.file) not in self._broken:
-                yield from verifier.check(part, advance)
+    def _check_part(self, part: Part, advance: Advance) -> Errors:
+        assert self.manifest is not None
+        checked = check_part(self._storage, self.directory, self.manifest, part, advance)
+        self._parts[part.file] = checked
+        yield from checked.errors
+
+    def _check_table(self, table: TableEntry) -> Errors:
+        with suppress(CorruptCheckpointError, OSError):  # what cannot be read has been reported already
+            yield from repeated_between_shards(self._storage, self.directory, table, self._catalogs())
+
+
+def _read(path: str, check: Job) -> Errors:
+    """Run a check; a file that cannot be read is as bad as one that is wrong."""
+    try:
+        yield from check()
+    except CorruptCheckpointError as error:
+        yield error
+    except FileNotFoundError:
+        yield CorruptCheckpointError(path, "", found="no such file", expected="one that can be read")
+    except OSError as error:
+        yield CorruptCheckpointError(path, "", found=f"an error: {error}", expected="a file that can be read")
+
+
+def _newer(path: str, error: FormatVersionError) -> CorruptCheckpointError:
+    return CorruptCheckpointError(path, "version", found=error.found, expected=f"at most {error.supported}")
 
 
 def _has_manifest(storage: Storage, directory: str) -> bool:
@@ -218,7 +284,3 @@ def _has_manifest(storage: Storage, directory: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
-
-
-def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
-    return Problem(directory, error.path, error.where, error.found, error.expected)

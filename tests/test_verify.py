@@ -1,13 +1,17 @@
+import errno
+import shutil
+
 import pyarrow as pa
 import pytest
 import torch
-from builders import Run
+from builders import Run, flip_bit
 from forge import Forge, filled, save_tables
 
 from recckpt import layout
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.sparse.codec import column_buffer
 from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
 from recckpt.verify import verify
 
 
@@ -93,6 +97,59 @@ def test_all_problems_are_reported_not_the_first(tmp_path):
         "'id'",
         "'sparse_m'",
     ]
+
+
+def test_the_problems_come_in_one_order_whatever_the_number_of_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "threads", lambda _, asked: asked)
+    Run(tmp_path, max_keep=3, interval=5).train(15)
+    for directory in ("ckpt_5", "ckpt_15"):
+        forge = Forge(tmp_path / directory)
+        for name in (*forge.parts, "extra.pt", "rng_0.pt", "sparse/00000-of-00001.json"):
+            flip_bit(forge.path(name))
+    (tmp_path / "ckpt_10" / "manifest.json").write_bytes(b"")
+    problems = verify(str(tmp_path), threads=1)
+    assert {problem.directory for problem in problems} == {"ckpt_5", "ckpt_10", "ckpt_15"}
+    assert [p.directory for p in problems] == sorted(p.directory for p in problems)
+    for threads in (2, 3, 16, None):
+        assert verify(str(tmp_path), threads=threads) == problems
+
+
+@pytest.mark.parametrize("threads", [0, -1, 2.5, "2", True])
+def test_a_number_of_threads_that_is_none_is_refused(tmp_path, threads):
+    saved(tmp_path, two_tables())
+    with pytest.raises(ValueError, match="threads"):
+        verify(str(tmp_path), threads=threads)
+
+
+def test_a_file_that_cannot_be_read_is_a_problem_and_the_others_are_read(tmp_path, monkeypatch):
+    Run(tmp_path).train(10)
+    flip_bit(tmp_path / "ckpt_10" / "rng_0.pt")
+    real = LocalStorage.open
+
+    def failing(storage, name):
+        if name.endswith(("extra.pt", ".arrow", "00000-of-00001.json")):
+            raise OSError(errno.EIO, "Input/output error", name)
+        return real(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "open", failing)
+    problems = {problem.file: problem.found for problem in verify(str(tmp_path))}
+    assert "Input/output error" in problems["ckpt_10/extra.pt"]
+    assert "Input/output error" in problems["ckpt_10/sparse/00000-of-00001.json"]
+    assert problems.keys() >= {"ckpt_10/rng_0.pt"}
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_no_problem(tmp_path, monkeypatch):
+    Run(tmp_path, max_keep=2, interval=5).train(10)
+    real = LocalStorage.open
+
+    def rotating(storage, name):
+        if name == "ckpt_5/model.pt":
+            shutil.rmtree(tmp_path / "ckpt_5")
+        return real(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "open", rotating)
+    assert verify(str(tmp_path)) == []
+    assert not (tmp_path / "ckpt_5").exists()
 
 
 def test_quick_looks_at_sizes_and_not_at_bytes(tmp_path):

@@ -98,7 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     get.add_argument("ids", metavar="ID", nargs="+", type=_id, help="any int64, negative ones too")
     verify = command("verify", "look for damage, down to every byte")
     verify.add_argument("path", metavar="CKPT|DIR", help="a checkpoint, or an output dir, of which all are checked")
-    verify.add_argument("--quick", action="store_true", help="check manifests and file sizes only")
+    depth = verify.add_mutually_exclusive_group()
+    depth.add_argument("--deep", action="store_true", default=True, help="read every byte (the default)")
+    depth.add_argument("--quick", dest="deep", action="store_false", help="look at manifests and file sizes only")
+    threads_help = "files to read at once (default: 8, locally at most one a core)"
+    verify.add_argument("--threads", type=_positive, metavar="N", help=threads_help)
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
     plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")
@@ -112,6 +116,13 @@ def _natural(text: str) -> int:
     return number
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _id(text: str) -> int:
     number = int(text)
     if not -(2**63) <= number < 2**63:
@@ -119,7 +130,11 @@ def _id(text: str) -> int:
     return number
 
 
-_natural.__name__, _id.__name__ = "count", "id"  # as argparse calls them in "invalid ... value"
+_natural.__name__, _positive.__name__, _id.__name__ = (
+    "count",
+    "count",
+    "id",
+)  # as argparse calls them in "invalid ... value"
 
 
 class _Version(argparse.Action):

@@ -7,7 +7,7 @@ from typing import Any
 
 from recckpt.cli.outcome import Outcome, usage_checked
 from recckpt.text import count, escaped, grid, one_line, plural, size
-from recckpt.verify import Report, find_checkpoints, verify_checkpoint
+from recckpt.verify import Report, find_checkpoints, verify_checkpoints
 
 _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
 
@@ -16,7 +16,7 @@ def verify(args: argparse.Namespace) -> Outcome:
     """Check one checkpoint, or all of an output dir, and list all that is wrong."""
     with usage_checked():
         storage, directories = find_checkpoints(args.path)
-    reports = sorted((verify_checkpoint(storage, name, deep=not args.quick) for name in directories), key=_age)
+    reports = sorted(verify_checkpoints(storage, directories, deep=args.deep, threads=args.threads), key=_age)
     damaged = [report for report in reports if report.problems]
     lines = grid(_HEAD, map(_row, reports), ("ROWS", "SIZE", "FILES"))
     for report in damaged:
@@ -24,7 +24,7 @@ def verify(args: argparse.Namespace) -> Outcome:
     found = sum(len(report.problems) for report in reports)
     total = plural(len(reports), "checkpoint")
     problems = [f"{storage.url}: found {plural(found, 'problem')} in {len(damaged)} of {total}"] if found else []
-    data = {"url": storage.url, "deep": not args.quick, "checkpoints": [_data(report) for report in reports]}
+    data = {"url": storage.url, "deep": args.deep, "checkpoints": [_data(report) for report in reports]}
     return Outcome(data, lines, problems)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -21,74 +22,96 @@ from recckpt.storage.spool import mapped
 Int64s = npt.NDArray[np.int64]
 
 _WINDOW_ROWS = 8 << 20  # ids that are compared at once where the shards of a table overlap
+_OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
 
 
-class ShardVerifier:
-    """Checks the parts of one shard, which must come in the order of the catalog.
+@dataclass
+class PartCheck:
+    """What came of looking at one part.
+
+    Attributes:
+        path: the file.
+        errors: all that is wrong in it.
+        ids: what the next part of the shard has to fit to, by table.
+    """
+
+    path: str
+    errors: list[CorruptCheckpointError] = field(default_factory=list)
+    ids: dict[str, IdCheck] = field(default_factory=dict)
+
+
+def check_part(
+    storage: Storage, directory: str, manifest: Manifest, part: Part, advance: Callable[[int], object]
+) -> PartCheck:
+    """Hold every byte of a part against its catalog entry.
 
     Args:
         storage: where the checkpoint lies.
         directory: the checkpoint's directory in it.
-        manifest: what it is held against.
+        manifest: what the part is held against.
+        part: its catalog entry.
+        advance: called with the bytes of each batch once it is checked.
     """
-
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest) -> None:
-        self._storage, self._directory, self._manifest = storage, directory, manifest
-        self._ids: dict[str, _IdCheck] = {}
-
-    def check(self, part: Part, advance: Callable[[int], object]) -> Iterator[CorruptCheckpointError]:
-        """Yield all that is wrong in a part.
-
-        Args:
-            part: its catalog entry.
-            advance: called with the bytes of each batch once it is checked.
-        """
-        path = layout.join(self._directory, part.file)
-        slots = {table.slots for name in part.tables if (table := self._manifest.table(name))}
-        if len(slots) != 1:
-            found = f"tables of {len(slots)} kinds of slots"
-            yield CorruptCheckpointError(path, "its tables", found=found, expected="tables that agree in their slots")
-            return
+    done = PartCheck(layout.join(directory, part.file))
+    slots = {table.slots for name in part.tables if (table := manifest.table(name))}
+    if len(slots) != 1:
+        found, expected = f"tables of {len(slots)} kinds of slots", "tables that agree in their slots"
+        done.errors.append(CorruptCheckpointError(done.path, "its tables", found=found, expected=expected))
+        return done
+    try:
+        memory = mapped(storage, done.path)
+        reader = PartReader(storage, directory, part, slots.pop(), mapped=memory)
+    except CorruptCheckpointError as error:
+        done.errors.append(error)
+        return done
+    readable = True
+    for number in range(len(part.batches)):
         try:
-            memory = mapped(self._storage, path)
-            reader = PartReader(self._storage, self._directory, part, slots.pop(), mapped=memory)
+            values = reader.unchecked(number)
         except CorruptCheckpointError as error:
-            yield error
-            return
-        readable = True
-        for number in range(len(part.batches)):
-            try:
-                values = reader.unchecked(number)
-            except CorruptCheckpointError as error:
-                readable = False
-                yield error
-            else:
-                yield from self._check_batch(reader, part, number, values)
-                advance(values.nbytes)
-        if readable:
-            yield from _raised(reader.check_frame)
-
-    def _check_batch(
-        self, reader: PartReader, part: Part, number: int, values: pa.RecordBatch
-    ) -> Iterator[CorruptCheckpointError]:
-        batch = part.batches[number]
-        problems = {name: reader.column_problem(number, values, name) for name in values.schema.names}
-        yield from (problem for problem in problems.values() if problem)
-        where = f"batch {number} (table {batch.table!r})"
-        if problems[TABLE] is None:
-            for found, expected in _table_column(values.column(TABLE), part, batch):
-                yield CorruptCheckpointError(reader.path, f"{where}, column 'table'", found=found, expected=expected)
-        if problems[ID] is None:
-            ids = np.frombuffer(column_buffer(values.column(ID)), np.int64)
-            for found, expected in self._ids.setdefault(batch.table, _IdCheck()).check(ids, batch):
-                yield CorruptCheckpointError(reader.path, where, found=found, expected=expected)
+            readable = False
+            done.errors.append(error)
+        else:
+            done.errors += _batch_errors(reader, part, number, values, done.ids)
+            advance(values.nbytes)
+    if readable:
+        done.errors += _raised(reader.check_frame)
+    return done
 
 
-class _IdCheck:
-    """The ids of one table in one shard, batch by batch: in bucket order, and none twice."""
+def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError]:
+    """Yield what is wrong where a table goes on in the next part; takes the parts of a shard in their order."""
+    before: dict[str, IdCheck] = {}
+    for part in parts:
+        for table, ids in part.ids.items():
+            if table in before:
+                for found, expected in ids.follow(before[table]):
+                    yield CorruptCheckpointError(part.path, f"table {table!r}", found=found, expected=expected)
+            before[table] = ids
+
+
+def _batch_errors(
+    reader: PartReader, part: Part, number: int, values: pa.RecordBatch, ids: dict[str, IdCheck]
+) -> Iterator[CorruptCheckpointError]:
+    batch = part.batches[number]
+    problems = {name: reader.column_problem(number, values, name) for name in values.schema.names}
+    yield from (problem for problem in problems.values() if problem)
+    where = f"batch {number} (table {batch.table!r})"
+    if problems[TABLE] is None:
+        for found, expected in _table_column(values.column(TABLE), part, batch):
+            yield CorruptCheckpointError(reader.path, f"{where}, column 'table'", found=found, expected=expected)
+    if problems[ID] is None:
+        found_ids = np.frombuffer(column_buffer(values.column(ID)), np.int64)
+        for found, expected in ids.setdefault(batch.table, IdCheck()).check(found_ids, batch):
+            yield CorruptCheckpointError(reader.path, where, found=found, expected=expected)
+
+
+class IdCheck:
+    """The ids of one table in one part, batch by batch: in bucket order, and none twice."""
 
     def __init__(self) -> None:
-        self._bucket = -1
+        self._first_bucket = self._bucket = -1
+        self._head: Int64s = np.empty(0, np.int64)  # the ids in the first bucket, where the part before may end
         self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
 
     def check(self, ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
@@ -98,32 +121,44 @@ class _IdCheck:
         if span != batch.buckets:
             yield f"ids of buckets {list(span)}", f"{list(batch.buckets)}"
         if buckets[0] < self._bucket or (np.diff(buckets) < 0).any():
-            yield "rows out of bucket order", "buckets that never fall"
+            yield _OUT_OF_ORDER
         if buckets[0] != self._bucket:
             self._tail = self._tail[:0]
         yield from _repeats(np.concatenate([self._tail, ids]))
+        if self._bucket < 0:
+            self._first_bucket = int(buckets[0])
+        if buckets[0] == self._first_bucket:
+            self._head = np.union1d(self._head, ids[buckets == self._first_bucket])
         self._bucket = int(buckets[-1])
         ended = ids[buckets == self._bucket]
         self._tail = np.union1d(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
 
+    def follow(self, before: IdCheck) -> Iterator[tuple[str, str]]:
+        """Yield (found, expected) for what does not fit to the part before; take over what goes on from there."""
+        if self._first_bucket < before._bucket:
+            yield _OUT_OF_ORDER
+        elif self._first_bucket == before._bucket:
+            twice = np.intersect1d(before._tail, self._head)
+            yield from _repeats(np.concatenate([twice, twice]))
+            if self._bucket == self._first_bucket:
+                self._tail = np.union1d(before._tail, self._tail)
+
 
 def repeated_between_shards(
-    storage: Storage, directory: str, manifest: Manifest, catalogs: Sequence[Catalog]
+    storage: Storage, directory: str, table: TableEntry, catalogs: Sequence[Catalog]
 ) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each table with an id in two shards; reads ids only where shards share buckets.
+    """Yield an error for each range of buckets in which an id is in two shards; reads only where shards overlap.
 
     Raises:
         CorruptCheckpointError: the ids cannot be read.
     """
-    for table in manifest.tables:
-        if not _shards_overlap(catalogs, table):
-            continue
-        for window in _windows(table.rows):
-            shards = [np.unique(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
-            for found, expected in _repeats(np.concatenate(shards)):
-                where = f"table {table.name!r}, between shards"
-                path = layout.join(directory, layout.SPARSE_DIR)
-                yield CorruptCheckpointError(path, where, found=found, expected=expected)
+    if not _shards_overlap(catalogs, table):
+        return
+    for window in _windows(table.rows):
+        shards = [np.unique(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
+        for found, expected in _repeats(np.concatenate(shards)):
+            path, where = layout.join(directory, layout.SPARSE_DIR), f"table {table.name!r}, between shards"
+            yield CorruptCheckpointError(path, where, found=found, expected=expected)
 
 
 def _shards_overlap(catalogs: Sequence[Catalog], table: TableEntry) -> bool:

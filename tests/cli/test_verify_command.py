@@ -46,6 +46,24 @@ def test_quick_takes_the_bytes_on_trust(recckpt, tmp_path):
     assert recckpt("verify", tmp_path).code == 1
 
 
+def test_deep_is_the_default_and_excludes_quick(recckpt, tmp_path):
+    Run(tmp_path).train(10)
+    flip_bit(tmp_path / "ckpt_10" / "extra.pt")
+    assert recckpt("verify", tmp_path, "--deep").out == recckpt("verify", tmp_path).out
+    assert recckpt("verify", tmp_path, "--deep", "--json").json["deep"] is True
+    assert recckpt("verify", tmp_path, "--deep", "--quick").code == 2
+
+
+def test_any_number_of_threads_prints_the_same(recckpt, tmp_path):
+    Run(tmp_path, max_keep=3).train(30)
+    for name in ("ckpt_10/extra.pt", "ckpt_10/model.pt", "ckpt_30/rng_0.pt"):
+        flip_bit(tmp_path / name)
+    answers = [recckpt("verify", tmp_path, "--threads", n) for n in (1, 2, 7)]
+    assert answers[0].code == 1
+    assert answers[1:] == answers[:1] * 2
+    assert recckpt("verify", tmp_path, "--threads", 0).code == 2
+
+
 def test_a_manifest_that_cannot_be_read_is_a_problem(recckpt, tmp_path):
     Run(tmp_path, max_keep=2).train(20)
     (tmp_path / "ckpt_20" / "manifest.json").write_bytes(b"\xff\n")

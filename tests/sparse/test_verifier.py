@@ -8,6 +8,7 @@ from recckpt.sparse import gen_slice, verifier
 from recckpt.sparse.buckets import bucket_of
 from recckpt.sparse.codec import column_buffer
 from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
 from recckpt.verify import verify
 
 
@@ -63,6 +64,11 @@ def in_bucket_order(ids):
     return ids[np.argsort(bucket_of(ids), kind="stable")].tolist()
 
 
+def of_bucket(bucket):
+    ids = np.arange(1 << 20)
+    return ids[bucket_of(ids) == bucket]
+
+
 def only(problems):
     assert len(problems) == 1, problems
     return problems[0]
@@ -98,6 +104,49 @@ def test_an_id_twice_in_a_shard_is_found_in_one_batch_and_between_two(tmp_path):
         edit_part(forge, with_ids(ids))
         problems = verify(str(forge.directory))
         assert [p.found for p in problems if "twice" in p.found] == [f"id {ids[20]} twice"]
+
+
+def two_parts(directory, monkeypatch, n_rows=40):
+    """Save a table in two parts of one shard; return what changes them and the ids of each part."""
+    monkeypatch.setattr(LocalStorage, "threads", lambda _, asked: asked)
+    row_bytes = 2 + 8 + 4
+    storage = open_storage(str(directory))
+    save_tables(storage, [filled("item", range(n_rows), shape=1)], concurrency=2, batch_bytes=5 * row_bytes)
+    ids = in_bucket_order(range(n_rows))
+    assert len(Forge(directory / "ckpt_1").parts) == 2
+    return Forge(directory / "ckpt_1"), [ids[: n_rows // 2], ids[n_rows // 2 :]]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_an_id_twice_in_a_shard_is_found_between_two_parts(tmp_path, monkeypatch, threads):
+    forge, (before, after) = two_parts(tmp_path, monkeypatch)
+    edit_part(forge, with_ids([before[-1], *after[1:]]), name=forge.parts[1], rows=False)
+    problems = verify(str(tmp_path), threads=threads)
+    assert [(p.file, p.found) for p in problems if "twice" in p.found] == [
+        (f"ckpt_1/{forge.parts[1]}", f"id {before[-1]} twice")
+    ]
+
+
+def test_an_id_twice_over_parts_of_one_bucket_each_is_found(tmp_path, monkeypatch):
+    same = of_bucket(7)[:12]
+    monkeypatch.setattr(LocalStorage, "threads", lambda _, asked: asked)
+    save_tables(open_storage(str(tmp_path)), [filled("item", same, shape=1)], concurrency=3, batch_bytes=4 * 14)
+    assert verify(str(tmp_path)) == []
+    forge = Forge(tmp_path / "ckpt_1")
+    assert len(forge.parts) == 3
+    with pa.ipc.open_file(str(forge.path(forge.parts[0]))) as reader:
+        first = reader.get_batch(0).column("id").to_pylist()
+    with pa.ipc.open_file(str(forge.path(forge.parts[2]))) as reader:
+        last = reader.get_batch(0).column("id").to_pylist()
+    edit_part(forge, with_ids([first[0], *last[1:]]), name=forge.parts[2], rows=False)
+    assert [p.found for p in verify(str(tmp_path))] == [f"id {first[0]} twice"]
+
+
+def test_parts_out_of_bucket_order_are_found(tmp_path, monkeypatch):
+    forge, _ = two_parts(tmp_path, monkeypatch)
+    forge.edit_catalog(lambda values: values["parts"].reverse())
+    problem = only(verify(str(tmp_path)))
+    assert (problem.where, problem.found) == ("table 'item'", "rows out of bucket order")
 
 
 @pytest.mark.parametrize("window_rows", [1 << 23, 40])
