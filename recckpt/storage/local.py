@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from recckpt.storage.base import Sink, Storage
+from recckpt.storage.mapping import map_file
 
 
 class LocalStorage(Storage):
@@ -82,9 +83,7 @@ class LocalStorage(Storage):
     def map(self, name: str) -> memoryview | None:
         """Map a file; an empty one is b""."""
         with self.open(name) as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return memoryview(b"")
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return map_file(file.fileno(), str(self._root / name))
 
     def size(self, name: str) -> int:
         """Return the bytes of a file inside the root."""
@@ -117,6 +116,8 @@ class LocalStorage(Storage):
     def _inside(self, name: str) -> Path:
         """Return the path of a plain file; one that a link leads out of its checkpoint is not found."""
         path = self._root / name
+        if self._is_plain(name):
+            return path
         try:
             target = Path(os.path.realpath(path, strict=True))
         except OSError as error:
@@ -129,6 +130,17 @@ class LocalStorage(Storage):
         if not target.is_file():
             raise FileNotFoundError(errno.ENOENT, "not a plain file", str(path))
         return target
+
+    def _is_plain(self, name: str) -> bool:
+        """Say whether a name is a file in a directory of the root that no link within it leads to."""
+        directory, *segments = name.split("/")
+        place, mode = f"{self._root}/{directory}", 0
+        for segment in segments:
+            place = f"{place}/{segment}"
+            mode = os.lstat(place).st_mode
+            if stat.S_ISLNK(mode) or segment == "..":
+                return False
+        return stat.S_ISREG(mode)
 
 
 class _LocalSink(Sink):
