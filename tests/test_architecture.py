@@ -25,9 +25,9 @@ LINES = """
     target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
     reader  verify  sources  sparse.filler  sparse.source  sparse.optim.optimizer
     sparse.table  inventory  plan_report
-    load_plan  commit  rotation  dense.loader  sparse.module  sparse.shards  sparse.verifier
+    load_plan  commit  rotation  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
-    storage  load_conf  dense.torch_file  sparse.catalog  sparse.column  sparse.index  sparse.initializers
+    storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.spool  dense.stored_tensor  sparse.random
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
@@ -51,7 +51,7 @@ TORCH_FREE = [
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
     "sparse.row_filter",
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
-    *("dense", "dense.torch_file", "dense.stored_tensor", "dense.torch_pickle"),
+    *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
     *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.plan"),
 ]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,10 @@ NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {  # those that numpy lacks come as 
 }
 MAX_EXPANDED_BYTES = 1 << 30  # of a tensor larger than its storage, as torch.Tensor.expand makes them
 MAX_DIMS = 64
+_Result = TypeVar("_Result")
 
 _DTYPES = {f"torch.{name}": name for name in NUMPY_DTYPES}
-_STORAGES = {
+STORAGES = {
     "torch.HalfStorage": "float16",
     "torch.BFloat16Storage": "bfloat16",
     "torch.FloatStorage": "float32",
@@ -93,9 +94,27 @@ def unpickle(data: bytes, path: str, where: str) -> tuple[dict[str, StoredTensor
     Raises:
         CorruptCheckpointError: the pickle is broken, or has anything that a dict of tensors does not need.
     """
-    machine = Machine(_find_global, _find_storage)
+    return run(data, path, where, find_global, _split)
+
+
+def run(
+    data: bytes, path: str, where: str, find_global: Callable[[str], object], finish: Callable[[Any], _Result]
+) -> _Result:
+    """Return what ``finish`` makes of a pickled object, in which a tensor is a :class:`StoredTensor`.
+
+    Args:
+        data: the pickle.
+        path: what messages call the file.
+        where: what they call the place of the pickle in it.
+        find_global: as :class:`~recckpt.dense.torch_pickle.Machine` asks for it.
+        finish: may raise RefusedError too.
+
+    Raises:
+        CorruptCheckpointError: the pickle is broken, or has anything that ``find_global`` or ``finish`` refuses.
+    """
+    machine = Machine(find_global, _find_storage)
     try:
-        return _split(machine.run(data))
+        return finish(machine.run(data))
     except RefusedError as refused:
         found, expected, remedy = refused.found, refused.expected, refused.remedy
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as error:
@@ -124,10 +143,11 @@ class Storage:
     nbytes: int
 
 
-def _find_global(name: str) -> object:
-    if name in _FUNCTIONS:
-        return _FUNCTIONS[name]
-    if name in _STORAGES or name in _DTYPES:
+def find_global(name: str) -> object:
+    """Return what stands for a name that torch.save uses; a dtype is its name, and a set comes as a list."""
+    if name in FUNCTIONS:
+        return FUNCTIONS[name]
+    if name in STORAGES or name in _DTYPES:
         return name
     if name in _OTHER_TENSORS:
         remedy = "save it as a plain dense tensor: to_dense(), dequantize(), detach().clone()"
@@ -138,10 +158,10 @@ def _find_global(name: str) -> object:
 
 def _find_storage(reference: Any) -> Storage:
     match reference:
-        case ("storage", str(kind), str(key), str(), int(n_items)) if kind in _STORAGES and n_items >= 0:
+        case ("storage", str(kind), str(key), str(), int(n_items)) if kind in STORAGES and n_items >= 0:
             if not (key.isascii() and key.isdecimal()):
                 raise RefusedError(f"the storage name {key!r:.200}", "decimal digits")
-            return Storage(key, _STORAGES[kind], n_items * NUMPY_DTYPES[_STORAGES[kind]].itemsize)
+            return Storage(key, STORAGES[kind], n_items * NUMPY_DTYPES[STORAGES[kind]].itemsize)
         case _:
             return refuse_type(reference, "('storage', type, key, location, size)")
 
@@ -208,7 +228,7 @@ def _set(items: Any = ()) -> list[Any]:
     return list(items) if type(items) in (list, tuple) else refuse_type(items, "a list of what is in a set")
 
 
-_FUNCTIONS: Mapping[str, Function] = {
+FUNCTIONS: Mapping[str, Function] = {
     "torch._utils._rebuild_tensor_v2": Function(_typed),
     "torch._utils._rebuild_tensor_v3": Function(_untyped),
     "torch._utils._rebuild_parameter": Function(_parameter),
