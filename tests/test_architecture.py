@@ -16,15 +16,15 @@ LINES = """
     recckpt  __main__  sparse  dense
     cli
     cli.app
-    cli.ls  cli.show  cli.rows  cli.verify  cli.plan
+    cli.ls  cli.show  cli.rows  cli.verify  cli.salvage  cli.plan
     cli.outcome
     manager
     saver
     save  load  sparse.optim
     warm_start  sparse_optim_state
     target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
-    reader  verify  sources  sparse.filler  sparse.source  sparse.optim.optimizer
-    sparse.table  inventory  plan_report
+    reader  verify  salvage  sources  sparse.filler  sparse.source  sparse.optim.optimizer
+    sparse.table  sparse.remains  inventory  plan_report
     load_plan  commit  rotation  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
@@ -42,17 +42,18 @@ LIBRARIES = {
     "numba": {"sparse.index", "sparse.kernels", "sparse.random"},
     "llvmlite": {"sparse.kernels"},
     "pyarrow": {"sparse.codec", "sparse.saver", "sparse.loader", "sparse.filler"}
-    | {"sparse.verifier", "reader", "cli.rows"},
+    | {"sparse.verifier", "sparse.remains", "reader", "salvage", "cli.rows"},
 }
 
 TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
-    *("checked", "background", "progress", "reader", "verify", "__main__", "commit", "rotation", "text"),
+    *("checked", "background", "progress", "reader", "verify", "salvage", "__main__", "commit", "rotation", "text"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
     "sparse.row_filter",
+    "sparse.remains",
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
     *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
-    *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.plan"),
+    *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.salvage", "cli.plan"),
 ]
 
 

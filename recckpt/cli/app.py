@@ -15,7 +15,15 @@ from recckpt.errors import RecckptError
 from recckpt.text import one_line
 
 _INTERRUPTED = 130  # as a shell says it
-_MODULES = {"ls": "ls", "show": "show", "head": "rows", "get": "rows", "verify": "verify", "plan": "plan"}
+_MODULES = {
+    "ls": "ls",
+    "show": "show",
+    "head": "rows",
+    "get": "rows",
+    "verify": "verify",
+    "salvage": "salvage",
+    "plan": "plan",
+}
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 
 
@@ -103,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--quick", dest="deep", action="store_false", help="look at manifests and file sizes only")
     threads_help = "files to read at once (default: 8, locally at most one a core)"
     verify.add_argument("--threads", type=_positive, metavar="N", help=threads_help)
+    salvage = command("salvage", "write the rows of a table that are whole to an Arrow file, and list what is lost")
+    salvage.add_argument("checkpoint", metavar="CKPT", help="a checkpoint; a path or URL")
+    salvage.add_argument("table", metavar="TABLE")
+    salvage.add_argument("--out", metavar="FILE.arrow", required=True, help="the file to write; must not exist")
+    unverified_help = "take rows too that no checksum vouches for, where a catalog cannot be read"
+    salvage.add_argument("--unverified", action="store_true", help=unverified_help)
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
     plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")
@@ -130,11 +144,8 @@ def _id(text: str) -> int:
     return number
 
 
-_natural.__name__, _positive.__name__, _id.__name__ = (
-    "count",
-    "count",
-    "id",
-)  # as argparse calls them in "invalid ... value"
+_natural.__name__ = _positive.__name__ = "count"  # as argparse calls it in "invalid ... value"
+_id.__name__ = "id"
 
 
 class _Version(argparse.Action):

@@ -1,0 +1,46 @@
+"""``recckpt salvage``: the rows of a table that are still whole."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from recckpt.cli.outcome import CommandError, Outcome, usage_checked
+from recckpt.salvage import Lost
+from recckpt.salvage import salvage as salvage_table
+from recckpt.text import count, escaped, grid, one_line, plural
+
+_HEAD = ("FILE", "BUCKETS", "ROWS", "REASON")
+
+
+def salvage(args: argparse.Namespace) -> Outcome:
+    """Write what is whole to an Arrow file, and list what is not."""
+    try:
+        with usage_checked():
+            done = salvage_table(args.checkpoint, args.table, args.out, unverified=args.unverified)
+    except KeyError as error:
+        raise CommandError(error.args[0]) from error
+    table, n_lost = escaped(args.table), max(0, done.expected - done.rows)
+    lines = [f"{table}: wrote {count(done.rows)} of {plural(done.expected, 'row')} to {one_line(args.out)}"]
+    lines += ["", *grid(_HEAD, map(_row, done.lost), ("ROWS",))] if done.lost else []
+    problems = [f"{table}: {plural(n_lost, 'row')} lost"] if done.lost else []
+    problems += [f"{table}: {plural(done.unverified, 'row')} unverified"] if done.unverified else []
+    data = {
+        "table": args.table,
+        "out": args.out,
+        "rows": done.rows,
+        "expected": done.expected,
+        "unverified": done.unverified,
+        "lost": [_data(lost) for lost in done.lost],
+    }
+    return Outcome(data, lines, problems)
+
+
+def _row(lost: Lost) -> tuple[str, ...]:
+    begin, end = lost.buckets
+    rows = "-" if lost.rows is None else count(lost.rows)
+    return escaped(lost.file), f"{begin} to {end - 1}", rows, one_line(lost.reason)
+
+
+def _data(lost: Lost) -> dict[str, Any]:
+    return {"file": lost.file, "buckets": list(lost.buckets), "rows": lost.rows, "reason": lost.reason}
