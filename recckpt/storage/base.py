@@ -46,6 +46,14 @@ class Sink(ABC):
             raise
 
 
+class Draft(Sink):
+    """A file that takes the place of an older one when it is closed; until then that one stays as it is."""
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Do now what may still fail: make the bytes durable, visible to nobody. Closing does it where nobody did."""
+
+
 class HashingSink:
     """A file object over a sink that takes the checksum of all that passes."""
 
@@ -69,7 +77,7 @@ class HashingSink:
 class Storage(ABC):
     """A tree of files below one root. Names are relative, with ``/``; OSErrors pass through with the path.
 
-    Files appear whole or not at all and are never overwritten, but for ``replace``. Thread-safe.
+    Files appear whole or not at all and are never overwritten, but for ``replace`` and ``draft``. Thread-safe.
     """
 
     def __init__(self, url: str) -> None:
@@ -94,6 +102,10 @@ class Storage(ABC):
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
         """Write a small file in one atomic step, over an older one."""
+
+    @abstractmethod
+    def draft(self, name: str) -> Draft:
+        """Open a file of any size that takes the place of an older one in one atomic step."""
 
     @abstractmethod
     def sync_dir(self, name: str) -> None:

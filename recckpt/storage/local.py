@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from recckpt.storage.base import Sink, Storage
+from recckpt.storage.base import Draft, Sink, Storage
 from recckpt.storage.mapping import map_file
 
 
@@ -62,6 +62,12 @@ class LocalStorage(Storage):
             temporary.unlink(missing_ok=True)
             raise
         _sync_dir(path.parent)
+
+    def draft(self, name: str) -> Draft:
+        """Open a temporary file beside the older one, making the directory it is in."""
+        path = self._root / name
+        _make_dirs(path.parent)
+        return _LocalDraft(path)
 
     def sync_dir(self, name: str) -> None:
         """Fsync a directory."""
@@ -175,9 +181,28 @@ class _LocalSink(Sink):
             self._path.unlink()
 
 
+class _LocalDraft(_LocalSink, Draft):
+    def __init__(self, path: Path) -> None:
+        super().__init__(_temporary_beside(path))
+        self._target = path
+
+    def seal(self) -> None:
+        super().close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self.seal()
+        self._path.replace(self._target)
+        _sync_dir(self._target.parent)
+
+
+def _temporary_beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+
+
 def _write_beside(path: Path, data: bytes) -> Path:
     """Write a synced temporary file in the directory of ``path``."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary = _temporary_beside(path)
     with _LocalSink(temporary) as sink:
         sink.write(data)
     return temporary

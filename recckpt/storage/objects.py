@@ -8,9 +8,9 @@ from io import BytesIO
 from typing import Any, BinaryIO, cast
 
 import fsspec
-from fsspec.implementations.memory import MemoryFile
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from recckpt.storage.base import Sink, Storage
+from recckpt.storage.base import Draft, Sink, Storage
 
 
 class ObjectStorage(Storage):
@@ -56,6 +56,10 @@ class ObjectStorage(Storage):
     def replace(self, name: str, data: bytes) -> None:
         """Put one small object."""
         self._fs.pipe_file(self._path(name), data)
+
+    def draft(self, name: str) -> Draft:
+        """Open an upload that is published when it closes."""
+        return _ObjectDraft(self._fs, self._path(name))
 
     def sync_dir(self, name: str) -> None:
         """Do nothing: a published object is durable."""
@@ -128,3 +132,26 @@ class _ObjectSink(Sink):
             self._file.discard()
         with suppress(Exception):  # some backends, memory:// among them, publish when they open
             self._fs.rm_file(self._path)
+
+
+class _ObjectDraft(_ObjectSink, Draft):
+    def __init__(self, fs: Any, path: str) -> None:
+        if isinstance(fs, MemoryFileSystem):  # opened in the usual way it would empty the older file at once
+            self._fs, self._path = fs, path
+            self._file = MemoryFile(fs, fs._strip_protocol(path))
+        else:
+            super().__init__(fs, path)
+        self._sealed = False
+
+    def seal(self) -> None:
+        self._file.close()
+        self._sealed = True
+
+    def close(self) -> None:
+        if not self._sealed:
+            self.seal()
+        self._file.commit()
+
+    def discard(self) -> None:
+        with suppress(Exception):  # the error that led here is the one to report
+            self._file.discard()
