@@ -9,7 +9,7 @@ EXTRAS = {
     "gcs": ["gcsfs"],
     "azure": ["adlfs"],
     "sql": ["polars"],
-    "test": ["pytest>=8", "hypothesis>=6.100", "polars>=1.0"],
+    "test": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "polars>=1.0"],
     "lint": ["ruff>=0.6", "mypy>=1.11"],
     "bench": ["safetensors>=0.4"],
 }

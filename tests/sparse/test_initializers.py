@@ -90,7 +90,7 @@ def truncated_cdf(t: TruncatedNormal):
         (TruncatedNormal(0.0, 1.0, 1.0, 2.0), truncated_cdf(TruncatedNormal(0.0, 1.0, 1.0, 2.0))),
         (TruncatedNormal(0.0, 1.0, -9.0, -1.5), truncated_cdf(TruncatedNormal(0.0, 1.0, -9.0, -1.5))),
     ],
-    ids=str,
+    ids=["normal", "uniform", "truncated", "truncated above", "truncated below"],
 )
 @pytest.mark.parametrize("ids", [IDS[:4000], IDS[:4000] << 40, -IDS[:4000]], ids=["dense", "high bits", "negative"])
 def test_values_follow_their_distribution(initializer, cdf, ids):
