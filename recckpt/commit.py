@@ -1,39 +1,31 @@
 """The beginning and the end of a save: a directory nobody else writes, and the manifest that makes it count.
 
-Follows docs/format.md, section 7.
+Follows the commit protocol of docs/format.md, section 7.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
-from dataclasses import dataclass
 
 from recckpt import layout, manifest
-from recckpt.errors import CheckpointExistsError
-from recckpt.listing import Listing, list_checkpoints
+from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
+from recckpt.fence import Fence
+from recckpt.intent import Intent, write_intent
+from recckpt.listing import Listing, list_checkpoints, read_manifest
 from recckpt.manifest import Manifest
 from recckpt.storage import Storage
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One try at a checkpoint, with a directory of its own."""
-
-    ckpt_id: str
-    save_id: str
-    directory: str
-    seq: int
-
-
-def begin(storage: Storage, ckpt_id: str, *, overwrite: bool) -> Attempt:
-    """Make a directory for a checkpoint that no other attempt has written.
+def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool) -> tuple[Intent, int]:
+    """Make a directory for a checkpoint that no other attempt has written; return it with its sequence number.
 
     Raises:
         CheckpointExistsError: the id is committed already, and ``overwrite`` is false.
+        WriterFencedError: another writer owns the output dir.
         ValueError: no checkpoint can have this id.
     """
     layout.encode_id(ckpt_id)
+    fence.hold()
     listing = list_checkpoints(storage)
     present = listing.find(ckpt_id)
     if present and not overwrite:
@@ -41,32 +33,27 @@ def begin(storage: Storage, ckpt_id: str, *, overwrite: bool) -> Attempt:
             f"{storage.url}: checkpoint {ckpt_id!r} is committed already, in {present.directory}/; save under another "
             "id, or pass overwrite=True to supersede it"
         )
-    save_id = secrets.token_hex(16)
-    return Attempt(ckpt_id, save_id, _claim(storage, ckpt_id, save_id), listing.next_seq)
-
-
-def _claim(storage: Storage, ckpt_id: str, save_id: str) -> str:
     taken = set(storage.list_dirs())
-    attempt = 0
-    while True:
-        directory = layout.attempt_dir(ckpt_id, attempt)
-        attempt += 1
+    for directory in layout.attempt_dirs(ckpt_id, fence.epoch, fresh=fence.is_fresh(step)):
         if directory not in taken:
+            intent = Intent(directory, fence.epoch, secrets.token_hex(16), step)
             try:
                 storage.make_dir(directory)
-                intent = json.dumps({"epoch": 0, "save_id": save_id}).encode()
-                storage.put_if_absent(layout.join(directory, layout.INTENT), intent)
+                write_intent(storage, intent)
             except FileExistsError:
                 continue  # another attempt was faster
-            return directory
+            return intent, listing.next_seq
+    raise AssertionError("the names of attempts have no end")
 
 
-def commit(storage: Storage, directory: str, record: Manifest) -> None:
-    """Make a checkpoint visible; from here on it is the newest, even if this call then fails.
+def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> None:
+    """Make a checkpoint visible; when this returns, it is durable and was committed by the owner of the output dir.
 
     Raises:
         CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
-        OSError: a file has not the size that was written, or the manifest could not be made durable.
+        OSError: a file has not the size that was written, or the manifest could not be put; nothing is committed.
+        CommitNotDurableError: the manifest is there, but the storage would not say that it is durable.
+        WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
     manifest.decode(data, path)  # what no reader would take must not count
@@ -77,11 +64,34 @@ def commit(storage: Storage, directory: str, record: Manifest) -> None:
             raise OSError(f"{storage.url}/{name}: found {size} bytes, {file.n_bytes} were written; check the storage")
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))
-    storage.put_if_absent(path, data)
-    storage.sync_dir("")
+    fence.check()
+    try:
+        storage.put_if_absent(path, data)
+        storage.sync_dir("")
+        fence.check()
+    except FileExistsError:
+        raise  # a manifest that is not of this call
+    except OSError as error:
+        if _is_absent(storage, directory, record):
+            fence.check()  # whoever has taken over has removed this attempt: that is the reason then
+            raise
+        raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
+
+
+def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:
+    """Say whether a manifest that failed to be put is surely not there."""
+    try:
+        found = read_manifest(storage, directory)
+    except (OSError, CorruptCheckpointError, FormatVersionError):
+        return False
+    return found is None or found.save_id != record.save_id
 
 
 def write_index(storage: Storage, listing: Listing) -> None:
     """Replace the index file by the listing."""
-    lines = "".join(f"{layout.encode_id(checkpoint.ckpt_id)}\n" for checkpoint in listing.current)
-    storage.replace(layout.INDEX_FILE, lines.encode())
+    storage.replace(layout.INDEX_FILE, encode_index(listing))
+
+
+def encode_index(listing: Listing) -> bytes:
+    """Return the index file of a listing."""
+    return "".join(f"{layout.encode_id(checkpoint.ckpt_id)}\n" for checkpoint in listing.current).encode()

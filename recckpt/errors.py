@@ -50,6 +50,41 @@ class CorruptCheckpointError(RecckptError):
         self.path, self.where, self.found, self.expected = path, where, str(found), str(expected)
 
 
+class CheckpointRemovedError(RecckptError):
+    """The writer of a checkpoint removed it, as rotation does, while it was being read.
+
+    Attributes:
+        path: the checkpoint.
+        emptied: tables that had rows and have none now; loading again fills them.
+    """
+
+    def __init__(self, path: str, *, emptied: Sequence[str] = ()) -> None:
+        state = f"tables {', '.join(map(repr, emptied))} are empty now; " if emptied else ""
+        super().__init__(
+            f"{path}: its writer removed this checkpoint while it was being read; {state}read the newest one, pin "
+            "this one (manager.pin(step)), or raise max_keep"
+        )
+        self.path, self.emptied = path, tuple(emptied)
+
+
+class PartlyLoadedError(RecckptError):
+    """A load broke off after it had begun to change tables that had rows; the cause is chained.
+
+    Attributes:
+        emptied: tables that have no rows now.
+        mixed: tables in which some rows are the checkpoint's and some are not.
+    """
+
+    def __init__(self, cause: str, *, emptied: Sequence[str] = (), mixed: Sequence[str] = ()) -> None:
+        parts = [f"tables {', '.join(map(repr, emptied))} are empty now"] if emptied else []
+        parts += [f"tables {', '.join(map(repr, mixed))} hold only some of what was to be loaded"] if mixed else []
+        super().__init__(
+            f"loading broke off: {cause}; {' and '.join(parts)}, all else on this rank is as it was: load or restore "
+            "again before they are used"
+        )
+        self.emptied, self.mixed = tuple(emptied), tuple(mixed)
+
+
 class FormatVersionError(RecckptError):
     """A checkpoint was written by a newer format than this version of recckpt reads."""
 
@@ -58,7 +93,7 @@ class FormatVersionError(RecckptError):
             f"{path}: found format version {found}, this recckpt reads versions up to {supported}; "
             "upgrade recckpt to read it"
         )
-        self.found, self.supported = found, supported
+        self.path, self.found, self.supported = path, found, supported
 
 
 class StateMismatchError(RecckptError, ValueError):
@@ -103,7 +138,17 @@ class LoadConfError(RecckptError, ValueError):
 
 
 class WriterFencedError(RecckptError):
-    """Another writer owns this output dir."""
+    """Another writer owns this output dir; the one that gets this error writes nothing more there.
+
+    Attributes:
+        epoch: the claim of the other writer; 0 where it is unknown.
+        by: its process and host.
+        since: when it took over, as it says; None where its claim cannot be read.
+    """
+
+    def __init__(self, message: str, *, epoch: int = 0, by: str = "", since: str | None = None) -> None:
+        super().__init__(message)
+        self.epoch, self.by, self.since = epoch, by, since
 
 
 class SaveFailedError(RecckptError):
@@ -120,3 +165,17 @@ class SaveFailedError(RecckptError):
             "are untouched: mend the cause and save again"
         )
         self.ckpt_id, self.rank = ckpt_id, rank
+
+
+class CommitNotDurableError(SaveFailedError):
+    """The manifest is in place, but the storage failed before it was sure that it survives a power cut.
+
+    Readers see the checkpoint; the older ones are all kept, since this one may yet be lost.
+    """
+
+    def __init__(self, ckpt_id: str, rank: int, cause: str) -> None:
+        super().__init__(ckpt_id, rank, cause)
+        self.args = (
+            f"{ckpt_id!r} is in place, but the storage failed before it was surely durable (rank {rank}): {cause}; "
+            "older checkpoints are all kept: mend the cause and save again",
+        )

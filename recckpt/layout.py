@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import count
 from pathlib import PurePosixPath
 from urllib.parse import quote, unquote
 
@@ -55,9 +57,20 @@ def decode_id(encoded: str) -> str:
     return unquote(encoded)
 
 
-def attempt_dir(ckpt_id: str, attempt: int) -> str:
-    """Return the directory of one attempt at a checkpoint; attempt 0 has the plain name."""
-    return encode_id(ckpt_id) + (f".{attempt}" if attempt else "")
+def attempt_dirs(ckpt_id: str, epoch: int, *, fresh: bool) -> Iterator[str]:
+    """Yield the directory names for attempts at a checkpoint, best first.
+
+    Args:
+        ckpt_id: the checkpoint.
+        epoch: of the writer.
+        fresh: whether no earlier writer can have made a directory for this id; only then it may have the plain name,
+            since a writer that lost the output dir may still be about to write or remove something by that name.
+    """
+    encoded = encode_id(ckpt_id)
+    if fresh:
+        yield encoded
+    yield f"{encoded}.{epoch}"
+    yield from (f"{encoded}.{epoch}.{n}" for n in count(1))
 
 
 def is_own(directory: str) -> bool:

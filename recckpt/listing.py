@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recckpt import layout, manifest
+from recckpt.epochs import NO_TAKEOVER, Takeover, last_takeover
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.manifest import Manifest
 from recckpt.storage import Storage, open_parent, open_storage
@@ -36,13 +37,19 @@ class Listing:
 
     Attributes:
         committed: all committed ones, superseded ones included.
-        damaged: directory -> error, of those with a manifest that cannot be trusted.
+        damaged: directory -> error, of those with a manifest that cannot be trusted; a damaged file that says who
+            owns the output dir is here too, under its own name.
+        fenced: directory -> reason, of those that a writer committed after it had lost the output dir.
         highest_seq: the highest sequence number that was seen, of a damaged one, it may be; 0 where there is none.
+        highest_epoch, highest_step: the same; -1 where there is no step.
     """
 
     committed: tuple[Checkpoint, ...]
     damaged: dict[str, CorruptCheckpointError | FormatVersionError]
+    fenced: dict[str, str]
     highest_seq: int = 0
+    highest_epoch: int = 0
+    highest_step: int = -1
 
     @property
     def current(self) -> list[Checkpoint]:
@@ -63,43 +70,71 @@ class Listing:
 def list_checkpoints(storage: Storage) -> Listing:
     """Read all manifests of an output dir and check that their files are there."""
     for _ in range(_TRIES):
-        directories = storage.list_dirs()
+        directories = attempt_dirs(storage)
         listing = _list(storage, directories)
         if listing.committed or not directories:
             break
     return listing
 
 
+def attempt_dirs(storage: Storage) -> list[str]:
+    """Return the directories of an output dir, committed or not, but for recckpt's own."""
+    return [name for name in storage.list_dirs() if not layout.is_own(name)]
+
+
 def _list(storage: Storage, directories: Sequence[str]) -> Listing:
-    committed: list[Checkpoint] = []
     damaged: dict[str, CorruptCheckpointError | FormatVersionError] = {}
-    highest_seq = 0
+    found: list[Checkpoint] = []
     for directory in directories:
         try:
             record = read_manifest(storage, directory)
-            if record is None:
-                continue
-            highest_seq = max(highest_seq, record.seq)
-            problem = next(file_problems(storage, directory, record), None)
-            if problem is None:
-                committed.append(Checkpoint(directory, record))
-            elif read_manifest(storage, directory) is not None:  # or it has just been removed
-                damaged[directory] = problem
         except (CorruptCheckpointError, FormatVersionError) as error:
             damaged[directory] = error
-    return Listing(tuple(sorted(committed, key=lambda c: c.manifest.order)), damaged, highest_seq)
+            continue
+        if record is not None:
+            found.append(Checkpoint(directory, record))
+    takeover = _takeover(storage, damaged)  # after the manifests: what is committed meanwhile is only not seen yet
+    fenced = {c.directory: reason for c in found if (reason := takeover.excludes(c.manifest))}
+    committed = []
+    for checkpoint in [c for c in found if c.directory not in fenced]:
+        problem = next(file_problems(storage, checkpoint.directory, checkpoint.manifest), None)
+        if problem is None:
+            committed.append(checkpoint)
+        elif read_manifest(storage, checkpoint.directory) is not None:  # or it has just been removed
+            damaged[checkpoint.directory] = problem
+    return Listing(
+        committed=tuple(sorted(committed, key=lambda c: c.manifest.order)),
+        damaged=damaged,
+        fenced=fenced,
+        highest_seq=max((c.manifest.seq for c in found), default=0),
+        highest_epoch=max((c.manifest.epoch for c in found), default=0),
+        highest_step=max((c.manifest.step for c in found if c.manifest.step is not None), default=-1),
+    )
+
+
+def _takeover(storage: Storage, damaged: dict[str, CorruptCheckpointError | FormatVersionError]) -> Takeover:
+    """Return the last takeover; where its list is damaged, a late commit counts rather than a good one is lost."""
+    try:
+        return last_takeover(storage)
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        damaged[error.path] = error
+        return NO_TAKEOVER
 
 
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     """Return the committed checkpoint in a directory, None where there is no manifest.
 
     Raises:
+        CheckpointNotFoundError: a writer committed it after it had lost the output dir.
         CorruptCheckpointError: the manifest is damaged, or a file that it lists is not there with its size.
         FormatVersionError: written by a newer format.
     """
     found = read_manifest(storage, directory)
     if found is None:
         return None
+    reason = last_takeover(storage).excludes(found)
+    if reason is not None:
+        raise CheckpointNotFoundError(f"{storage.url}/{directory}: {reason}")
     for problem in file_problems(storage, directory, found):
         raise problem
     return Checkpoint(directory, found)
@@ -165,6 +200,8 @@ def newest_first(storage: Storage) -> list[Checkpoint]:
         if isinstance(error, FormatVersionError):
             raise error
         log.error("%s/%s is damaged and passed over: %s", storage.url, directory, error)
+    for directory, reason in listing.fenced.items():
+        log.warning("%s/%s: %s", storage.url, directory, reason)
     if not listing.committed and listing.damaged:
         raise next(iter(listing.damaged.values()))
     return listing.current[::-1]
@@ -222,10 +259,10 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
 
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the newest checkpoint in ``<directory>.<n>``: the id of a crashed or superseded attempt lives on there."""
-    attempt = re.compile(re.escape(directory) + r"\.[1-9]\d*")
+    """Return the newest checkpoint in ``<directory>.<epoch>``, where the id of a crashed attempt lives on."""
+    attempt = re.compile(re.escape(directory) + r"(\.[1-9]\d*){1,2}")
     try:
-        names = [name for name in storage.list_dirs() if attempt.fullmatch(name)]
+        names = [name for name in attempt_dirs(storage) if attempt.fullmatch(name)]
     except OSError:  # of a bucket or directory that may be entered but not listed
         return None
     found = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from recckpt import layout
+from recckpt import layout, pins
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.group import together
 from recckpt.listing import Checkpoint, locate, newest_first
@@ -106,6 +106,18 @@ class CheckpointManager:
         )
         self._held_step = self._global_step
         return manifest
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
+
+        Raises:
+            CheckpointNotFoundError: this step is not committed.
+        """
+        pins.pin(self._saver.storage, layout.step_id(step))
+
+    def unpin(self, step: int) -> None:
+        """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
+        pins.unpin(self._saver.storage, layout.step_id(step))
 
     def restore(
         self,

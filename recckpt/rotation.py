@@ -3,49 +3,82 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from recckpt import layout
-from recckpt.listing import Checkpoint, Listing
+from recckpt.intent import Intent, read_intent
+from recckpt.listing import Checkpoint, Listing, attempt_dirs
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
 
-def expired(listing: Listing, max_keep: int | None) -> list[Checkpoint]:
+def expired(listing: Listing, max_keep: int | None, pinned: Collection[str] = ()) -> list[Checkpoint]:
     """Return the committed checkpoints that the policy does not want: superseded ones, and all but the newest.
 
-    Damaged checkpoints neither count nor go.
+    Damaged and fenced checkpoints neither count nor go; pinned ones stay.
     """
     current = listing.current
     newest = current if max_keep is None else current[-max_keep:]
-    kept = {checkpoint.directory for checkpoint in (*newest, *(c for c in current if c.manifest.pinned))}
+    kept = {c.directory for c in (*newest, *(c for c in current if c.manifest.pinned or c.ckpt_id in pinned))}
     return [checkpoint for checkpoint in listing.committed if checkpoint.directory not in kept]
+
+
+def leftovers(storage: Storage, listing: Listing, epoch: int) -> list[Intent]:
+    """Return the attempts that never committed or are half removed, by writers up to ``epoch``.
+
+    Those writers must be dead, or be the caller between two saves.
+    """
+    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys() | listing.fenced.keys()
+    intents = (read_intent(storage, directory) for directory in sorted(set(attempt_dirs(storage)) - known))
+    found = [intent for intent in intents if intent is not None and intent.epoch <= epoch]
+    return [intent for intent in found if not _has_manifest(storage, intent.directory)]
 
 
 def remove(storage: Storage, checkpoint: Checkpoint) -> None:
     """Remove what recckpt wrote of a checkpoint; a failure is logged and never fails a save."""
-    directory = checkpoint.directory
     try:
-        storage.remove(layout.join(directory, layout.MANIFEST))  # first: a crash now leaves what nobody trusts
-        storage.sync_dir(directory)
-        listed = {file.name for file in checkpoint.manifest.files}
-        for name in storage.list_files(directory):
-            if name in listed or layout.is_ours(name):
-                storage.remove(layout.join(directory, name))
-        storage.remove_empty_dirs(directory)
+        storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: a crash leaves what nobody trusts
+        storage.sync_dir(checkpoint.directory)
+        _remove_files(storage, checkpoint.directory, {file.name for file in checkpoint.manifest.files})
     except OSError as error:
-        log.warning("could not remove all of %s/%s: %s", storage.url, directory, error)
+        log.warning("could not remove all of %s/%s: %s", storage.url, checkpoint.directory, error)
+
+
+def remove_leftover(storage: Storage, directory: str) -> None:
+    """Remove what an attempt without a manifest wrote; a failure is logged and tried again at the next save."""
+    try:
+        _remove_files(storage, directory, ())
+        log.info("removed %s/%s, which was never finished", storage.url, directory)
+    except OSError as error:
+        log.warning("could not remove all of the leftover %s/%s: %s", storage.url, directory, error)
 
 
 def abandon(storage: Storage, directory: str) -> None:
     """Remove what a failed attempt wrote, so that it takes no room; a failure is logged.
 
-    INTENT stays: the directory is never used again.
+    INTENT stays until the next save: all ranks must be through with the directory before its name is free.
     """
     try:
-        storage.remove(layout.join(directory, layout.MANIFEST))  # first: the commit may have failed after its link
-        for name in storage.list_files(directory):
+        names = storage.list_files(directory)
+        for name in names if layout.MANIFEST not in names else ():
             if layout.is_ours(name) and name != layout.INTENT:
                 storage.remove(layout.join(directory, name))
     except OSError as error:
         log.warning("could not remove all of the failed attempt %s/%s: %s", storage.url, directory, error)
+
+
+def _remove_files(storage: Storage, directory: str, listed: Collection[str]) -> None:
+    """Remove our files, and the directory if it is empty then; INTENT last, since it says whose leftover this is."""
+    names = [name for name in storage.list_files(directory) if name in listed or layout.is_ours(name)]
+    for name in sorted(names, key=lambda name: name == layout.INTENT):
+        storage.remove(layout.join(directory, name))
+    storage.remove_empty_dirs(directory)
+
+
+def _has_manifest(storage: Storage, directory: str) -> bool:
+    try:
+        storage.size(layout.join(directory, layout.MANIFEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -11,12 +11,21 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar, cast
 
 from recckpt import layout, rotation
-from recckpt.commit import Attempt, begin, commit, write_index
+from recckpt.commit import begin, commit, write_index
 from recckpt.dense.saver import save_state
-from recckpt.errors import RecckptError, SaveFailedError, StateMismatchError
+from recckpt.errors import (
+    CommitNotDurableError,
+    RecckptError,
+    SaveFailedError,
+    StateMismatchError,
+    WriterFencedError,
+)
+from recckpt.fence import Fence
 from recckpt.group import Group, together
+from recckpt.intent import Intent
 from recckpt.listing import list_checkpoints
 from recckpt.manifest import FileEntry, Manifest, ShardEntry, TableEntry
+from recckpt.pins import pinned_ids
 from recckpt.progress import Progress
 from recckpt.sparse import catalog as catalogs
 from recckpt.sparse.catalog import Catalog
@@ -32,6 +41,7 @@ _T = TypeVar("_T")
 class ShardRecord:
     """What one rank wrote, for the manifest."""
 
+    save_id: str
     shard: ShardEntry
     tables: tuple[TableEntry, ...]
     files: tuple[FileEntry, ...]
@@ -42,6 +52,7 @@ def save(
     ckpt_id: str,
     *,
     storage: Storage,
+    fence: Fence,
     group: Group,
     sparse_saver: SparseSaver,
     max_keep: int | None,
@@ -52,20 +63,30 @@ def save(
     Raises:
         CheckpointExistsError: the id is committed already and ``overwrite`` is false.
         SaveFailedError: a rank failed; nothing was committed.
+        CommitNotDurableError: committed, but the storage failed before that was surely durable.
+        WriterFencedError: another writer has taken the output dir over.
     """
-    attempt = _on_rank_0(group, ckpt_id, lambda: begin(storage, ckpt_id, overwrite=overwrite))
+    intent, seq = _on_rank_0(
+        group, ckpt_id, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
+    )
     try:
         with Progress(f"saving {ckpt_id}", staged.sparse_bytes) as progress:
             progress.n_rows = staged.n_rows
-            writer = _ShardWriter(attempt, storage, group, sparse_saver)
+            writer = _ShardWriter(intent, storage, group, sparse_saver)
             records = _on_all_ranks(group, ckpt_id, lambda: writer.write(staged, progress))
-            record = _on_rank_0(group, ckpt_id, lambda: _commit(attempt, staged, records, storage))
+            record = _on_rank_0(
+                group,
+                ckpt_id,
+                lambda: _commit(_manifest(ckpt_id, intent, seq, staged, records), intent, storage, fence),
+            )
+    except (WriterFencedError, CommitNotDurableError):
+        raise  # the directory is the new owner's to judge, or holds a checkpoint
     except RecckptError:  # all ranks have agreed that they failed, so nobody writes there any more
         if group.rank == 0:
-            rotation.abandon(storage, attempt.directory)
+            rotation.abandon(storage, intent.directory)
         raise
     if group.rank == 0:
-        _tidy(storage, max_keep)
+        _tidy(storage, fence, max_keep)
     return record
 
 
@@ -94,7 +115,7 @@ def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -
 class _ShardWriter:
     """Writes all files of one rank."""
 
-    attempt: Attempt
+    intent: Intent
     storage: Storage
     group: Group
     sparse_saver: SparseSaver
@@ -110,8 +131,8 @@ class _ShardWriter:
             catalog = self.sparse_saver.save(
                 staged.tables,
                 self.storage,
-                self.attempt.directory,
-                save_id=self.attempt.save_id,
+                self.intent.directory,
+                save_id=self.intent.save_id,
                 shard=rank,
                 shards=self.group.size,
                 advance=progress.advance,
@@ -120,24 +141,33 @@ class _ShardWriter:
         files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
         files += [self._write_catalog(catalog)]
         tables = tuple(TableEntry(t.name, t.n_rows, t.slots) for t in staged.tables)
-        return ShardRecord(ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files))
+        return ShardRecord(self.intent.save_id, ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files))
 
     def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
-        return [save_state(state, self.storage, self.attempt.directory, name) for name, state in states.items()]
+        return [save_state(state, self.storage, self.intent.directory, name) for name, state in states.items()]
 
     def _write_catalog(self, catalog: Catalog) -> FileEntry:
         name = layout.catalog(self.group.rank, self.group.size)
-        with self.storage.create(layout.join(self.attempt.directory, name)) as sink:
+        with self.storage.create(layout.join(self.intent.directory, name)) as sink:
             hashing = HashingSink(sink)
             hashing.write(catalogs.encode(catalog))
         return FileEntry(name, sink.n_bytes, hashing.xxh3)
 
 
-def _commit(attempt: Attempt, staged: Staged, records: list[ShardRecord], storage: Storage) -> Manifest:
-    record = Manifest(
-        ckpt_id=attempt.ckpt_id,
-        save_id=attempt.save_id,
-        seq=attempt.seq,
+def _commit(record: Manifest, intent: Intent, storage: Storage, fence: Fence) -> Manifest:
+    commit(storage, fence, intent.directory, record)
+    return record
+
+
+def _manifest(ckpt_id: str, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:
+    for rank, shard in enumerate(records):
+        if shard.save_id != intent.save_id:
+            raise SaveFailedError(ckpt_id, rank, f"it wrote for save {shard.save_id}, expected {intent.save_id}")
+    return Manifest(
+        ckpt_id=ckpt_id,
+        save_id=intent.save_id,
+        epoch=intent.epoch,
+        seq=seq,
         step=staged.step,
         time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
         shards=tuple(record.shard for record in records),
@@ -147,8 +177,6 @@ def _commit(attempt: Attempt, staged: Staged, records: list[ShardRecord], storag
         state=staged.state,
         writer=_versions(),
     )
-    commit(storage, attempt.directory, record)
-    return record
 
 
 def _tables_of_all(records: list[ShardRecord]) -> tuple[TableEntry, ...]:
@@ -167,18 +195,24 @@ def _tables_of_all(records: list[ShardRecord]) -> tuple[TableEntry, ...]:
     return tuple(tables.values())
 
 
-def _tidy(storage: Storage, max_keep: int | None) -> None:
+def _tidy(storage: Storage, fence: Fence, max_keep: int | None) -> None:
     """Bring index file and directory up to date; the checkpoint is safe already, so a failure is a warning."""
     try:
         listing = list_checkpoints(storage)
         for directory, error in listing.damaged.items():
             log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-        victims = rotation.expired(listing, max_keep)
+        victims = rotation.expired(listing, max_keep, pinned_ids(storage))
         for victim in victims:
+            fence.check()
             rotation.remove(storage, victim)
+        for left in rotation.leftovers(storage, listing, fence.epoch):
+            rotation.remove_leftover(storage, left.directory)
+        fence.check()
         write_index(storage, list_checkpoints(storage) if victims else listing)
     except OSError as error:
         log.warning("%s: could not bring the index file up to date: %s", storage.url, error)
+    except WriterFencedError as error:  # the save itself counts; the next one will raise
+        log.warning("%s", error)
 
 
 def _on_rank_0(group: Group, ckpt_id: str, work: Callable[[], _T]) -> _T:

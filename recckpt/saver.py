@@ -13,6 +13,7 @@ from recckpt import layout
 from recckpt import load as loading
 from recckpt import save as saving
 from recckpt.dense.named_optimizer import NamedOptimizer
+from recckpt.fence import Fence
 from recckpt.group import Group, group_of, world_size
 from recckpt.inventory import list_inventory
 from recckpt.io_state import extra_registry, io_registry
@@ -65,6 +66,7 @@ class Saver:
         self._groups: dict[tuple[int, int], Group] = {}
         self.storage: Storage = open_storage(str(output_dir))
         self.storage.prepare()
+        self._fence = Fence(self.storage)
 
     @property
     def output_dir(self) -> str:
@@ -133,6 +135,8 @@ class Saver:
                 written.
             CheckpointExistsError: the id is committed and ``overwrite`` is false.
             SaveFailedError: a rank failed; nothing was committed.
+            CommitNotDurableError: committed, but the storage failed before that was surely durable.
+            WriterFencedError: another process has taken the output dir over by saving to it.
         """
         layout.encode_id(ckpt_id)
         group = self.group(shard_id, shard_num)
@@ -145,6 +149,7 @@ class Saver:
             staged,
             ckpt_id,
             storage=self.storage,
+            fence=self._fence,
             group=group,
             sparse_saver=self._sparse_saver,
             max_keep=self.max_keep,

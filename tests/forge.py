@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ import xxhash
 from recckpt import layout
 from recckpt import load as loading
 from recckpt.commit import begin, commit
+from recckpt.fence import Fence
 from recckpt.io_state import extra_registry, io_registry
 from recckpt.listing import locate
 from recckpt.load_conf import parse_load_conf
@@ -65,6 +67,14 @@ def empty(
     return table
 
 
+_fences: WeakKeyDictionary[Storage, Fence] = WeakKeyDictionary()
+
+
+def fence_of(storage: Storage) -> Fence:
+    """Return the one writer's hold on a storage."""
+    return _fences.setdefault(storage, Fence(storage))
+
+
 def save_tables(
     storage: Storage,
     *shards: Sequence[Any],
@@ -76,7 +86,7 @@ def save_tables(
     **fields: Any,
 ) -> Manifest:
     """Commit a checkpoint of the tables of each shard, and of nothing else."""
-    attempt = begin(storage, ckpt_id, overwrite=overwrite)
+    attempt, seq = begin(storage, fence_of(storage), ckpt_id, step=fields.get("step"), overwrite=overwrite)
     entries: dict[str, TableEntry] = {}
     files: list[FileEntry] = []
     records = []
@@ -97,9 +107,17 @@ def save_tables(
         files.append(write_file(storage, attempt.directory, layout.catalog(number, len(shards)), written))
         records.append(ShardEntry(files[-1].name, written.buckets))
     record = Manifest(
-        ckpt_id, attempt.save_id, attempt.seq, "", tuple(records), tuple(entries.values()), tuple(files), **fields
+        ckpt_id,
+        attempt.save_id,
+        seq,
+        "",
+        tuple(records),
+        tuple(entries.values()),
+        tuple(files),
+        attempt.epoch,
+        **fields,
     )
-    commit(storage, attempt.directory, record)
+    commit(storage, fence_of(storage), attempt.directory, record)
     return record
 
 

@@ -21,17 +21,19 @@ LINES = """
     manager
     saver
     save  load  sparse.optim
-    warm_start  sparse_optim_state
+    other_state  warm_start
+    sparse_optim_state
     target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
-    reader  verify  salvage  sources  sparse.filler  sparse.source  sparse.optim.optimizer
-    sparse.table  sparse.remains  inventory  plan_report
-    load_plan  commit  rotation  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
+    reader  verify  salvage  sources  commit  sparse.filler  sparse.source  sparse.optim.optimizer
+    sparse.table  sparse.remains  inventory  plan_report  fence
+    load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.part_writer  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
+    epochs  intent  room  storage.spool
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
-    manifest  io_state  renames  storage.local  storage.objects  storage.spool  dense.stored_tensor  sparse.random
+    manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
-    progress  background  text  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
-    sparse.optim.groups
+    progress  background  text  removal  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
+    removal  sparse.optim.groups  storage.mapping
     types  errors
 """
 
@@ -41,13 +43,14 @@ LIBRARIES = {
     "tqdm": {"progress"},
     "numba": {"sparse.index", "sparse.kernels", "sparse.random"},
     "llvmlite": {"sparse.kernels"},
-    "pyarrow": {"sparse.codec", "sparse.saver", "sparse.loader", "sparse.filler"}
+    "pyarrow": {"sparse.codec", "sparse.part_writer", "sparse.saver", "sparse.loader", "sparse.filler"}
     | {"sparse.verifier", "sparse.remains", "reader", "salvage", "cli.rows"},
 }
 
 TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
     *("checked", "background", "progress", "reader", "verify", "salvage", "__main__", "commit", "rotation", "text"),
+    *("sealed", "epochs", "intent", "fence", "pins", "room"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
     "sparse.row_filter",
     "sparse.remains",

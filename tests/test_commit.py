@@ -3,11 +3,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forge import filled, save_tables
+from forge import fence_of, filled, save_tables
 
+from recckpt import commit as committing
 from recckpt import layout
-from recckpt.commit import begin, commit, write_index
+from recckpt.commit import write_index
 from recckpt.errors import CheckpointExistsError, CorruptCheckpointError
+from recckpt.intent import Intent
 from recckpt.listing import list_checkpoints, locate
 from recckpt.manifest import FileEntry, Manifest, ShardEntry, TableEntry
 from recckpt.storage import Storage, open_storage
@@ -21,29 +23,45 @@ def storage(url) -> Storage:
     return storage
 
 
-def record(storage: Storage, attempt, data: bytes = b"x") -> Manifest:
+def begin(storage: Storage, ckpt_id: str, overwrite: bool = False, step: int | None = None) -> Intent:
+    return committing.begin(storage, fence_of(storage), ckpt_id, step=step, overwrite=overwrite)[0]
+
+
+def commit(storage: Storage, directory: str, manifest: Manifest) -> None:
+    committing.commit(storage, fence_of(storage), directory, manifest)
+
+
+def record(storage: Storage, attempt: Intent, data: bytes = b"x") -> Manifest:
     name = layout.catalog(0, 1)
     with storage.create(f"{attempt.directory}/{name}") as sink:
         sink.write(data)
     return Manifest(
-        attempt.ckpt_id, attempt.save_id, attempt.seq, "", (ShardEntry(name, (0, 0)),), (), (FileEntry(name, 1, 0),)
+        attempt.directory,
+        attempt.save_id,
+        1,
+        "",
+        (ShardEntry(name, (0, 0)),),
+        (),
+        (FileEntry(name, 1, 0),),
+        attempt.epoch,
     )
 
 
 def test_an_attempt_has_a_directory_of_its_own_with_its_intent(storage):
     attempt = begin(storage, "ckpt_1", overwrite=False)
-    assert (attempt.directory, attempt.seq) == ("ckpt_1", 1)
+    assert attempt.directory == "ckpt_1"
     intent = json.loads(storage.read("ckpt_1/INTENT", 1000))
-    assert intent == {"epoch": 0, "save_id": attempt.save_id}
+    assert intent == {"epoch": 1, "save_id": attempt.save_id, "step": None}
 
 
 def test_attempts_never_share_a_directory_or_a_save_id(storage):
     attempts = [begin(storage, "ckpt_1", overwrite=False) for _ in range(4)]
-    assert [a.directory for a in attempts] == ["ckpt_1", "ckpt_1.1", "ckpt_1.2", "ckpt_1.3"]
+    assert [a.directory for a in attempts] == ["ckpt_1", "ckpt_1.1", "ckpt_1.1.1", "ckpt_1.1.2"]
     assert len({a.save_id for a in attempts}) == 4
 
 
 def test_an_attempt_that_another_writer_takes_in_the_same_moment_takes_the_next(storage, monkeypatch):
+    fence_of(storage).hold()
     monkeypatch.setattr(type(storage), "list_dirs", lambda self: [])  # has not seen it yet
     assert begin(storage, "ckpt_1", overwrite=False).directory == "ckpt_1"
     assert begin(storage, "ckpt_1", overwrite=False).directory == "ckpt_1.1"
@@ -61,6 +79,13 @@ def test_a_bad_id_is_refused_before_anything_is_made(storage, ckpt_id):
     with pytest.raises(ValueError):  # noqa: PT011  # of several reasons
         begin(storage, ckpt_id, overwrite=False)
     assert storage.list_files("") == []
+
+
+def test_a_step_that_an_earlier_writer_may_still_be_busy_with_gets_a_new_directory(storage):
+    save_tables(storage, [filled("item", [1])], ckpt_id="ckpt_7", step=7)
+    later = open_storage(storage.url)
+    begun = [begin(later, f"ckpt_{step}", step=step).directory for step in (5, 8, 6)]
+    assert begun == ["ckpt_5.2", "ckpt_8", "ckpt_6.2"]
 
 
 def test_nothing_is_visible_before_the_commit_and_all_after_it(storage):

@@ -7,6 +7,7 @@ from recckpt import errors
 from recckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CommitNotDurableError,
     CorruptCheckpointError,
     FormatVersionError,
     LoadConfError,
@@ -26,6 +27,7 @@ EXAMPLES = [
     LoadConfError("load_conf: unknown key 'lod'"),
     WriterFencedError("epoch 3"),
     SaveFailedError("ckpt_1", 3, "OSError: disk full"),
+    CommitNotDurableError("ckpt_1", 0, "OSError: disk on fire"),
 ]
 
 

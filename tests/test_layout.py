@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from recckpt import layout
 from recckpt.errors import CorruptCheckpointError
 
-ANY_TEXT = st.text(min_size=1, max_size=15)
+ANY_TEXT = st.text(min_size=1, max_size=15).filter(lambda text: text not in ("checkpoint", "timeline.jsonl"))
 
 
 @given(ANY_TEXT)
@@ -51,8 +51,19 @@ def test_what_cannot_be_an_id_is_refused(ckpt_id):
         layout.encode_id(ckpt_id)
 
 
-def test_attempts_after_the_first_are_numbered():
-    assert [layout.attempt_dir("a/b", n) for n in range(3)] == ["a%2Fb", "a%2Fb.1", "a%2Fb.2"]
+def test_attempts_after_the_first_have_their_writer_in_their_name():
+    names = layout.attempt_dirs("a/b", 7, fresh=True)
+    assert [next(names) for _ in range(4)] == ["a%2Fb", "a%2Fb.7", "a%2Fb.7.1", "a%2Fb.7.2"]
+    assert next(layout.attempt_dirs("a/b", 7, fresh=False)) == "a%2Fb.7"
+
+
+def test_the_files_of_the_owner_and_of_pins_are_told_apart():
+    assert layout.parse_owner_file(layout.claim(12).rpartition("/")[2]) == (12, False)
+    assert layout.parse_owner_file(layout.takeover(12).rpartition("/")[2]) == (12, True)
+    for name in ("12.json.0f.tmp", "0.json", "-1.json", "x.json", "1.lists.json", "\u0661.json"):
+        assert layout.parse_owner_file(name) is None
+    assert layout.parse_pin(layout.pin("a/b").rpartition("/")[2]) == "a/b"
+    assert layout.parse_pin("a.json.tmp") is None
 
 
 def test_the_names_of_files_are_those_of_the_specification():

@@ -69,7 +69,7 @@ def test_the_newest_directory_of_an_id_counts(storage):
 def test_an_id_that_looks_like_an_attempt_is_no_attempt(storage):
     save(storage, "a.1", "a")
     save(storage, "a", overwrite=True)
-    assert locate(storage, "a").directory == "a.2"
+    assert locate(storage, "a").directory == "a.1.1"
     assert locate(storage, "a.1").directory == "a.1"
 
 

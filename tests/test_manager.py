@@ -116,7 +116,9 @@ def test_the_newest_checkpoints_are_kept_also_over_restarts(tmp_path, max_keep):
     assert set(checkpoints(tmp_path)) == set(kept)
     assert (tmp_path / "checkpoint").read_text().splitlines() == kept
     if max_keep is not None:
-        assert {path.name for path in tmp_path.iterdir()} == {*kept, "checkpoint"}, "nothing is left of the others"
+        assert {path.name for path in tmp_path.iterdir()} == {*kept, "checkpoint", ".recckpt"}, (
+            "nothing is left of the others"
+        )
 
 
 def test_a_smaller_max_keep_after_a_restart_removes_the_surplus(tmp_path):
@@ -209,7 +211,7 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path):
     restored, weight = small(tmp_path, max_keep=None)
     assert restored.restore() == 1
     advance(restored, weight, 1)
-    assert checkpoints(tmp_path) == ["ckpt_1", "ckpt_2.1"], "the leftover is not written into"
+    assert checkpoints(tmp_path) == ["ckpt_1", "ckpt_2.2"], "the leftover's name is not used again"
     assert small(tmp_path)[0].restore() == 2
 
 

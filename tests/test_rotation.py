@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recckpt import rotation
-from recckpt.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints
 from recckpt.manifest import Manifest
 from recckpt.storage import Storage, open_storage
 
@@ -38,6 +38,7 @@ def listing_of(*ids: str, pinned: tuple[int, ...] = ()) -> Listing:
             Checkpoint(f"{n}", Manifest(ckpt_id, "", n, "", (), (), (), pinned=n in pinned))
             for n, ckpt_id in enumerate(ids)
         ),
+        {},
         {},
     )
 
@@ -75,10 +76,10 @@ def test_the_newest_is_never_a_victim_and_no_more_than_max_keep_stay(ids, max_ke
 def test_rotation_leaves_nothing_of_a_victim(storage):
     save(storage, "a", "b", "c")
     rotate(storage, 1)
-    assert storage.list_dirs() == ["c"]
+    assert attempt_dirs(storage) == ["c"]
     assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["c"]
     rotate(storage, 1)
-    assert storage.list_dirs() == ["c"]
+    assert attempt_dirs(storage) == ["c"]
 
 
 def test_the_manifest_goes_first(storage, monkeypatch):
@@ -141,11 +142,16 @@ def test_a_failed_removal_is_logged_and_done_at_the_next_time(storage, monkeypat
     def fails(self, name):
         raise OSError(errno.EIO, "broken", name)
 
+    [victim] = rotation.expired(list_checkpoints(storage), 1)
     with monkeypatch.context() as patch:
         patch.setattr(type(storage), method, fails)
-        rotate(storage, 1)
+        rotation.remove(storage, victim)
     assert "broken" in caplog.text
-    assert list_checkpoints(storage).current[-1].ckpt_id == "b"
+    listing = list_checkpoints(storage)
+    assert listing.current[-1].ckpt_id == "b"
+    for left in [*rotation.leftovers(storage, listing, epoch=1), *rotation.expired(listing, 1)]:
+        rotation.remove_leftover(storage, left.directory)
+    assert storage.list_files("a") == [] or method == "remove"
 
 
 def test_damaged_checkpoints_neither_count_nor_go(tmp_path):
@@ -153,11 +159,42 @@ def test_damaged_checkpoints_neither_count_nor_go(tmp_path):
     save(storage, "a", "b", "c")
     Forge(tmp_path / "c").path("manifest.json").write_bytes(b"{}")
     rotate(storage, 1)
-    assert storage.list_dirs() == ["b", "c"]
+    assert attempt_dirs(storage) == ["b", "c"]
 
 
 def test_a_failed_attempt_leaves_its_intent_alone(storage):
     save(storage, "a", "b")
+    storage.remove("b/manifest.json")
     rotation.abandon(storage, "b")
     assert storage.list_files("b") == ["INTENT"]
     assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a"]
+
+
+def test_what_is_committed_is_never_abandoned(storage):
+    save(storage, "a")
+    files = storage.list_files("a")
+    rotation.abandon(storage, "a")
+    assert storage.list_files("a") == files
+
+
+def test_leftovers_are_attempts_without_a_manifest_of_writers_that_are_through(storage):
+    save(storage, "a", "b", "c")
+    storage.remove("a/manifest.json")
+    storage.remove("b/manifest.json")
+    storage.remove("b/INTENT")
+    storage.make_dir("mine")
+    storage.put_if_absent("mine/notes.txt", b"mine")
+    listing = list_checkpoints(storage)
+    assert [left.directory for left in rotation.leftovers(storage, listing, epoch=1)] == ["a"]
+    assert rotation.leftovers(storage, listing, epoch=0) == []
+    rotation.remove_leftover(storage, "a")
+    assert sorted(attempt_dirs(storage)) == ["b", "c", "mine"]
+
+
+def test_the_intent_of_a_leftover_goes_last(storage, monkeypatch):
+    save(storage, "a")
+    storage.remove("a/manifest.json")
+    remove, removed = type(storage).remove, []
+    monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
+    rotation.remove_leftover(storage, "a")
+    assert removed[-1] == "a/INTENT"

@@ -12,7 +12,7 @@ from builders import OPTIMIZERS, ClickModel, Run, checkpoints, table_state, tree
 from torch import nn
 
 from recckpt import SaveFailedError, Saver
-from recckpt.errors import StateMismatchError
+from recckpt.errors import CommitNotDurableError, StateMismatchError
 from recckpt.listing import list_checkpoints, newest
 from recckpt.manifest import ShardEntry, TableEntry
 from recckpt.save import ShardRecord, _tables_of_all
@@ -24,6 +24,10 @@ from recckpt.types import SlotSpec
 def test_a_save_leaves_the_files_of_the_format_and_nothing_else(tmp_path):
     run = Run(tmp_path, interval=2).train(2)
     assert set(tree(tmp_path)) == {
+        ".recckpt",
+        ".recckpt/owner",
+        ".recckpt/owner/1.json",
+        ".recckpt/owner/1.list.json",
         "checkpoint",
         "ckpt_2",
         "ckpt_2/INTENT",
@@ -40,7 +44,7 @@ def test_a_save_leaves_the_files_of_the_format_and_nothing_else(tmp_path):
     assert {file.name for file in manifest.files} == {
         name.removeprefix("ckpt_2/")
         for name, data in tree(tmp_path).items()
-        if data is not None and not name.endswith(("INTENT", "manifest.json", "checkpoint"))
+        if data is not None and name.startswith("ckpt_2/") and not name.endswith(("INTENT", "manifest.json"))
     }
 
 
@@ -162,7 +166,12 @@ def fail_at_every_call(tmp_path, monkeypatch, owner, method, for_ever, stride):
         saved = failure is None
         if failure is not None:
             assert isinstance(failure.__cause__, OSError)
-            assert "'new' failed on rank 0: OSError: [Errno 5] injected; nothing was committed" in str(failure)
+            committed = isinstance(failure, CommitNotDurableError)
+            outcome = (
+                "is in place, but" if committed else "'new' failed on rank 0: OSError: [Errno 5] injected; nothing"
+            )
+            assert outcome in str(failure)
+            saved = committed
         other, loader = build(url)
         assert newest(loader.storage).ckpt_id == ("new" if saved else "old")
         loader.load()
@@ -184,19 +193,22 @@ def test_a_failed_save_keeps_no_room(tmp_path, monkeypatch):
         Fault(patch, LocalStorage, "size", 1, for_ever=True, code=errno.ENOSPC)
         with pytest.raises(SaveFailedError, match="injected"):
             saver.save("c")
-    assert {name for name, data in tree(tmp_path).items() if data is not None} == {"c/INTENT"}
+    assert {name for name in tree(tmp_path) if not name.startswith(".recckpt")} == {"c", "c/INTENT", "c/sparse"}
     saver.save("c")
     assert checkpoints(tmp_path) == ["c.1"]
+    assert not (tmp_path / "c").exists()
 
 
-def test_a_commit_that_fails_after_the_manifest_is_visible_is_taken_back(tmp_path, monkeypatch):
+def test_a_commit_that_fails_after_the_manifest_is_visible_says_so_and_keeps_the_older_ones(tmp_path, monkeypatch):
     _, saver = build(tmp_path)
     saver.save("old")
     with monkeypatch.context() as patch:
         Fault(patch, LocalStorage, "sync_dir", 3, for_ever=False)  # that of the output dir, the last
-        with pytest.raises(SaveFailedError):
+        with pytest.raises(CommitNotDurableError, match="'new' is in place, but the storage failed"):
             saver.save("new")
-    assert checkpoints(tmp_path) == ["old"]
+    assert checkpoints(tmp_path) == ["new", "old"]
+    saver.save("new", overwrite=True)
+    assert checkpoints(tmp_path) == ["new.1"]
 
 
 def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
@@ -217,7 +229,7 @@ def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplo
 def test_ranks_that_disagree_on_a_table_are_refused_by_name():
     def record(shape):
         slot = SlotSpec("embedding", "float32", shape)
-        return ShardRecord(ShardEntry("x", (0, 1)), (TableEntry("t", 3, (slot,)),), ())
+        return ShardRecord("id", ShardEntry("x", (0, 1)), (TableEntry("t", 3, (slot,)),), ())
 
     assert _tables_of_all([record((2,)), record((2,))])[0].rows == 6
     with pytest.raises(StateMismatchError, match="table 't' of rank 1"):
