@@ -1,5 +1,7 @@
 """Fixtures that any test may ask for."""
 
+import json
+from collections import Counter, defaultdict
 from itertools import count
 
 import pytest
@@ -28,3 +30,15 @@ def memory_url():
 def url(request, tmp_path):
     """An output dir on each kind of storage."""
     return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue("memory_url")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the figures of tests/faults, one JSON line a harness."""
+    sums = defaultdict(Counter)
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if getattr(report, "when", None) == "teardown":
+            for figures in (value for key, value in report.user_properties if key == "figures"):
+                for name, counts in figures.items():
+                    sums[name].update(counts)
+    for name in sorted(sums):
+        terminalreporter.write_line(json.dumps({"figures": name, **sums[name]}))
