@@ -139,6 +139,10 @@ class Storage(ABC):
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a directory and those below it; OSError where files are left in it."""
 
+    def free_bytes(self) -> int | None:
+        """Return how many bytes may still be written, None where nobody knows."""
+        return None
+
     def threads(self, asked: int) -> int:
         """Return how many threads are worth having of those that were asked for."""
         return asked

@@ -73,6 +73,11 @@ class LocalStorage(Storage):
         """Fsync a directory."""
         _sync_dir(self._root / name)
 
+    def free_bytes(self) -> int | None:
+        """Return what the file system has left for this user; quotas are not seen."""
+        found = os.statvfs(self._root)
+        return found.f_bavail * found.f_frsize
+
     def threads(self, asked: int) -> int:
         """Return one a core at most: each keeps a core busy with copying, and more only get in each other's way."""
         return min(asked, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -233,6 +234,14 @@ def test_directories_can_be_synced(storage):
     write(storage, "d/x")
     storage.sync_dir("d")
     storage.sync_dir("")
+
+
+def test_free_bytes_are_those_of_the_file_system_or_unknown(storage):
+    free = storage.free_bytes()
+    if "://" in storage.url:
+        assert free is None
+    else:
+        assert 0 < free <= shutil.disk_usage(storage.url).total
 
 
 def test_a_hashing_sink_sees_every_byte(storage):
