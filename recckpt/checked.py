@@ -7,10 +7,10 @@ import xxhash
 from recckpt import layout
 from recckpt.errors import CorruptCheckpointError
 from recckpt.manifest import FileEntry
-from recckpt.storage import Storage
+from recckpt.storage.held import Files
 
 
-def read_checked(storage: Storage, directory: str, entry: FileEntry) -> bytes:
+def read_checked(storage: Files, directory: str, entry: FileEntry) -> bytes:
     """Return the bytes of a file after checking its size and checksum.
 
     Raises:

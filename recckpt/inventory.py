@@ -11,14 +11,14 @@ from recckpt.errors import LoadConfError
 from recckpt.listing import Checkpoint
 from recckpt.load_plan import PLAIN, Inventory, Thing
 from recckpt.names import GLOBAL_STEP, GROUPS, ID, SPARSE_OPTIM, Name, slot_name
-from recckpt.storage import Storage
+from recckpt.storage.held import Files
 from recckpt.text import escaped
 from recckpt.types import SlotSpec
 
 _WRAPPED = "module."
 
 
-def checkpoint_inventory(checkpoint: Checkpoint, storage: Storage, model_dense: Iterable[str]) -> Inventory:
+def checkpoint_inventory(checkpoint: Checkpoint, storage: Files, model_dense: Iterable[str]) -> Inventory:
     """Return the names that a checkpoint has.
 
     Args:
@@ -44,7 +44,7 @@ def checkpoint_inventory(checkpoint: Checkpoint, storage: Storage, model_dense: 
     return things
 
 
-def registered_names(checkpoint: Checkpoint, storage: Storage) -> list[Name]:
+def registered_names(checkpoint: Checkpoint, storage: Files) -> list[Name]:
     """Return the names of registered objects, and of the sparse optimizer's scalars, whose state a checkpoint has.
 
     Raises:
@@ -114,7 +114,7 @@ def _unescaped(text: str) -> str:
         raise LoadConfError([f"model names: {text} is no JSON string: {error}"]) from error
 
 
-def _names_in(checkpoint: Checkpoint, storage: Storage, name: str) -> Mapping[str, Thing]:
+def _names_in(checkpoint: Checkpoint, storage: Files, name: str) -> Mapping[str, Thing]:
     """Return what a ``.pt`` file holds; nothing where the checkpoint has no such file."""
     if checkpoint.manifest.file(name) is None:
         return {}

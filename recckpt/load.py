@@ -5,22 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
 
-import torch
-
-from recckpt import layout
-from recckpt.io_state import check_rng, load_rng
+from recckpt.io_state import load_rng
 from recckpt.load_plan import Planned
 from recckpt.names import GLOBAL_STEP, ID, Name
+from recckpt.other_state import OtherState, read_other_state
 from recckpt.plan_report import LoadPlan, LoadReport
 from recckpt.problems import Problems
 from recckpt.progress import Progress
-from recckpt.sources import Source
+from recckpt.sources import Source, open_files
 from recckpt.sparse.filler import TableLoad
 from recckpt.sparse.loader import CheckpointLoad, Loaded, load_tables
 from recckpt.sparse.table import HashTable as OurTable
-from recckpt.sparse_optim_state import merged_optimizer_state, optimizer_loaded
+from recckpt.sparse_optim_state import optimizer_loaded
 from recckpt.split import unwrap
 from recckpt.target import Target
 from recckpt.types import EMBEDDING, HashTable
@@ -67,26 +64,19 @@ def load(
     Raises:
         LoadConfError, StateMismatchError: as in :func:`plan`.
         CorruptCheckpointError: a file is damaged.
+        CheckpointRemovedError: its writer removed a checkpoint before it was read; loading the one that is there by
+            now makes up for what has been changed.
+        PartlyLoadedError: reading failed after tables that had rows began to change.
     """
     begin = time.perf_counter()
-    planned = plan(target, sources, problems)
-    by_source = [[item for item in planned.items if item.offer == number] for number in range(len(sources))]
-    tables, live = target.state()
-    dense = _dense_state(by_source, sources, live)
-    extra = _unclaimed_extra(target, sources) | _extra_state(by_source, sources)
-    io_state = _io_state(target, by_source, sources)
-    optim_state = merged_optimizer_state(target.sparse_optim, planned.items, sources)
-    generators = _generators(target, sources) if rng else {}
-
-    with ExitStack() as undone_on_error:  # what can refuse its state goes first
-        undone_on_error.enter_context(optimizer_loaded(target.sparse_optim, optim_state))
-        fresh = undone_on_error.enter_context(target.extra.loaded(extra))
-        undone_on_error.enter_context(target.io_state.loaded(io_state))
-        loaded = _fill_tables(by_source, sources, tables, concurrency)
-        if dense:
-            unwrap(target.model).load_state_dict(dense, strict=False)
-    if generators:
-        load_rng(generators)
+    with ExitStack() as held:  # until the end: the writer of a checkpoint may remove it meanwhile
+        for source in sources:
+            held.callback(source.release)
+        open_files(sources)
+        planned = plan(target, sources, problems)
+        by_source = [[item for item in planned.items if item.offer == number] for number in range(len(sources))]
+        other = read_other_state(target, planned.items, by_source, sources, rng)
+        loaded, fresh = _apply(target, other, by_source, sources, concurrency)
     report = LoadReport(
         planned.items,
         planned.sources,
@@ -103,6 +93,26 @@ def load(
     return report
 
 
+def _apply(
+    target: Target,
+    other: OtherState,
+    by_source: Sequence[Sequence[Planned]],
+    sources: Sequence[Source],
+    concurrency: int,
+) -> tuple[Loaded, Sequence[str]]:
+    """Change the live state; return what was loaded into tables, and the parameters that start afresh."""
+    with ExitStack() as undone_on_error:  # what can refuse its state goes first
+        undone_on_error.enter_context(optimizer_loaded(target.sparse_optim, other.sparse_optim))
+        fresh = undone_on_error.enter_context(target.extra.loaded(other.extra))
+        undone_on_error.enter_context(target.io_state.loaded(other.io_state))
+        loaded = _fill_tables(by_source, sources, target.state()[0], concurrency)
+        if other.dense:
+            unwrap(target.model).load_state_dict(other.dense, strict=False)
+    if other.generators:
+        load_rng(other.generators)
+    return loaded, fresh
+
+
 def _fill_tables(
     by_source: Sequence[Sequence[Planned]], sources: Sequence[Source], tables: Mapping[str, HashTable], concurrency: int
 ) -> Loaded:
@@ -110,7 +120,7 @@ def _fill_tables(
     for items, source in zip(by_source, sources, strict=True):
         chosen = _table_loads(items, source, tables)
         parts = source.parts() if chosen else []
-        loads.append(CheckpointLoad(chosen, parts, source.storage, source.checkpoint.directory))
+        loads.append(CheckpointLoad(chosen, parts, source.files, source.checkpoint.directory))
     what = sources[0].checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     with Progress(f"loading {what}", sum(load.n_bytes for load in loads)) as progress:
         loaded = load_tables(loads, concurrency=concurrency, advance=progress.advance)
@@ -139,60 +149,6 @@ def _table_loads(items: Iterable[Planned], source: Source, tables: Mapping[str, 
     ]
 
 
-def _dense_state(
-    by_source: Sequence[Sequence[Planned]], sources: Sequence[Source], live: Mapping[str, Any]
-) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    for items, source in zip(by_source, sources, strict=True):
-        wanted = [item for item in items if item.name.group == "dense"]
-        found = source.dense(live) if wanted else {}
-        for item in wanted:
-            value = found[item.source]
-            state[item.name.text] = _converted(value, live[item.name.text]) if item.conversion else value
-    return state
-
-
-def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Bring a tensor to the dtype and last dimension of the live one, which pads it."""
-    found = found.to(live.dtype)
-    if found.shape == live.shape:
-        return found
-    padded, width = live.detach().clone().cpu(), min(found.shape[-1], live.shape[-1])
-    padded[..., :width] = found[..., :width]
-    return padded
-
-
-def _extra_state(by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
-    return {
-        item.name.text: source.value(layout.EXTRA, item.source)
-        for items, source in zip(by_source, sources, strict=True)
-        for item in items
-        if item.name.group == "extra"
-    }
-
-
-def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any]:
-    """Return states of names that nobody registered, for ``Saver.get_extra_data``."""
-    return {
-        name.text: source.value(layout.EXTRA, name.text)
-        for source in sources
-        for name in source.registered
-        if name.group == "extra" and name.text not in target.extra and source.entry.wants(name)
-    }
-
-
-def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
-    states = {}
-    for items, source in zip(by_source, sources, strict=True):
-        for item in (item for item in items if item.name.group == "io_state"):
-            if source.shards == target.shards:
-                states[item.name.text] = source.value(layout.io_state(target.shard), item.source)
-            else:
-                of_all = [source.value(layout.io_state(shard), item.source) for shard in range(source.shards)]
-                states[item.name.text] = target.io_state.merged(item.name.text, of_all, target.shard, target.shards)
-    return states
-
-
 def _check_shards(target: Target, sources: Sequence[Source], items: Iterable[Planned], problems: Problems) -> None:
     for item in items:
         if item.name.group == "io_state" and item.offer is not None:
@@ -217,18 +173,6 @@ def _check_foreign(target: Target, items: Iterable[Planned], problems: Problems)
         if taken and not (from_one and whole):
             expected = "ids and embeddings of one table, unconverted: the table is no recckpt.HashTable"
             problems.mismatched[name] = (f"only {', '.join(sorted(taken))}, or converted", expected)
-
-
-def _generators(target: Target, sources: Sequence[Source]) -> Mapping[str, Any]:
-    source, name = sources[-1], layout.rng(target.shard)
-    if source.shards != target.shards or source.checkpoint.manifest.file(name) is None:
-        return {}
-    states = source.state(name)
-    try:
-        check_rng(states)
-    except ValueError as error:
-        raise source.corrupt(name, "", found=str(error), expected="the states of random generators") from error
-    return states
 
 
 def _global_step(by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> int | None:

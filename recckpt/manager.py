@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from recckpt import layout, pins
@@ -16,13 +17,15 @@ from recckpt.load_conf import Entry, parse_load_conf
 from recckpt.manifest import Manifest, Scalar
 from recckpt.plan_report import LoadPlan, LoadReport
 from recckpt.problems import Problems
+from recckpt.removal import until_whole
 from recckpt.saver import Saver, positive_int
-from recckpt.sources import Source, bank_sources
+from recckpt.sources import Source, located_bank, open_files
 from recckpt.warm_start import Followed, followed
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
+_Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
 _OWN = Entry(label="output_dir", is_own=True)
 
 
@@ -145,11 +148,11 @@ class CheckpointManager:
             CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
             FormatVersionError: a newer recckpt wrote one of them.
             StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError: time and again another process removed it before it was read.
+            PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
         """
         entry = parse_load_conf(load_conf, own=True)
-        candidates = self._on_all_ranks(lambda: self._candidates(global_step))
-        if not candidates and required:
-            raise CheckpointNotFoundError(f"{self._saver.output_dir}: found no committed checkpoint to restore")
+        candidates = self._on_all_ranks(lambda: self._candidates(global_step, required=required))
         if not candidates:
             log.info("%s: no checkpoint to restore, starting from step 0", self._saver.output_dir)
             return 0
@@ -158,7 +161,8 @@ class CheckpointManager:
         if whole and candidates[0].manifest.save_id == resumed and self._held_step == self._global_step:
             log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
             return self._global_step
-        self._load([], candidates, entry, rng=rng, holds=whole)
+        again = partial(self._on_all_ranks, partial(self._candidates, global_step, required=True))
+        until_whole(again, partial(self._load, [], entry=entry, rng=rng, holds=whole), first=candidates)
         return self._global_step
 
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
@@ -174,11 +178,18 @@ class CheckpointManager:
             StateMismatchError: state that does not fit the model; all of it.
             CheckpointNotFoundError: a path holds no committed checkpoint.
             CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
-        sources, candidates, problems = self._on_all_ranks(lambda: self._located(bank))
-        report = self._load(sources, candidates, _OWN, rng=True, holds=True, problems=problems)
-        self._followed = followed(self._saver.target(self._shard_id, self._shard_num).inventory(), sources)
-        return report
+
+        def load(found: _Located) -> LoadReport:
+            sources, candidates, problems = found
+            report = self._load(sources, candidates, _OWN, rng=True, holds=True, problems=problems)
+            self._followed = followed(self._saver.target(self._shard_id, self._shard_num).inventory(), sources)
+            return report
+
+        first = self._on_all_ranks(lambda: self._located(bank))
+        again = partial(self._on_all_ranks, partial(self._located, bank, required=bool(first[1])))
+        return until_whole(again, load, first=first)
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
@@ -186,9 +197,13 @@ class CheckpointManager:
         Raises:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
-        sources, candidates, problems = self._located(bank)
-        own = [Source(_OWN, self._saver.storage, checkpoint) for checkpoint in candidates[:1]]
-        return plan(self._saver.target(self._shard_id, self._shard_num), [*sources, *own], problems)
+
+        def plan_one(found: _Located) -> LoadPlan:
+            sources, candidates, problems = found
+            own = [Source(_OWN, self._saver.storage, checkpoint) for checkpoint in candidates[:1]]
+            return plan(self._saver.target(self._shard_id, self._shard_num), [*sources, *own], problems)
+
+        return until_whole(lambda: self._located(bank), plan_one)
 
     def reload_dynamic(self) -> list[LoadReport]:
         """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
@@ -197,15 +212,20 @@ class CheckpointManager:
 
         Raises:
             StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
         reports = []
+
+        def load(source: Source | None) -> Source | None:
+            reports.extend([self._load_sources([source], rng=False)] if source else [])
+            return source
+
         for number, entry in enumerate(self._followed):
-            source = self._on_all_ranks(entry.newer)
-            if source is not None:
-                reports.append(self._load_sources([source], rng=False))
-                self._followed[number] = replace(entry, taken=source)
+            taken = until_whole(partial(self._on_all_ranks, entry.newer), load)
+            if taken is not None:
+                self._followed[number] = replace(entry, taken=taken)
                 self._held_step = None
-                log.info("loaded %s, which is new in the bank", source.label)
+                log.info("loaded %s, which is new in the bank", taken.label)
         return reports
 
     def _load(
@@ -243,6 +263,8 @@ class CheckpointManager:
             shards = {"shard_id": self._shard_id, "shard_num": self._shard_num}
             reports.append(self._saver.load_sources(sources, **shards, rng=rng, problems=problems))
 
+        # All ranks open all files before any of them changes anything: they may be gone for one that comes late.
+        self._on_all_ranks(partial(open_files, sources))
         self._on_all_ranks(load)
         return reports[0]
 
@@ -263,13 +285,16 @@ class CheckpointManager:
         group = self._saver.group(self._shard_id, self._shard_num)
         return together(group, work, lambda rank, cause: RecckptError(f"restoring failed on rank {rank}: {cause}"))[0]
 
-    def _located(self, bank: Sequence[Mapping[str, Any]]) -> tuple[list[Source], list[Checkpoint], Problems]:
-        problems = Problems()
-        return bank_sources(bank, problems), self._candidates(None), problems
+    def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
+        sources, problems = located_bank(bank)
+        return sources, self._candidates(None, required=required), problems
 
-    def _candidates(self, global_step: int | None) -> list[Checkpoint]:
+    def _candidates(self, global_step: int | None, *, required: bool = False) -> list[Checkpoint]:
         """Return what may be restored, best first."""
         storage = self._saver.storage
         if global_step is not None:
             return [locate(storage, layout.step_id(global_step))]
-        return newest_first(storage)
+        found = newest_first(storage)
+        if required and not found:
+            raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
+        return found

@@ -11,13 +11,16 @@ import pyarrow as pa
 
 from recckpt import layout
 from recckpt.dense.torch_file import TorchFile
-from recckpt.listing import locate_path
+from recckpt.listing import Checkpoint, locate_path
 from recckpt.load_conf import nearest
 from recckpt.manifest import Manifest, TableEntry
+from recckpt.removal import until_whole
 from recckpt.sparse.buckets import bucket_of
 from recckpt.sparse.catalog import Batch, Part
 from recckpt.sparse.codec import ID, PartReader, slot_field
 from recckpt.sparse.shards import read_parts
+from recckpt.storage import Storage
+from recckpt.storage.held import HeldFiles
 
 
 class CheckpointReader:
@@ -25,17 +28,23 @@ class CheckpointReader:
 
     Imports no torch and runs no code from the files. A context manager, which closes it. Not thread-safe.
 
+    All files are opened at once: where they lie on a local file system they can be read to their end though the
+    writer removes them meanwhile, as rotation does, and take their room until the reader is closed. On object stores
+    a read then raises CheckpointRemovedError.
+
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint.
+        CheckpointRemovedError: time and again it was removed before its files were open.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or of another size.
         FormatVersionError: written by a newer format.
     """
 
     def __init__(self, path: str) -> None:
-        self._storage, self._checkpoint = locate_path(str(path))
+        self._held: HeldFiles | None
+        self._storage, self._checkpoint, self._held = until_whole(lambda: locate_path(str(path)), _opened)
         self._parts: list[Part] | None = None
         self._dense_file: BinaryIO | None = None
         self._tensors: TorchFile | None = None
@@ -47,10 +56,10 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file of the dense tensors; it is opened again when it is asked for."""
+        """Close the files; they are opened again when something is asked for."""
         if self._dense_file is not None:
             self._dense_file.close()
-        self._dense_file = self._tensors = None
+        self._dense_file = self._tensors = self._held = None
 
     @property
     def manifest(self) -> Manifest:
@@ -84,6 +93,7 @@ class CheckpointReader:
         Raises:
             KeyError: no such table or slot.
             CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError: its writer has removed it, and the storage is no local file system.
         """
         entry = self._entry(name)
         slots = [slot.name for slot in entry.slots]
@@ -136,14 +146,14 @@ class CheckpointReader:
         buckets = None if ids is None else np.unique(bucket_of(ids))
         schema = self.schema(entry.name, slots)
         if self._parts is None:
-            self._parts = read_parts(self._checkpoint, self._storage)
+            self._parts = read_parts(self._checkpoint, self._files)
         for part in self._parts:
             numbers = [
                 n for n, batch in enumerate(part.batches) if batch.table == entry.name and _meets(batch, buckets)
             ]
             if not numbers:
                 continue
-            reader = PartReader(self._storage, self._checkpoint.directory, part, entry.slots, slots)
+            reader = PartReader(self._files, self._checkpoint.directory, part, entry.slots, slots)
             for number in numbers:
                 columns = reader.read(number)
                 batch = pa.RecordBatch.from_arrays([columns[n] for n in (ID, *slots)], schema=schema)
@@ -153,14 +163,26 @@ class CheckpointReader:
                 if batch.num_rows:
                     yield batch
 
+    @property
+    def _files(self) -> HeldFiles:
+        if self._held is None:
+            _, _, self._held = _opened((self._storage, self._checkpoint))
+        return self._held
+
     def _dense(self) -> TorchFile:
         if self._tensors is None:
             path = layout.join(self._checkpoint.directory, layout.MODEL)
             if self.manifest.file(layout.MODEL) is None:
                 raise KeyError(f"{self.manifest.ckpt_id!r} has no dense tensors")
-            self._dense_file = self._storage.open(path)
+            self._dense_file = self._files.open(path)
             self._tensors = TorchFile(self._dense_file, path)
         return self._tensors
+
+
+def _opened(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, HeldFiles]:
+    storage, checkpoint = found
+    sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
+    return storage, checkpoint, HeldFiles(storage, checkpoint.directory, sizes)
 
 
 def _meets(batch: Batch, buckets: npt.NDArray[np.int64] | None) -> bool:

@@ -22,7 +22,8 @@ from recckpt.load_conf import parse_load_conf
 from recckpt.manifest import Manifest, Scalar
 from recckpt.plan_report import LoadPlan, LoadReport
 from recckpt.problems import Problems
-from recckpt.sources import Source, bank_sources
+from recckpt.removal import until_whole
+from recckpt.sources import Source, located_bank
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.saver import SparseSaver
 from recckpt.split import split_sparse_dense_state_dict, unwrap
@@ -178,21 +179,26 @@ class Saver:
             LoadConfError: ``load_conf`` asks for something that does not exist.
             StateMismatchError: the state does not fit the model; nothing has been changed.
             CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError: time and again its writer removed it before it was read.
+            PartlyLoadedError: reading failed when tables that had rows had been changed.
         """
         entry = parse_load_conf(load_conf)
-        if direct_path:
-            if ckpt_path is None or ckpt_id is not None:
-                raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
-            storage, checkpoint = open_checkpoint(str(ckpt_path))
-        elif ckpt_id is not None:
-            storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
-            checkpoint = locate(storage, ckpt_id)
-        elif ckpt_path is not None:
-            storage, checkpoint = locate_path(str(ckpt_path))
-        else:
-            storage, checkpoint = self.storage, newest(self.storage)
-        entry = replace(entry, is_own=storage.url == self.storage.url)
-        return self.load_sources([Source(entry, storage, checkpoint)], shard_id=shard_id)
+        if direct_path and (ckpt_path is None or ckpt_id is not None):
+            raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
+
+        def find() -> Source:
+            if direct_path:
+                storage, checkpoint = open_checkpoint(str(ckpt_path))
+            elif ckpt_id is not None:
+                storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
+                checkpoint = locate(storage, ckpt_id)
+            elif ckpt_path is not None:
+                storage, checkpoint = locate_path(str(ckpt_path))
+            else:
+                storage, checkpoint = self.storage, newest(self.storage)
+            return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
+
+        return until_whole(find, lambda source: self.load_sources([source], shard_id=shard_id))
 
     def load_by_config(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadReport:
         """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
@@ -206,10 +212,13 @@ class Saver:
             StateMismatchError: state that does not fit the model; all of it. Nothing has been changed.
             CheckpointNotFoundError: a path holds no committed checkpoint.
             CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`load`.
         """
-        problems = Problems()
-        sources = bank_sources([bank] if isinstance(bank, Mapping) else bank, problems)
-        return self.load_sources(sources, shard_id=shard_id, problems=problems)
+        entries = [bank] if isinstance(bank, Mapping) else bank
+        return until_whole(
+            lambda: located_bank(entries),
+            lambda found: self.load_sources(found[0], shard_id=shard_id, problems=found[1]),
+        )
 
     def plan(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadPlan:
         """Say what :meth:`load_by_config` would do; reads no rows and changes nothing.
@@ -217,9 +226,10 @@ class Saver:
         Raises:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
-        problems = Problems()
-        sources = bank_sources([bank] if isinstance(bank, Mapping) else bank, problems)
-        return loading.plan(self.target(shard_id), sources, problems)
+        entries = [bank] if isinstance(bank, Mapping) else bank
+        return until_whole(
+            lambda: located_bank(entries), lambda found: loading.plan(self.target(shard_id), found[0], found[1])
+        )
 
     def names(self) -> list[str]:
         """Return the names that can be loaded, one a line with group, dtype and shape, for ``recckpt plan``."""

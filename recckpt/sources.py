@@ -17,17 +17,20 @@ from recckpt.problems import Problems
 from recckpt.sparse.catalog import Part
 from recckpt.sparse.shards import read_parts
 from recckpt.storage import Storage
+from recckpt.storage.held import HeldFiles
 
 
 @dataclass
 class Source:
-    """One checkpoint, what is wanted of it, and its small files as far as they have been read."""
+    """One checkpoint, what is wanted of it, and its files while they are read."""
 
     entry: Entry
     storage: Storage
     checkpoint: Checkpoint
     bytes_read: int = 0
+    _held: HeldFiles | None = None
     _states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _inventories: dict[tuple[str, ...], Inventory] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -39,21 +42,40 @@ class Source:
         """How many ranks wrote it."""
         return len(self.checkpoint.manifest.shards)
 
+    @property
+    def files(self) -> HeldFiles:
+        """Its files, all opened when they are first asked for, so that no writer that removes them disturbs.
+
+        Raises:
+            CheckpointRemovedError: it is gone already.
+            CorruptCheckpointError: a file is missing.
+        """
+        if self._held is None:
+            sizes = {file.name: file.n_bytes for file in self.checkpoint.manifest.files}
+            self._held = HeldFiles(self.storage, self.checkpoint.directory, sizes)
+        return self._held
+
+    def release(self) -> None:
+        """Close the files, and forget what was read of them; what it offers is kept."""
+        self._held, self._states = None, {}
+
     def offer(self, model: Inventory) -> Offer:
         """Return what it has of the names of a model."""
-        dense = [name.text for name in model if name.group == "dense"]
-        return Offer(self.entry, self.label, checkpoint_inventory(self.checkpoint, self.storage, dense))
+        dense = tuple(name.text for name in model if name.group == "dense")
+        if dense not in self._inventories:
+            self._inventories[dense] = checkpoint_inventory(self.checkpoint, self.files, dense)
+        return Offer(self.entry, self.label, self._inventories[dense])
 
     @property
     def registered(self) -> list[Name]:
         """The names of objects whose state it has."""
-        return registered_names(self.checkpoint, self.storage)
+        return registered_names(self.checkpoint, self.files)
 
     def parts(self) -> list[Part]:
         """Return the parts of all shards, from their catalogs."""
         catalogs = {shard.catalog for shard in self.checkpoint.manifest.shards}
         self.bytes_read += sum(file.n_bytes for file in self.checkpoint.manifest.files if file.name in catalogs)
-        return read_parts(self.checkpoint, self.storage)
+        return read_parts(self.checkpoint, self.files)
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
@@ -61,7 +83,7 @@ class Source:
             from recckpt.dense.loader import load_state  # torch, which a plan does without
 
             entry = self.checkpoint.manifest.file(name)
-            self._states[name] = load_state(self.storage, self.checkpoint.directory, entry) if entry else {}
+            self._states[name] = load_state(self.files, self.checkpoint.directory, entry) if entry else {}
             self.bytes_read += entry.n_bytes if entry else 0
         return self._states[name]
 
@@ -88,6 +110,16 @@ class Source:
         return {add + name.removeprefix(strip): value for name, value in found.items()}
 
 
+def open_files(sources: Sequence[Source]) -> None:
+    """Open all files of some checkpoints before anything is read.
+
+    Raises:
+        CheckpointRemovedError, CorruptCheckpointError: as :attr:`Source.files`.
+    """
+    for source in sources:
+        _ = source.files
+
+
 def bank_sources(bank: Sequence[Mapping[str, Any]], problems: Problems) -> list[Source]:
     """Return the checkpoints of a bank in order, and add what is wrong with its entries to ``problems``."""
     sources = []
@@ -100,6 +132,12 @@ def bank_sources(bank: Sequence[Mapping[str, Any]], problems: Problems) -> list[
             except (OSError, ValueError) as error:
                 problems.conf.append(f"{entry.label}['path']: {error}")
     return sources
+
+
+def located_bank(bank: Sequence[Mapping[str, Any]]) -> tuple[list[Source], Problems]:
+    """Return the checkpoints of a bank in order, and what is wrong with its entries."""
+    problems = Problems()
+    return bank_sources(bank, problems), problems
 
 
 def locate_source(entry: Entry) -> Source:

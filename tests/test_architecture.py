@@ -25,14 +25,14 @@ LINES = """
     sparse_optim_state
     target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
     reader  verify  salvage  sources  commit  sparse.filler  sparse.source  sparse.optim.optimizer
-    sparse.table  sparse.remains  inventory  plan_report  fence
-    load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.part_writer  sparse.shards  sparse.verifier
+    sparse.table  sparse.part_writer  sparse.remains  inventory  plan_report  fence
+    load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
-    epochs  intent  room  storage.spool
+    sparse.snapshot  epochs  intent  room  storage.spool
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
-    progress  background  text  removal  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
+    progress  background  text  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
     removal  sparse.optim.groups  storage.mapping
     types  errors
 """

@@ -7,10 +7,12 @@ from recckpt import errors
 from recckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointRemovedError,
     CommitNotDurableError,
     CorruptCheckpointError,
     FormatVersionError,
     LoadConfError,
+    PartlyLoadedError,
     RecckptError,
     SaveFailedError,
     StateMismatchError,
@@ -28,6 +30,8 @@ EXAMPLES = [
     WriterFencedError("epoch 3"),
     SaveFailedError("ckpt_1", 3, "OSError: disk full"),
     CommitNotDurableError("ckpt_1", 0, "OSError: disk on fire"),
+    CheckpointRemovedError("runs/ckpt_1", emptied=["item"]),
+    PartlyLoadedError("OSError: reset", emptied=["item"], mixed=["user"]),
 ]
 
 

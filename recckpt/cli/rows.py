@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recckpt.cli.outcome import CommandError, Outcome, usage_checked
 from recckpt.load_conf import nearest
 from recckpt.manifest import TableEntry
 from recckpt.reader import CheckpointReader
+from recckpt.removal import until_whole
 from recckpt.sparse.codec import ID, column_values
 from recckpt.text import cell, escaped, grid
 
@@ -18,22 +19,29 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Row = dict[str, Any]
+_T = TypeVar("_T")
 
 
 def head(args: argparse.Namespace) -> Outcome:
     """Print the first rows of a table, in the order of the files."""
-    with _open(args.checkpoint) as reader:
+
+    def first(reader: CheckpointReader) -> tuple[list[str], list[Row]]:
         columns = _columns(reader, args)
-        rows = list(islice(_rows(reader, args.table, columns), args.n))
+        return columns, list(islice(_rows(reader, args.table, columns), args.n))
+
+    columns, rows = _read(args.checkpoint, first)
     return Outcome({"table": args.table, "rows": rows}, _lines(columns, rows))
 
 
 def get(args: argparse.Namespace) -> Outcome:
     """Print rows by id, in the order asked for; ids that the table has not are a problem."""
     ids = list(dict.fromkeys(args.ids))
-    with _open(args.checkpoint) as reader:
+
+    def by_id(reader: CheckpointReader) -> tuple[list[str], dict[int, Row]]:
         columns = _columns(reader, args)
-        found = {row[ID]: row for row in _rows(reader, args.table, columns, ids)}
+        return columns, {row[ID]: row for row in _rows(reader, args.table, columns, ids)}
+
+    columns, found = _read(args.checkpoint, by_id)
     missing = [number for number in ids if number not in found]
     rows = [found[number] for number in ids if number in found]
     listed = ", ".join(map(str, missing))
@@ -42,9 +50,18 @@ def get(args: argparse.Namespace) -> Outcome:
     return Outcome(data, _lines(columns, rows) if rows else [], problems)
 
 
-def _open(path: str) -> CheckpointReader:
-    with usage_checked():
-        return CheckpointReader(path)
+def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:
+    """Take something from a checkpoint, or from a newer one where its writer removes it meanwhile."""
+
+    def find() -> CheckpointReader:
+        with usage_checked():
+            return CheckpointReader(path)
+
+    def use(reader: CheckpointReader) -> _T:
+        with reader:
+            return take(reader)
+
+    return until_whole(find, use)
 
 
 def _table(reader: CheckpointReader, name: str) -> TableEntry:

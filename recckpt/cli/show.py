@@ -11,21 +11,22 @@ from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import CorruptCheckpointError
 from recckpt.listing import Checkpoint, locate_path
 from recckpt.manifest import FileEntry, Manifest, TableEntry
+from recckpt.removal import until_whole
 from recckpt.storage import Storage
+from recckpt.storage.held import HeldFiles
 from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural, size
 from recckpt.types import SlotSpec
 
 
 def show(args: argparse.Namespace) -> Outcome:
     """Show the manifest, and the names, dtypes and shapes of the dense tensors."""
-    with usage_checked():
-        storage, checkpoint = locate_path(args.checkpoint)
+
+    def find() -> tuple[Storage, Checkpoint]:
+        with usage_checked():
+            return locate_path(args.checkpoint)
+
+    storage, checkpoint, tensors, problems = until_whole(find, _with_tensors)
     url, manifest = layout.join(storage.url.removesuffix("/"), checkpoint.directory), checkpoint.manifest
-    problems, tensors = [], []
-    try:
-        tensors = _tensors(storage, checkpoint)
-    except CorruptCheckpointError as error:
-        problems.append(str(error))
     data, lines = _data(url, manifest, tensors), _lines(url, manifest, tensors)
     if args.files:
         data["files"] = [_file_data(file) for file in manifest.files]
@@ -33,12 +34,21 @@ def show(args: argparse.Namespace) -> Outcome:
     return Outcome(data, lines, problems)
 
 
+def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, list[dict[str, Any]], list[str]]:
+    storage, checkpoint = found
+    try:
+        return storage, checkpoint, _tensors(storage, checkpoint), []
+    except CorruptCheckpointError as error:
+        return storage, checkpoint, [], [str(error)]
+
+
 def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Describe the dense tensors; not through CheckpointReader, whose Arrow takes as long to import as all of this."""
-    if checkpoint.manifest.file(layout.MODEL) is None:
+    entry = checkpoint.manifest.file(layout.MODEL)
+    if entry is None:
         return []
     path = layout.join(checkpoint.directory, layout.MODEL)
-    with storage.open(path) as content:
+    with HeldFiles(storage, checkpoint.directory, {entry.name: entry.n_bytes}).open(path) as content:
         file = TorchFile(content, path)
         return [
             {"name": n, "dtype": file.dtype(n), "shape": list(file.shape(n)), "bytes": file.nbytes(n)}

@@ -12,12 +12,12 @@ from recckpt import layout
 from recckpt.checked import read_checked
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
 from recckpt.manifest import FileEntry
-from recckpt.storage import Storage
+from recckpt.storage.held import Files
 
 _EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
 
 
-def load_state(storage: Storage, directory: str, entry: FileEntry) -> dict[str, Any]:
+def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, Any]:
     """Return the dict in a ``.pt`` file, on the CPU.
 
     Raises:

@@ -1,11 +1,10 @@
-"""Arrow and back: schemas, record batches and part files (docs/format.md, section 5)."""
+"""Columns to Arrow and back, and the reader of part files (docs/format.md, section 5)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +12,8 @@ import pyarrow as pa
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.sparse.catalog import Batch, Part
-from recckpt.storage import Sink, Storage
+from recckpt.sparse.catalog import Part
+from recckpt.storage.held import Files
 from recckpt.types import SlotSpec
 
 TABLE, ID = "table", "id"  # part of the format
@@ -82,73 +81,30 @@ def _values(array: pa.Array) -> pa.Array:
     return array.indices if isinstance(array, pa.DictionaryArray) else array
 
 
-@dataclass(frozen=True)
-class ColumnBytes:
-    """Values of one column of a batch, in memory that the caller may reuse after the write."""
-
-    spec: SlotSpec
-    values: npt.NDArray[np.uint8]
-
-
-class PartWriter:
-    """Writes one part into a sink; :meth:`finish` returns its catalog entry. Not thread-safe."""
-
-    def __init__(self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec]) -> None:
-        self._file, self._tables = file, tuple(tables)
-        self._numbers = {name: number for number, name in enumerate(tables)}
-        self._dictionary = pa.array(self._tables, pa.utf8())
-        self._schema = part_schema(slots)
-        self._framed = _FrameSink(sink)
-        self._batches: list[Batch] = []
-        self._arrow = pa.ipc.new_file(pa.PythonFile(self._framed, "w"), self._schema)
-
-    def write(self, table: str, buckets: tuple[int, int], columns: Sequence[ColumnBytes]) -> None:
-        """Write rows of one table; the first column is the ids, the others are in the order of the slots."""
-        n_rows = len(columns[0].values) // 8
-        numbers = np.full(n_rows, self._numbers[table], np.int16)
-        buffers = {TABLE: pa.py_buffer(numbers), **{c.spec.name: pa.py_buffer(c.values) for c in columns}}
-        xxh3 = {name: xxhash.xxh3_64_intdigest(buffer) for name, buffer in buffers.items()}
-        indices = pa.Array.from_buffers(pa.int16(), n_rows, [None, buffers[TABLE]])
-        arrays = [pa.DictionaryArray.from_arrays(indices, self._dictionary)]
-        arrays += [column_array(column.spec, buffers[column.spec.name], n_rows) for column in columns]
-        self._framed.values = {buffer.address for buffer in buffers.values()}
-        self._arrow.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._framed.values = set()
-        self._batches.append(Batch(table, n_rows, buckets, xxh3))
-
-    def finish(self) -> Part:
-        """Write the footer; the sink is still the caller's to close."""
-        self._arrow.close()
-        frame = self._framed.frame.intdigest()
-        return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches))
-
-
-class _FrameSink:
-    """The file object that Arrow writes to; hashes what no column checksum covers."""
+class _WatchedFile:
+    """The file object that Arrow reads from; remembers the error of the storage, of which Arrow makes another."""
 
     closed = False
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.frame = xxhash.xxh3_64()
-        self.n_bytes = 0
-        self.values: set[int] = set()  # addresses of the column values that are being written
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:
-        if not (isinstance(data, pa.Buffer) and data.address in self.values):
-            self.frame.update(data)
-        size = self._sink.write(data)
-        self.n_bytes += size
-        return size
+    def read(self, size: int = -1) -> bytes:
+        try:
+            return self._file.read(size)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        return self.n_bytes
-
-    def flush(self) -> None:
-        """Do nothing: the sink is made durable once, when it closes."""
+        return self._file.tell()
 
     def close(self) -> None:
-        """Do nothing: the sink belongs to the caller."""
+        self._file.close()
 
 
 class PartReader:
@@ -168,7 +124,7 @@ class PartReader:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Files,
         directory: str,
         part: Part,
         slots: Sequence[SlotSpec],
@@ -187,16 +143,19 @@ class PartReader:
         if found != part.n_bytes:
             raise self._corrupt("its size", f"{found} bytes", f"{part.n_bytes} bytes")
         self.mapped = mapped
-        source = pa.BufferReader(mapped) if mapped is not None else pa.PythonFile(storage.open(self.path), "r")
+        self._watched = None if mapped is not None else _WatchedFile(storage.open(self.path))
+        source = pa.PythonFile(self._watched, "r") if mapped is None else pa.BufferReader(mapped)
         self._arrow = self._opened(source, slots)
+        self._names_checked = False
 
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
         found = self.unchecked(number)
-        for name in (ID, *self._specs):
+        for name in (TABLE, ID, *self._specs):
             problem = self.column_problem(number, found, name)
             if problem:
                 raise problem
+        self._check_table(number, found.column(TABLE))
         return {name: found.column(name) for name in (ID, *self._specs)}
 
     def unchecked(self, number: int) -> pa.RecordBatch:
@@ -205,6 +164,7 @@ class PartReader:
             found = self._arrow.get_batch(number)
             found.validate()
         except (pa.ArrowException, OSError, ValueError) as error:
+            self._raise_storage_error()
             raise self._corrupt(self._place(number), f"invalid Arrow ({error})", "a record batch") from error
         rows = self._part.batches[number].rows
         if found.num_rows != rows:
@@ -265,8 +225,35 @@ class PartReader:
                 source.seek(0)
                 reader = pa.ipc.open_file(source, options=options)
         except (pa.ArrowException, OSError, ValueError) as error:
+            self._raise_storage_error()
             raise self._corrupt("", f"no Arrow file ({error})", "an Arrow IPC file") from error
         return reader
+
+    def _raise_storage_error(self) -> None:
+        """Raise what the storage raised while Arrow read from it: a lost connection is no damage."""
+        if self._watched is not None and self._watched.error is not None:
+            raise self._watched.error
+
+    def _check_table(self, number: int, column: pa.DictionaryArray) -> None:
+        """Check the column by which readers other than ours tell the tables of a part apart."""
+        if not self._names_checked:  # the batches of a file share one dictionary
+            self._check_names(number, column.dictionary)
+            self._names_checked = True
+        expected = self._part.tables.index(self._part.batches[number].table)
+        others = np.flatnonzero(np.frombuffer(column_buffer(column), np.int16) != expected)
+        if len(others):
+            where, found = f"{self._place(number)}, column 'table'", f"row {others[0]} of another table"
+            raise self._corrupt(where, found, "rows of this table only")
+
+    def _check_names(self, number: int, names: pa.StringArray) -> None:
+        where, expected = f"{self._place(number)}, column 'table'", list(self._part.tables)
+        try:
+            names.validate(full=True)
+            found = names.to_pylist()
+        except (pa.ArrowException, ValueError) as error:
+            raise self._corrupt(where, f"invalid names ({error})", str(expected)) from error
+        if found != expected:
+            raise self._corrupt(where, f"the tables {found}", str(expected))
 
     def _check_schema(self, found: pa.Schema, slots: Sequence[SlotSpec]) -> None:
         expected = part_schema(slots)

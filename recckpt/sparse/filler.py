@@ -76,7 +76,7 @@ class Filler:
         self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
         self._lock = threading.RLock()
         self._seen = IdIndex()  # ids so far, where the table itself cannot tell whether one comes twice
-        self._was_empty = len(load.table) == 0
+        self._was_empty, self._touched = len(load.table) == 0, False
 
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""
@@ -87,14 +87,20 @@ class Filler:
         self._seen = IdIndex()
         if self.load.with_rows:
             if self.load.clear:
+                self._touched = True
                 self.load.table.clear()
             if isinstance(self.load.table, HashTable) and self._where == RowFilter():
                 self.load.table.reserve(len(self.load.table) + n_rows)
 
     def undo(self) -> None:
-        """Empty a table whose rows turned out to be damaged, if it was empty before."""
-        if self.load.with_rows and self._was_empty:
+        """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
+        if self.load.with_rows and (self._was_empty or (self.load.clear and self._touched)):
             self.load.table.clear()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the table has lost rows or values."""
+        return self._touched and not self._was_empty
 
     def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
         """Look at a batch as ``fill`` would, and change nothing; before ``start``.
@@ -113,6 +119,7 @@ class Filler:
         ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
         found = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
         ids, found = self._chosen(ids, found)
+        self._touched = True
         values = {slot: found[there] for slot, there in self.load.slots.items()}
         if not self.load.with_rows:
             self._fill_present(ids, values)

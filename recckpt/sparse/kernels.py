@@ -90,6 +90,21 @@ def count_buckets(ids: Any, counts: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
+def first_outside(ids: Any, begin: int, end: int) -> int:
+    """Return the position of the first id whose bucket is not in [begin, end), -1 where there is none."""
+    outside = 0
+    for i in range(len(ids)):  # without a way out, so that it is done in vectors
+        bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
+        outside += (bucket < begin) | (bucket >= end)
+    if outside:
+        for i in range(len(ids)):
+            bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
+            if bucket < begin or bucket >= end:
+                return i
+    return -1
+
+
+@njit(nogil=True, cache=True)
 def place_rows(  # noqa: PLR0917  # compiled functions take positions only
     ids: Any, first_row: int, begin: int, end: int, cursors: Any, order: Any
 ) -> None:

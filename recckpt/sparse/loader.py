@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pyarrow as pa
 
 from recckpt.background import run_all
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, PartlyLoadedError
+from recckpt.sparse.buckets import bucket_of
 from recckpt.sparse.catalog import Batch, Part
-from recckpt.sparse.codec import ID, PartReader
+from recckpt.sparse.codec import ID, PartReader, column_buffer
 from recckpt.sparse.filler import Filler, TableLoad
-from recckpt.storage import Storage
+from recckpt.sparse.kernels import first_outside
+from recckpt.storage.held import Files
+
+log = logging.getLogger("recckpt")
 
 _RUN_BATCHES = 16  # batches that one thread reads before it takes the next run
 
@@ -24,13 +31,13 @@ class CheckpointLoad:
     Attributes:
         tables: what to fill; a table of the checkpoint may fill several.
         parts: the parts of all shards that may hold their rows.
-        storage: where the checkpoint lies.
+        storage: where the checkpoint lies, or its files as they are held.
         directory: the checkpoint's directory in it.
     """
 
     tables: Sequence[TableLoad]
     parts: Sequence[Part]
-    storage: Storage
+    storage: Files
     directory: str
 
     @property
@@ -68,6 +75,8 @@ def load_tables(checkpoints: Sequence[CheckpointLoad], *, concurrency: int, adva
 
     Raises:
         CorruptCheckpointError: a file is damaged. The tables are as they were.
+        CheckpointRemovedError: a file was removed meanwhile. Tables that were to be emptied may be empty.
+        PartlyLoadedError: reading failed when tables with rows had been changed; says which.
     """
 
     def fill(filler: Filler, columns: Mapping[str, pa.Array], path: str) -> None:
@@ -83,16 +92,35 @@ def load_tables(checkpoints: Sequence[CheckpointLoad], *, concurrency: int, adva
         for one in passes:
             one.start()
             bytes_read += one.run(fill, concurrency)
-    except BaseException:
+    except BaseException as error:
         for filler in fillers:
             filler.undo()
-        raise
+        reported = _with_state(error, fillers)
+        if reported is error:
+            raise
+        raise reported from error
     taken, filtered = Counter[str](), Counter[str]()
     for filler in fillers:  # rows whose slots come from several checkpoints count once
         name = filler.load.table.name
         taken[name] = max(taken[name], filler.n_rows)
         filtered[name] = max(filtered[name], filler.n_filtered)
     return Loaded(dict(taken), dict(filtered), bytes_read)
+
+
+def _with_state(error: BaseException, fillers: Sequence[Filler]) -> BaseException:
+    """Return the error that also says which tables are no longer what they were."""
+    changed = [filler.load.table for filler in fillers if filler.is_changed]
+    emptied = sorted({table.name for table in changed if not len(table)})
+    mixed = sorted({table.name for table in changed if len(table)})
+    if not changed:
+        return error
+    if isinstance(error, CheckpointRemovedError) and not mixed:
+        return CheckpointRemovedError(error.path, emptied=emptied)
+    partly = PartlyLoadedError(f"{type(error).__name__}: {error}", emptied=emptied, mixed=mixed)
+    if isinstance(error, Exception):
+        return partly
+    log.error("%s", partly)  # an interrupt stays one
+    return error
 
 
 class _Pass:
@@ -149,7 +177,19 @@ class _Run:
         slots = fillers[self.part.batches[self.numbers[0]].table][0].load.entry.slots
         reader = PartReader(checkpoint.storage, checkpoint.directory, self.part, slots, self.columns)
         for number in self.numbers:
-            yield self.part.batches[number], reader.read(number), reader.path
+            batch, columns = self.part.batches[number], reader.read(number)
+            _check_buckets(columns[ID], batch, number, reader.path)
+            yield batch, columns, reader.path
+
+
+def _check_buckets(ids: pa.Array, batch: Batch, number: int, path: str) -> None:
+    """Check that the ids are of the buckets by which readers choose their batches."""
+    values = np.frombuffer(column_buffer(ids), np.int64)
+    at = first_outside(values, *batch.buckets)
+    if at >= 0:
+        found = f"id {values[at]} of bucket {bucket_of(values[at : at + 1])[0]}"
+        where = f"batch {number} (table {batch.table!r})"
+        raise CorruptCheckpointError(path, where, found=found, expected=f"ids of buckets {list(batch.buckets)}")
 
 
 def _runs(parts: Sequence[Part], fillers: Mapping[str, list[Filler]]) -> Iterator[_Run]:

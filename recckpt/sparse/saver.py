@@ -13,7 +13,8 @@ import numpy.typing as npt
 from recckpt import layout
 from recckpt.background import run_all
 from recckpt.sparse.catalog import Catalog, Part
-from recckpt.sparse.codec import ID_SPEC, ColumnBytes, PartWriter
+from recckpt.sparse.codec import ID_SPEC
+from recckpt.sparse.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.partition import BucketOrder
 from recckpt.sparse.plan import BATCH_BYTES, Chunk, PartPlan, plan_parts
 from recckpt.sparse.source import TableSource

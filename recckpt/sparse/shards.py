@@ -8,10 +8,10 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.listing import Checkpoint
 from recckpt.sparse import catalog as catalogs
 from recckpt.sparse.catalog import Part
-from recckpt.storage import Storage
+from recckpt.storage.held import Files
 
 
-def read_parts(checkpoint: Checkpoint, storage: Storage) -> list[Part]:
+def read_parts(checkpoint: Checkpoint, storage: Files) -> list[Part]:
     """Return the parts of all shards of a checkpoint.
 
     Raises:

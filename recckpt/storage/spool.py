@@ -6,12 +6,12 @@ import mmap
 import shutil
 import tempfile
 
-from recckpt.storage.base import Storage
+from recckpt.storage.held import Files
 
 _CHUNK_BYTES = 8 << 20
 
 
-def mapped(storage: Storage, name: str) -> memoryview:
+def mapped(storage: Files, name: str) -> memoryview:
     """Return the bytes of a file as a memory map, of a temporary copy where the storage has none itself.
 
     Raises:

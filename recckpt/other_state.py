@@ -1,0 +1,129 @@
+"""All state but the rows of tables: read and checked as a whole, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recckpt import layout
+from recckpt.io_state import check_rng
+from recckpt.load_plan import Planned
+from recckpt.sources import Source
+from recckpt.sparse_optim_state import merged_optimizer_state
+from recckpt.target import Target
+
+
+@dataclass(frozen=True)
+class OtherState:
+    """What a load gives to those that are no tables.
+
+    Attributes:
+        dense: the model's state, by the model's names.
+        extra: states of registered objects, and of names that nobody registered.
+        io_state: positions of datasets.
+        sparse_optim: the sparse optimizer's scalars; None where there are none to take.
+        generators: states of random generators; empty where they stay as they are.
+    """
+
+    dense: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    io_state: Mapping[str, Any]
+    sparse_optim: dict[str, Any] | None
+    generators: Mapping[str, Any]
+
+
+def read_other_state(
+    target: Target,
+    items: Sequence[Planned],
+    by_source: Sequence[Sequence[Planned]],
+    sources: Sequence[Source],
+    rng: bool,
+) -> OtherState:
+    """Read what is planned.
+
+    Args:
+        target: what is to be filled.
+        items: the plan.
+        by_source: the items that come from each source.
+        sources: where they come from.
+        rng: whether random generators are restored, from the last source.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged.
+    """
+    return OtherState(
+        dense=_dense_state(by_source, sources, target.state()[1]),
+        extra=_unclaimed_extra(target, sources) | _extra_state(by_source, sources),
+        io_state=_io_state(target, by_source, sources),
+        sparse_optim=merged_optimizer_state(target.sparse_optim, items, sources),
+        generators=_generators(target, sources) if rng else {},
+    )
+
+
+def _dense_state(
+    by_source: Sequence[Sequence[Planned]], sources: Sequence[Source], live: Mapping[str, Any]
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for items, source in zip(by_source, sources, strict=True):
+        wanted = [item for item in items if item.name.group == "dense"]
+        found = source.dense(live) if wanted else {}
+        for item in wanted:
+            value = found[item.source]
+            state[item.name.text] = _converted(value, live[item.name.text]) if item.conversion else value
+    return state
+
+
+def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Bring a tensor to the dtype and last dimension of the live one, which pads it."""
+    found = found.to(live.dtype)
+    if found.shape == live.shape:
+        return found
+    padded, width = live.detach().clone().cpu(), min(found.shape[-1], live.shape[-1])
+    padded[..., :width] = found[..., :width]
+    return padded
+
+
+def _extra_state(by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
+    return {
+        item.name.text: source.value(layout.EXTRA, item.source)
+        for items, source in zip(by_source, sources, strict=True)
+        for item in items
+        if item.name.group == "extra"
+    }
+
+
+def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any]:
+    """Return states of names that nobody registered, for ``Saver.get_extra_data``."""
+    return {
+        name.text: source.value(layout.EXTRA, name.text)
+        for source in sources
+        for name in source.registered
+        if name.group == "extra" and name.text not in target.extra and source.entry.wants(name)
+    }
+
+
+def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
+    states = {}
+    for items, source in zip(by_source, sources, strict=True):
+        for item in (item for item in items if item.name.group == "io_state"):
+            if source.shards == target.shards:
+                states[item.name.text] = source.value(layout.io_state(target.shard), item.source)
+            else:
+                of_all = [source.value(layout.io_state(shard), item.source) for shard in range(source.shards)]
+                states[item.name.text] = target.io_state.merged(item.name.text, of_all, target.shard, target.shards)
+    return states
+
+
+def _generators(target: Target, sources: Sequence[Source]) -> Mapping[str, Any]:
+    source, name = sources[-1], layout.rng(target.shard)
+    if source.shards != target.shards or source.checkpoint.manifest.file(name) is None:
+        return {}
+    states = source.state(name)
+    try:
+        check_rng(states)
+    except ValueError as error:
+        raise source.corrupt(name, "", found=str(error), expected="the states of random generators") from error
+    return states

@@ -1,0 +1,166 @@
+"""The files of one checkpoint, opened before they are read: its writer may remove them meanwhile."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import BinaryIO, Protocol, TypeVar, cast
+
+from recckpt import layout
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
+from recckpt.storage.base import Storage
+
+_MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
+_T = TypeVar("_T")
+
+
+class Files(Protocol):
+    """What reading takes: any storage has it, and so have the files that are held of one."""
+
+    url: str
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for seeking and reading."""
+
+    def map(self, name: str) -> memoryview | None:
+        """Return a file's bytes as a memory map, None where there is no such thing."""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` of a file, from its start."""
+
+    def threads(self, asked: int) -> int:
+        """Return how many threads are worth having of those that were asked for."""
+
+
+class HeldFiles:
+    """Files of one checkpoint, mapped where the storage has maps: those stay whole though a writer removes them.
+
+    On other storage a file may be gone when it is read. Thread-safe.
+
+    Args:
+        storage: where the checkpoint lies.
+        directory: the checkpoint's directory in it.
+        sizes: name of a file in the checkpoint -> its bytes, by the manifest.
+
+    Raises:
+        CheckpointRemovedError: a file is gone, and the manifest too.
+        CorruptCheckpointError: a file is gone, and the manifest is there.
+    """
+
+    def __init__(self, storage: Storage, directory: str, sizes: Mapping[str, int]) -> None:
+        self.url = storage.url
+        self._storage, self._directory = storage, directory
+        self._sizes = {layout.join(directory, name): n_bytes for name, n_bytes in sizes.items()}
+        self._maps: dict[str, memoryview] = {}
+        for path in islice(self._sizes, _MOST_MAPS):
+            found = self._reached(path, storage.map)
+            if found is None:
+                break
+            self._maps[path] = found
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for seeking and reading."""
+        held = self._maps.get(name)
+        if held is not None:
+            return cast(BinaryIO, _MappedFile(held))
+        return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), lambda: self._missing(name)))
+
+    def map(self, name: str) -> memoryview | None:
+        """Return a file's bytes as a memory map, None where the storage has no such thing."""
+        held = self._maps.get(name)
+        return self._reached(name, self._storage.map) if held is None else held
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        held = self._maps.get(name)
+        return self._reached(name, self._storage.size) if held is None else len(held)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` of a file, from its start."""
+        held = self._maps.get(name)
+        if held is None:
+            return self._reached(name, lambda path: self._storage.read(path, max_bytes))
+        return bytes(held[:max_bytes])
+
+    def threads(self, asked: int) -> int:
+        """Return how many threads are worth having of those that were asked for."""
+        return self._storage.threads(asked)
+
+    def _reached(self, path: str, reach: Callable[[str], _T]) -> _T:
+        try:
+            return reach(path)
+        except FileNotFoundError as error:
+            raise self._missing(path) from error
+
+    def _missing(self, path: str) -> RecckptError:
+        """Say why a file is not there: rotation removes the manifest first, so that one without it was removed."""
+        try:
+            self._storage.size(layout.join(self._directory, layout.MANIFEST))
+        except (FileNotFoundError, NotADirectoryError):
+            return CheckpointRemovedError(layout.join(self.url.removesuffix("/"), self._directory))
+        n_bytes = self._sizes.get(path)
+        expected = "a file" if n_bytes is None else f"{n_bytes} bytes"
+        return CorruptCheckpointError(path, "", found="no such file", expected=expected)
+
+
+class _MappedFile(io.RawIOBase):
+    """A file object over memory, without a copy of it."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self._at = memory, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = (0, self._at, len(self._memory))[whence]
+        if start + offset < 0:
+            raise ValueError(f"a position is not negative, found {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = None if size is None or size < 0 else self._at + size
+        data = bytes(self._memory[self._at : end])
+        self._at += len(data)
+        return data
+
+
+class _RemovableFile(io.RawIOBase):
+    """A file of a storage that may be gone in the middle of it."""
+
+    def __init__(self, file: BinaryIO, missing: Callable[[], RecckptError]) -> None:
+        self._file, self._missing = file, missing
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int | None = -1) -> bytes:
+        try:
+            return self._file.read(-1 if size is None else size)
+        except FileNotFoundError as error:
+            raise self._missing() from error
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
