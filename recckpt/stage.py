@@ -74,7 +74,7 @@ def stage(
     if sparse_optim is not None:
         extras[SPARSE_OPTIM] = portable("the sparse optimizer", sparse_optim.state_dict())
     return Staged(
-        tables=[source_to_save(table) for table in sparse.values()],
+        tables=[source_to_save(table, detached=False) for table in sparse.values()],
         dense={name: portable(name, value) for name, value in dense.items()},
         extra=extras,
         io_state=io_state.dump(),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.sparse.kernels import gather_rows, scatter_rows
+from recckpt.sparse.kernels import gather_rows, lay_over, scatter_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -23,8 +23,9 @@ _ONE_BLOCK = 62  # shift of a column that is one block, whatever its rows
 class Column:
     """Rows of one slot, addressed as (row >> shift, row & mask).
 
-    The first block doubles by copying until it is full size; from then on a block never moves, so a
-    background writer may go on reading it. Memory of fresh rows is undefined until it is written.
+    The first block doubles by copying until it is full size; from then on a block never moves, and the list of
+    blocks is never changed in place, so a background writer may go on reading those it has. Memory of fresh rows is
+    undefined until it is written.
     """
 
     def __init__(self, spec: SlotSpec, device: torch.device) -> None:
@@ -86,6 +87,21 @@ class Column:
             values = self.gather(rows.astype(np.int64)).cpu().contiguous()
             target[:] = values.view(-1).view(torch.uint8).numpy()
 
+    def copy_rows(self, rows: Int64s, target: Column, begin: int) -> None:
+        """Copy ``rows`` to the rows of a column on the CPU from ``begin`` on."""
+        done = 0
+        for piece in target.pieces(begin, begin + len(rows)):
+            some = rows[done : done + len(piece)]
+            if self.device.type == "cpu":
+                gather_rows(self._addresses, self.shift, self.spec.row_bytes, some, piece.data_ptr())
+            else:
+                piece.copy_(self.gather(some))
+            done += len(piece)
+
+    def lay_over(self, rows: Int64s, at: Int64s, target: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of ``rows`` of a column on the CPU over the rows ``at`` of ``target``."""
+        lay_over(self._addresses, self.shift, self.spec.row_bytes, rows, at, target.ctypes.data)
+
     def scatter(self, rows: Int64s, values: Tensor) -> None:
         """Set ``rows``, all different, to ``values``."""
         values = values.detach().to(self.device, self.dtype).contiguous()
@@ -116,6 +132,16 @@ class Column:
         if not pieces:
             return torch.empty((0, *self.spec.shape), dtype=self.dtype, device=self.device)
         return torch.cat(pieces)
+
+    def frozen(self) -> Column:
+        """Return a column over the blocks of now, which stay those when this one grows or is cleared."""
+        twin = Column(self.spec, self.device)
+        twin.shift, twin.blocks, twin._addresses = self.shift, self.blocks, self._addresses
+        return twin
+
+    def shrink(self, n_blocks: int) -> None:
+        """Let go of all blocks but the first ones."""
+        self._set_blocks(self.blocks[:n_blocks])
 
     def clear(self) -> None:
         """Let go of all blocks."""

@@ -74,6 +74,46 @@ def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int
 
 
 @njit(nogil=True, cache=True)
+def lay_over(  # noqa: PLR0917  # compiled functions take positions only
+    blocks: Any, shift: int, row_bytes: int, rows: Any, at: Any, target: int
+) -> None:
+    """Copy ``rows`` of the blocks over the rows ``at`` of consecutive rows at address ``target``."""
+    mask = (1 << shift) - 1
+    for i in range(len(rows)):
+        source = blocks[rows[i] >> shift] + (rows[i] & mask) * row_bytes
+        _copy_bytes(target + at[i] * row_bytes, source, row_bytes)
+
+
+@njit(nogil=True, cache=True)
+def first_changes(rows: Any, state: Any) -> Any:
+    """Return those of ``rows`` that a snapshot has, still live and not read for good: state 0."""
+    found = np.empty(len(rows), np.int64)
+    n = 0
+    for i in range(len(rows)):
+        if rows[i] < len(state) and state[rows[i]] == 0:
+            found[n] = rows[i]
+            n += 1
+    return found[:n]
+
+
+@njit(nogil=True, cache=True)
+def pick_kept(  # compiled functions take positions only
+    rows: Any, state: Any, for_good: bool, at: Any, kept: Any
+) -> int:
+    """Find the rows that were copied aside: their positions in ``rows`` and in the log; mark the others as read."""
+    n = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        if state[row] > 0:
+            at[n] = i
+            kept[n] = state[row] - 1
+            n += 1
+        elif for_good:
+            state[row] = -1
+    return n
+
+
+@njit(nogil=True, cache=True)
 def add_rows(groups: Any, values: Any, sums: Any) -> None:
     """Add each row of ``values`` to the row of ``sums`` that its group names, in order."""
     for i in range(len(groups)):

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from recckpt.sparse.buckets import N_BUCKETS, bucket_of
-from recckpt.sparse.column import Column
 from recckpt.sparse.kernels import count_buckets, place_rows
+
+
+class Ids(Protocol):
+    """Ids in row order, on the CPU."""
+
+    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the ids of the rows [begin, end), piece by piece."""
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Return the ids of ``rows``."""
+
+    def to_tensor(self, n_rows: int) -> Tensor:
+        """Return the ids of the first rows."""
 
 
 class BucketOrder:
@@ -24,7 +38,7 @@ class BucketOrder:
             of which looks at all ids.
     """
 
-    def __init__(self, ids: Column, n_rows: int, budget_rows: int) -> None:
+    def __init__(self, ids: Ids, n_rows: int, budget_rows: int) -> None:
         self._ids, self._n_rows, self._budget_rows = ids, n_rows, budget_rows
         self._lock = threading.RLock()
         self._starts: npt.NDArray[np.int64] | None = None

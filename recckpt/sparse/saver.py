@@ -116,9 +116,8 @@ class SparseSaver:
 def _gather(source: TableSource, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]) -> list[ColumnBytes]:
     """Copy rows of all columns into the buffer, one column after another."""
     columns, begin = [], 0
-    for spec, column in ((ID_SPEC, source.ids), *((c.spec, c) for c in source.columns.values())):
-        values = buffer[begin : begin + len(rows) * spec.row_bytes]
-        column.gather_into(rows, values)
-        columns.append(ColumnBytes(spec, values))
-        begin += -(-len(values) // _ALIGN) * _ALIGN
+    for spec in (ID_SPEC, *source.slots):
+        columns.append(ColumnBytes(spec, buffer[begin : begin + len(rows) * spec.row_bytes]))
+        begin += -(-len(rows) * spec.row_bytes // _ALIGN) * _ALIGN
+    source.read(rows, [column.values for column in columns])
     return columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -9,20 +10,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.sparse.column import Column
+from recckpt.sparse.column import BLOCK_BYTES, Column
 from recckpt.sparse.index import IdIndex
+from recckpt.sparse.snapshot import Snapshot, new_log
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
 _ID_SPEC = SlotSpec("id", "int64", ())
+_SPARE_BYTES = 256 << 20  # of memory for snapshots, kept from one to the next: fresh memory is slow
 
 
 class RowStore:
     """Rows 0 to ``len - 1``, all live: an id each, and one column a slot.
 
-    The door: ``add``, ``write``, ``erase`` and ``clear`` are the only ways in which a row changes. Not
-    thread-safe, but for ``write`` to rows that no other thread reads or writes.
+    The door: ``add``, ``write``, ``erase`` and ``clear`` are the only ways in which a row changes, and each tells the
+    snapshots before it does. Not thread-safe, but for ``write`` to rows that no other thread reads or writes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,6 +35,8 @@ class RowStore:
         self._ids = Column(_ID_SPEC, torch.device("cpu"))
         self._index = IdIndex()
         self.generation = 0  # goes up when rows are renumbered
+        self._snapshots: list[weakref.ref[Snapshot]] = []
+        self._spare_log: dict[str, Column] = {}
 
     def __len__(self) -> int:
         return len(self._index)
@@ -45,6 +50,20 @@ class RowStore:
     def ids(self) -> Column:
         """The ids in row order, on the CPU."""
         return self._ids
+
+    def snapshot(self, name: str) -> Snapshot:
+        """Return the rows as they are now, which stay so while the store goes on changing.
+
+        Args:
+            name: of the table.
+        """
+        columns = {slot: self.columns[slot] for slot in sorted(self.columns, key=lambda s: (s != EMBEDDING, s))}
+        log = {**new_log(self._ids, columns), **self._spare_log}
+        self._spare_log = {}
+        snapshot = Snapshot(name, len(self), self._ids, columns, log)
+        weakref.finalize(snapshot, self._take_back, log).atexit = False
+        self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
+        return snapshot
 
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
         """Add a slot whose rows, old and new, start at ``initial``."""
@@ -84,6 +103,7 @@ class RowStore:
         if len(new_ids):
             for column in (self._ids, *self.columns.values()):
                 column.reserve(len(self))
+            self._keep(np.arange(first, len(self)), with_ids=True)  # of rows that were erased since
             self._ids.write(first, torch.from_numpy(new_ids))
         return rows, new_ids
 
@@ -96,6 +116,7 @@ class RowStore:
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
         """Set ``rows``, all different, to ``values``: slot name -> tensor, (len(rows), *slot_shape)."""
+        self._keep(rows, with_ids=False)
         in_sequence = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
         for name, tensor in values.items():
             if in_sequence:
@@ -111,6 +132,7 @@ class RowStore:
         tail = np.arange(n_rows, n_rows + len(erased), dtype=np.int64)
         movers = tail[~np.isin(tail, erased)]
         if len(movers):
+            self._keep(holes, with_ids=True)
             moved_ids = self._ids.gather(movers)
             self._index.move(moved_ids.numpy(), holes)
             self._ids.scatter(holes, moved_ids)
@@ -119,11 +141,28 @@ class RowStore:
         return len(erased)
 
     def clear(self) -> None:
-        """Drop all rows and their memory."""
+        """Drop all rows and their memory; snapshots have the old memory to themselves then."""
+        self._snapshots = []
         self._index = IdIndex()
         for column in (self._ids, *self.columns.values()):
             column.clear()
         self.generation += 1
+
+    def _keep(self, rows: Int64s, *, with_ids: bool) -> None:
+        """Let snapshots copy rows aside that are about to change."""
+        for reference in self._snapshots:
+            snapshot = reference()
+            if snapshot is not None:
+                snapshot.keep_rows(rows)
+                if with_ids:
+                    snapshot.keep_ids(rows)
+
+    def _take_back(self, log: dict[str, Column]) -> None:
+        """Keep some of the memory of a snapshot that is gone for the next one."""
+        n_blocks = max(1, _SPARE_BYTES // BLOCK_BYTES // len(log))
+        for column in log.values():
+            column.shrink(n_blocks)
+        self._spare_log = log
 
     def to(self, device: torch.device) -> RowStore:
         """Return a copy with the slots on ``device``; ids and index stay on the CPU."""

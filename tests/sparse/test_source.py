@@ -67,11 +67,11 @@ def test_a_foreign_table_that_does_not_fit_is_refused_with_its_name(changes, slo
 def test_a_foreign_table_with_an_id_twice_is_not_saved():
     twice = foreign(ids=torch.tensor([-7, 5, -7]))
     with pytest.raises(StateMismatchError, match="'t'") as caught:
-        source_to_save(twice)
+        source_to_save(twice, detached=False)
     assert caught.value.mismatched == {"id": ("-7 more than once", "every id once")}
     assert source_of(twice).n_rows == 3, "it may be loaded into"
     for fine in (foreign(), foreign(0), foreign(1)):
-        assert source_to_save(fine).n_rows == len(fine)
+        assert source_to_save(fine, detached=False).n_rows == len(fine)
 
 
 @pytest.mark.parametrize("slot", ["embedding", "id", "table", "op", "", "a@b"])
