@@ -88,13 +88,13 @@ def unverified_batches(
 
 def _opened(data: pa.Buffer, schema: pa.Schema) -> Any:
     """Return a reader of an Arrow file of this schema, columns in any order; the reason where there is none."""
+    expected = {field.name: field for field in schema}
     try:
         reader = pa.ipc.open_file(pa.BufferReader(data))
+        same = len(reader.schema) == len(schema) and {field.name: field for field in reader.schema} == expected
     except _UNREADABLE as error:
         return f"no Arrow file ({error})"
-    found = {field.name: field for field in reader.schema}
-    expected = {field.name: field for field in schema}
-    return reader if found == expected and len(reader.schema) == len(schema) else "columns of another schema"
+    return reader if same else "columns of another schema"
 
 
 def _table_of(batch: pa.RecordBatch) -> str | None:
