@@ -127,6 +127,18 @@ def _sendable(failure: Exception | None) -> RecckptError | str | None:
 
 def world_size() -> int:
     """Return the number of ranks of this job; 1 without a process group."""
+    return rank_and_size()[1]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks; (0, 1) without a process group."""
     import torch.distributed as dist
 
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def shared_store(name: str) -> Any:
+    """Return a part of the key-value store that the ranks of the process group met at, kept apart by its name."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())

@@ -74,7 +74,8 @@ def _portable_key(name: str, key: Any) -> Any:
     )
 
 
-def _portable_tensor(name: str, value: Tensor) -> Tensor:
+def plain_tensor(name: str, value: Tensor) -> Tensor:
+    """Return a tensor detached, or raise ValueError where it is of a kind that has no one block of values."""
     if torch.nn.parameter.is_lazy(value):
         raise ValueError(f"{name}: a parameter of a lazy module has no values before its first batch; run one first")
     tensor = value.detach()
@@ -84,7 +85,11 @@ def _portable_tensor(name: str, value: Tensor) -> Tensor:
             f"{name}: a {type(tensor).__qualname__} of layout {tensor.layout} on {tensor.device} cannot be saved in "
             "one file; save its plain local tensor"
         )
-    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    return tensor
+
+
+def _portable_tensor(name: str, value: Tensor) -> Tensor:
+    tensor = plain_tensor(name, value).cpu().resolve_conj().resolve_neg()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor
