@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from datetime import datetime, timezone
 
 from recckpt import layout
 from recckpt.intent import Intent, read_intent
+from recckpt.keep import Keep, as_keep
 from recckpt.listing import Checkpoint, Listing, attempt_dirs
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
 
-def expired(listing: Listing, max_keep: int | None, pinned: Collection[str] = ()) -> list[Checkpoint]:
-    """Return the committed checkpoints that the policy does not want: superseded ones, and all but the newest.
+def expired(
+    listing: Listing, keep: int | Keep | None, pinned: Collection[str] = (), now: datetime | None = None
+) -> list[Checkpoint]:
+    """Return the committed checkpoints that go: superseded ones, and those that the policy does not want.
 
-    Damaged and fenced checkpoints neither count nor go; pinned ones stay.
+    The newest of all stays whatever the policy says, and so do pinned ones. An ephemeral checkpoint stays only while it
+    is the newest of all; the policy does not see it. Damaged and fenced checkpoints neither count nor go.
+
+    Args:
+        listing: what there is.
+        keep: the policy, or how many of the newest it keeps; None keeps all.
+        pinned: ids that stay.
+        now: the time, with its zone; None for that of the clock.
     """
     current = listing.current
-    newest = current if max_keep is None else current[-max_keep:]
-    kept = {c.directory for c in (*newest, *(c for c in current if c.manifest.pinned or c.ckpt_id in pinned))}
+    regular = [checkpoint.manifest for checkpoint in current if not checkpoint.manifest.ephemeral]
+    wanted = as_keep(keep).kept(regular, now or datetime.now(timezone.utc))
+
+    def stays(checkpoint: Checkpoint) -> bool:
+        record = checkpoint.manifest
+        is_pinned = record.pinned or record.ckpt_id in pinned
+        return checkpoint is current[-1] or is_pinned or (record.ckpt_id in wanted and not record.ephemeral)
+
+    kept = {checkpoint.directory for checkpoint in current if stays(checkpoint)}
     return [checkpoint for checkpoint in listing.committed if checkpoint.directory not in kept]
 
 

@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 from forge import Forge, filled, save_tables
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recckpt import rotation
-from recckpt.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints
-from recckpt.manifest import Manifest
+from recckpt.listing import attempt_dirs, list_checkpoints
 from recckpt.storage import Storage, open_storage
 
 
@@ -29,48 +26,6 @@ def save(storage: Storage, *ids: str, **options) -> None:
 def rotate(storage: Storage, max_keep: int | None) -> None:
     for victim in rotation.expired(list_checkpoints(storage), max_keep):
         rotation.remove(storage, victim)
-
-
-def listing_of(*ids: str, pinned: tuple[int, ...] = ()) -> Listing:
-    """A listing of ids in order of commit; ``pinned`` are positions."""
-    return Listing(
-        tuple(
-            Checkpoint(f"{n}", Manifest(ckpt_id, "", n, "", (), (), (), pinned=n in pinned))
-            for n, ckpt_id in enumerate(ids)
-        ),
-        {},
-        {},
-    )
-
-
-def expired(listing: Listing, max_keep: int | None) -> list[str]:
-    return [checkpoint.directory for checkpoint in rotation.expired(listing, max_keep)]
-
-
-def test_all_but_the_newest_expire():
-    assert expired(listing_of("a", "b", "c"), 1) == ["0", "1"]
-    assert expired(listing_of("a", "b", "c"), 2) == ["0"]
-    assert expired(listing_of("a", "b", "c"), 3) == []
-    assert expired(listing_of("a", "b", "c"), None) == []
-    assert expired(listing_of(), 1) == []
-
-
-def test_what_is_superseded_expires_whatever_is_kept():
-    assert expired(listing_of("a", "b", "a"), None) == ["0"]
-    assert expired(listing_of("a", "a", "a"), 5) == ["0", "1"]
-
-
-def test_what_is_pinned_stays_and_does_not_count():
-    assert expired(listing_of("a", "b", "c", "d", pinned=(0,)), 2) == ["1"]
-    assert expired(listing_of("a", "b", pinned=(0, 1)), 1) == []
-    assert expired(listing_of("a", "a", pinned=(0,)), 1) == ["0"]
-
-
-@given(st.lists(st.sampled_from("abcd"), max_size=9), st.integers(1, 4))
-def test_the_newest_is_never_a_victim_and_no_more_than_max_keep_stay(ids, max_keep):
-    victims = expired(listing_of(*ids), max_keep)
-    assert len(ids) - len(victims) == min(max_keep, len(set(ids)))
-    assert str(len(ids) - 1) not in victims
 
 
 def test_rotation_leaves_nothing_of_a_victim(storage):
