@@ -1,0 +1,118 @@
+"""T8: a run saves and rotates with max_keep=1 without a pause; whoever reads it gets one whole step, or is told."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import rotating_run
+from rotating_run import READERS, Run, WrongReadError, read_often, write_until
+
+from recckpt.errors import CheckpointRemovedError
+from recckpt.storage import held
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweep reads every so-manieth time
+ALL_READS = 10_000
+
+
+@contextmanager
+def writing(url):
+    """A thread that saves as long as the block runs, after its first checkpoint is there."""
+    stop, begun, saves = threading.Event(), threading.Event(), []
+
+    def write():
+        try:
+            saves.append(write_until(stop, url, begun.set))
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    begun.wait()
+    try:
+        yield saves
+    finally:
+        stop.set()
+        thread.join()
+    assert saves, "the writer failed"
+
+
+def count(figures, outcome):
+    told = outcome.pop("told")
+    steps = outcome.pop("steps")
+    figures.add("T8", **outcome)
+    assert (outcome["wrong"], outcome["errors"]) == (0, 0), told
+    return steps
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_whoever_reads_a_run_that_rotates_gets_one_whole_step(url, kind, figures):
+    with writing(url):
+        outcome = read_often(kind, url, 6)
+    removed = outcome["removed"]
+    steps = count(figures, outcome)
+    assert steps or removed
+    if not url.startswith("memory://"):
+        assert removed == 0, "what is mapped stays"
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_is_open_is_read_whole_though_the_run_goes_on_and_without_that_the_harness_sees_it(
+    tmp_path, monkeypatch, is_held
+):
+    run = Run(str(tmp_path))
+    run.save()
+    opened, read = rotating_run.CheckpointReader, rotating_run.by_reader(str(tmp_path))
+
+    def open_and_save(url):
+        reader = opened(url)
+        run.save()
+        return reader
+
+    monkeypatch.setattr(rotating_run, "CheckpointReader", open_and_save)
+    monkeypatch.setattr(held, "_MOST_MAPS", held._MOST_MAPS if is_held else 0)
+    if is_held:
+        assert [read() for _ in range(3)] == [1, 2, 3]
+    else:
+        with pytest.raises(CheckpointRemovedError):
+            read()
+
+
+def test_the_harness_finds_readers_that_mix_two_steps(tmp_path):
+    run = Run(str(tmp_path))
+    run.save()
+    run.tables["t"].insert(run.torch.tensor([7]), run.torch.full((1, 4), 2.0))
+    with pytest.raises(WrongReadError, match="values of t"):
+        run.checked()
+
+
+@pytest.mark.slow
+def test_ten_thousand_reads_by_other_processes_are_all_whole(tmp_path, figures):
+    url = str(tmp_path / "runs")
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+    def start(*args):
+        command = [sys.executable, rotating_run.__file__, *map(str, args)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    processes = [start("write", url)]
+    try:
+        assert processes[0].stdout.readline() == "ready\n"
+        readers = [start("read", kind, url, ALL_READS // len(READERS) // SWEEP_STRIDE) for kind in READERS]
+        processes += readers
+        outcomes = [json.loads(reader.communicate()[0]) for reader in readers]
+        assert processes[0].poll() is None, "the writer died before the readers were through"
+        n_saves = int(processes[0].communicate()[0])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    n_removed = sum(outcome["removed"] for outcome in outcomes)
+    n_steps = [count(figures, outcome) for outcome in outcomes]
+    figures.add("T8", saves=n_saves)
+    assert n_removed == 0, "what is mapped stays"
+    assert min(n_steps) > 10, f"{n_saves} saves, and the readers saw {n_steps} of them"
