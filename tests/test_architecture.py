@@ -31,14 +31,16 @@ LINES = """
     sparse.snapshot  epochs  intent  room  keep  when  storage.spool
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
+    storage.remote
+    storage.upload  storage.ranged
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
-    removal  sparse.optim.groups  storage.mapping
-    types  errors  arguments
+    removal  sparse.optim.groups  storage.mapping  storage.retry
+    types  errors  arguments  storage.faults
 """
 
 LIBRARIES = {
-    "fsspec": {"storage.objects"},
+    "fsspec": {"storage.objects", "storage.remote", "storage.upload"},
     "torch.distributed": {"group"},
     "tqdm": {"progress"},
     "numba": {"sparse.index", "sparse.kernels", "sparse.random"},
@@ -49,6 +51,7 @@ LIBRARIES = {
 
 TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
+    *("storage.faults", "storage.ranged", "storage.remote", "storage.retry", "storage.upload"),
     *("checked", "background", "progress", "reader", "verify", "salvage", "__main__", "commit", "rotation", "text"),
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),

@@ -1,157 +1,156 @@
-"""Everything that fsspec reaches: one object a file, no directories, no renames, nothing published on an error."""
+"""Object stores: no directories, no renames, nothing published on an error, and the first of many wins a name."""
 
 from __future__ import annotations
 
 import errno
-from contextlib import suppress
+import logging
+import secrets
+from dataclasses import replace
 from io import BytesIO
 from typing import Any, BinaryIO, cast
 
-import fsspec
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from recckpt.storage.base import Draft, Sink, Storage
+from recckpt.storage.base import Draft, Sink
+from recckpt.storage.faults import TryAgainError, is_conflict
+from recckpt.storage.remote import RemoteStorage
+from recckpt.storage.upload import Upload, UploadDraft
+
+log = logging.getLogger("recckpt")
+
+_PREPARE_SEC = 60.0  # a wrong address is better known soon
 
 
-class ObjectStorage(Storage):
+class ObjectStorage(RemoteStorage):
     """Objects below a URL. Follows "Object stores" of the commit protocol."""
 
     def __init__(self, url: str) -> None:
-        protocol, separator, path = url.partition("://")
-        super().__init__(f"{protocol}{separator}{path.rstrip('/')}")
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
-        except ImportError as error:
-            raise ValueError(f"{url}: {error}; install the extra for it, such as recckpt[s3]") from error
+        super().__init__(url)
+        self._is_conditional = True
+        protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
+        self._is_s3 = "s3" in protocols
+        if self._is_s3:  # its attempts, and botocore's within each of them, would multiply with ours
+            self._fs.retries = 1
+            self._fs.config_kwargs.setdefault("retries", {"total_max_attempts": 1})
 
     def prepare(self) -> None:
-        """Check that objects can be written."""
-        probe = f"{self._root}/.probe"
-        self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(probe, b"")
-        self._fs.rm_file(probe)
+        """Check that objects can be written and removed, and that only the first one gets a name.
+
+        A store where the second one gets it too is used all the same, with a warning.
+        """
+        policy = self.policy
+        self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
+        probe = f".probe-{secrets.token_hex(8)}"
+        try:
+            self._is_conditional = self._takes_conditions(probe)
+            if not self._is_conditional:
+                log.warning(
+                    "%s: this store lets a second writer overwrite a file that must be new (no conditional put); "
+                    "that only one process saves here is checked as well as it can be, and not guaranteed",
+                    self.url,
+                )
+            self.remove(probe)
+        finally:
+            self.policy = policy
 
     def make_dir(self, name: str) -> None:
         """Refuse a prefix under which there are objects; stores have no directories to make."""
         if self.list_files(name):
-            raise FileExistsError(f"{self.url}/{name} exists already")
+            raise FileExistsError(errno.EEXIST, "making a directory failed: exists already", self._url(name))
 
     def create(self, name: str) -> Sink:
         """Open an upload that is published when it closes."""
-        if self._fs.exists(self._path(name)):
-            raise FileExistsError(f"{self.url}/{name} exists already")
-        return _ObjectSink(self._fs, self._path(name))
-
-    def put_if_absent(self, name: str, data: bytes) -> None:
-        """Put one small object; who wins a race is decided by reading it back."""
-        path = self._path(name)
-        try:
-            self._fs.pipe_file(path, data, mode="create")
-        except OSError as error:  # perhaps of a second try, after a first one whose answer got lost
-            if not self._fs.exists(path):
-                raise
-            if self._fs.cat_file(path) != data:
-                raise FileExistsError(errno.EEXIST, "exists already", f"{self.url}/{name}") from error
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Put one small object."""
-        self._fs.pipe_file(self._path(name), data)
+        if self._exists(name):
+            raise FileExistsError(errno.EEXIST, "creating failed: exists already", self._url(name))
+        return Upload(self._fs, self._path(name), self._retries(name), in_one=self._in_one, repeats=self._is_s3)
 
     def draft(self, name: str) -> Draft:
         """Open an upload that is published when it closes."""
-        return _ObjectDraft(self._fs, self._path(name))
+        return UploadDraft(self._fs, self._path(name), self._retries(name), in_one=self._in_one, repeats=self._is_s3)
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        """Put one small object; who wins a race is decided by reading it back, so no two writers put the same bytes."""
+        self._call("putting", name, lambda: self._put(name, data))
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Put one small object."""
+        self._call("replacing", name, lambda: self._fs.pipe_file(self._path(name), data))
 
     def sync_dir(self, name: str) -> None:
         """Do nothing: a published object is durable."""
 
-    def open(self, name: str) -> BinaryIO:
-        """Open an object for ranged reads."""
-        file = self._fs.open(self._path(name), "rb")
-        if isinstance(file, MemoryFile):  # the one and only, whose position all readers would share
-            file = BytesIO(file.getvalue())
-        return cast(BinaryIO, file)
-
-    def map(self, name: str) -> memoryview | None:
-        """Return None: there is no memory to map."""
-        return None
-
-    def size(self, name: str) -> int:
-        """Return the bytes of an object."""
-        found = self._fs.info(self._path(name))
-        if found["type"] != "file":
-            raise FileNotFoundError(errno.ENOENT, "a prefix, no object", f"{self.url}/{name}")
-        return int(found["size"])
-
     def list_dirs(self) -> list[str]:
         """Return the first segments of the names below the root."""
         try:
-            entries = self._fs.ls(self._root, detail=True)
+            entries = self._call("listing", "", lambda: self._fs.ls(self._root, detail=True))
         except FileNotFoundError:
             return []
-        return [str(e["name"]).rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "directory"]
+        return sorted(str(e["name"]).rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "directory")
 
     def list_files(self, directory: str) -> list[str]:
         """Return the names of all objects below a prefix."""
         top = self._path(directory)
         prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
-        return sorted(str(path)[prefix:] for path in self._fs.find(top))
-
-    def remove(self, name: str) -> None:
-        """Delete an object."""
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(name))
+        found = self._call("listing", directory, lambda: self._fs.find(top))
+        return sorted(str(path)[prefix:] for path in found)
 
     def remove_empty_dirs(self, name: str) -> None:
-        """Remove what some backends keep as directory entries."""
+        """Do nothing, where there is nothing left: a prefix goes with its last object."""
         left = self.list_files(name)
         if left:
-            raise OSError(f"{self.url}/{name} still holds {left[0]}")
-        if self._fs.isdir(self._path(name)):
-            self._fs.rm(self._path(name), recursive=True)
+            raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self._url(name))
 
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+    @property
+    def _in_one(self) -> bool:
+        return isinstance(self._fs, MemoryFileSystem)
 
+    def _open(self, name: str) -> BinaryIO:
+        file = super()._open(name)
+        if isinstance(file, MemoryFile):  # the one and only, whose position all readers would share
+            file = cast(Any, BytesIO(file.getvalue()))
+        return file
 
-class _ObjectSink(Sink):
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-        self._file = fs.open(path, "wb", autocommit=False)
+    def _takes_conditions(self, probe: str) -> bool:
+        self._is_conditional = True
+        try:
+            self.put_if_absent(probe, b"first")
+            self.put_if_absent(probe, b"second")
+        except FileExistsError:
+            return True
+        except OSError as error:
+            if error.errno != errno.ENOSYS:  # what it does not know it need not ignore
+                raise
+        return False
 
-    def write(self, data: Any) -> int:
-        size = int(self._file.write(memoryview(data).cast("B")))
-        self.n_bytes += size
-        return size
-
-    def close(self) -> None:
-        self._file.close()
-        self._file.commit()
-
-    def discard(self) -> None:
-        with suppress(Exception):  # the error that led here is the one to report
-            self._file.discard()
-        with suppress(Exception):  # some backends, memory:// among them, publish when they open
-            self._fs.rm_file(self._path)
-
-
-class _ObjectDraft(_ObjectSink, Draft):
-    def __init__(self, fs: Any, path: str) -> None:
-        if isinstance(fs, MemoryFileSystem):  # opened in the usual way it would empty the older file at once
-            self._fs, self._path = fs, path
-            self._file = MemoryFile(fs, fs._strip_protocol(path))
+    def _put(self, name: str, data: bytes) -> None:
+        path, doubt = self._path(name), None
+        if not self._is_conditional and self._peek(path) is not None:
+            raise FileExistsError(errno.EEXIST, "exists already", self._url(name))
+        try:
+            self._fs.pipe_file(path, data, mode="create" if self._is_conditional else "overwrite")
+        except Exception as error:
+            doubt = error
         else:
-            super().__init__(fs, path)
-        self._sealed = False
+            if self._is_conditional:
+                return
+        found = self._peek(path)
+        if found == data:
+            return
+        if found is not None:
+            raise FileExistsError(errno.EEXIST, "exists already", self._url(name)) from doubt
+        if doubt is None or is_conflict(doubt):
+            raise TryAgainError(errno.EAGAIN, "what was put is not there") from doubt
+        raise doubt
 
-    def seal(self) -> None:
-        self._file.close()
-        self._sealed = True
+    def _peek(self, path: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(path))
+        except FileNotFoundError:
+            return None
 
-    def close(self) -> None:
-        if not self._sealed:
-            self.seal()
-        self._file.commit()
-
-    def discard(self) -> None:
-        with suppress(Exception):  # the error that led here is the one to report
-            self._file.discard()
+    def _exists(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True

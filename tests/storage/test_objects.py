@@ -1,47 +1,213 @@
+import logging
+
 import pytest
 
 from recckpt.storage import open_storage
 from recckpt.storage.objects import ObjectStorage
+from recckpt.storage.retry import RetryPolicy
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.waits = []
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.waits.append(seconds)
 
 
 @pytest.fixture
-def storage(memory_url) -> ObjectStorage:
-    return open_storage(memory_url)
+def clock():
+    return Clock()
 
 
-@pytest.mark.parametrize("answer", [FileExistsError, TimeoutError, OSError])
-def test_a_put_whose_answer_got_lost_is_decided_by_reading_it_back(storage, monkeypatch, answer):
-    put = storage._fs.pipe_file
+@pytest.fixture
+def storage(memory_url, clock) -> ObjectStorage:
+    storage = open_storage(memory_url)
+    storage.policy = RetryPolicy(sleep=clock.sleep, clock=lambda: clock.now)
+    return storage
 
-    def lost(path, data, mode):
-        put(path, data, mode=mode)
-        raise answer("no answer")
 
-    monkeypatch.setattr(storage._fs, "pipe_file", lost)
+class Answers:
+    """A backend whose first answers to a call are errors; the call is made before or not at all."""
+
+    def __init__(self, call, errors, *, arrives):
+        self.call, self.errors, self.arrives, self.n_calls = call, list(errors), arrives, 0
+
+    def __call__(self, *args, **kwargs):
+        self.n_calls += 1
+        if not self.errors:
+            return self.call(*args, **kwargs)
+        if self.arrives:
+            self.call(*args, **kwargs)
+        raise self.errors.pop(0)
+
+
+def spoil(monkeypatch, storage, method, *errors, arrives=False):
+    answers = Answers(getattr(storage._fs, method), errors, arrives=arrives)
+    monkeypatch.setattr(storage._fs, method, answers)
+    return answers
+
+
+@pytest.mark.parametrize("error", [FileExistsError("no answer"), TimeoutError("no answer"), OSError(22, "invalid")])
+def test_a_put_whose_answer_got_lost_is_decided_by_reading_it_back(storage, monkeypatch, error):
+    spoil(monkeypatch, storage, "pipe_file", error, arrives=True)
     storage.put_if_absent("x", b"ours")
     assert storage.read("x", 10) == b"ours"
 
 
 def test_a_put_that_another_writer_was_faster_with_fails(storage, monkeypatch):
     storage.put_if_absent("x", b"theirs")
-
-    def doubtful(path, data, mode):
-        raise OSError(22, "Invalid argument")  # what s3fs makes of a 412 of radosgw
-
-    monkeypatch.setattr(storage._fs, "pipe_file", doubtful)
-    with pytest.raises(FileExistsError):
+    spoil(monkeypatch, storage, "pipe_file", OSError(22, "Invalid argument"))  # what s3fs makes of a 412 of radosgw
+    with pytest.raises(FileExistsError, match=f"putting failed.*{storage.url}/x"):
         storage.put_if_absent("x", b"ours")
     assert storage.read("x", 10) == b"theirs"
 
 
-def test_a_put_that_never_arrived_raises_its_own_error(storage, monkeypatch):
-    def fails(path, data, mode):
-        raise TimeoutError("no answer")
+@pytest.mark.parametrize(
+    "error", [FileExistsError("conflict"), TimeoutError("no answer"), ConnectionResetError("reset")]
+)
+def test_a_put_that_never_arrived_is_made_again(storage, monkeypatch, clock, error):
+    answers = spoil(monkeypatch, storage, "pipe_file", error, error)
+    storage.put_if_absent("x", b"ours")
+    assert (storage.read("x", 10), answers.n_calls, len(clock.waits)) == (b"ours", 3, 2)
 
-    monkeypatch.setattr(storage._fs, "pipe_file", fails)
-    with pytest.raises(TimeoutError, match="no answer"):
+
+def test_a_put_that_is_refused_raises_at_once(storage, monkeypatch, clock):
+    spoil(monkeypatch, storage, "pipe_file", PermissionError(13, "Forbidden"))
+    with pytest.raises(PermissionError, match=f"putting failed: Forbidden.*{storage.url}/x"):
         storage.put_if_absent("x", b"ours")
+    assert clock.waits == []
     assert storage.list_files("") == []
+
+
+def test_a_put_that_never_gets_an_answer_ends_with_the_deadline(storage, monkeypatch, clock):
+    spoil(monkeypatch, storage, "pipe_file", *[TimeoutError("no answer")] * 1000)
+    with pytest.raises(TimeoutError, match=r"putting failed.*no answer"):
+        storage.put_if_absent("x", b"ours")
+    assert 560 < clock.now <= 600
+    assert storage.list_files("") == []
+
+
+def test_of_several_puts_in_doubt_one_alone_is_ours(storage, monkeypatch):
+    spoil(monkeypatch, storage, "pipe_file", *[TimeoutError("no answer")] * 2, arrives=True)
+    storage.put_if_absent("x", b"one")
+    with pytest.raises(FileExistsError):
+        storage.put_if_absent("x", b"other")
+    assert storage.read("x", 10) == b"one"
+
+
+def test_a_store_that_keeps_conditions_is_ready_without_a_word(storage, caplog):
+    storage.prepare()
+    assert caplog.records == []
+    assert storage.list_files("") == []
+
+
+def ignores_conditions(storage, monkeypatch):
+    put = storage._fs.pipe_file
+    monkeypatch.setattr(storage._fs, "pipe_file", lambda path, data, mode="overwrite": put(path, data))
+
+
+def test_a_store_that_ignores_conditions_is_told_of_once_and_checked_as_well_as_can_be(storage, monkeypatch, caplog):
+    ignores_conditions(storage, monkeypatch)
+    with caplog.at_level(logging.WARNING, "recckpt"):
+        storage.prepare()
+        storage.put_if_absent("x", b"first")
+        with pytest.raises(FileExistsError):
+            storage.put_if_absent("x", b"second")
+    assert [record.getMessage() for record in caplog.records if storage.url in record.getMessage()] == [
+        f"{storage.url}: this store lets a second writer overwrite a file that must be new (no conditional put); "
+        "that only one process saves here is checked as well as it can be, and not guaranteed"
+    ]
+    assert storage.read("x", 10) == b"first"
+    assert storage.list_files("") == ["x"]
+
+
+def test_a_store_that_does_not_know_conditions_is_used_without_them(storage, monkeypatch, caplog):
+    put = storage._fs.pipe_file
+
+    def old(path, data, mode="overwrite"):
+        if mode == "create":
+            raise OSError(38, "A header you provided implies functionality that is not implemented")
+        put(path, data)
+
+    monkeypatch.setattr(storage._fs, "pipe_file", old)
+    storage.prepare()
+    storage.put_if_absent("x", b"first")
+    assert "no conditional put" in caplog.text
+    assert storage.list_files("") == ["x"]
+
+
+def test_preparing_does_not_wait_long_for_a_wrong_address(storage, monkeypatch, clock):
+    spoil(monkeypatch, storage, "pipe_file", *[ConnectionRefusedError(111, "Connection refused")] * 1000)
+    with pytest.raises(ConnectionRefusedError, match="Connection refused"):
+        storage.prepare()
+    assert 30 < clock.now <= 60
+    assert storage.policy.deadline_sec == 600
+
+
+def test_a_write_that_the_network_spoils_is_made_again(storage, monkeypatch):
+    spoil(monkeypatch, storage, "pipe_file", ConnectionResetError("reset"))
+    with storage.create("d/x") as sink:
+        sink.write(b"data")
+    assert storage.read("d/x", 10) == b"data"
+
+
+def test_a_file_that_has_not_the_size_that_was_written_is_an_error_and_is_removed(storage, monkeypatch):
+    put = storage._fs.pipe_file
+    monkeypatch.setattr(storage._fs, "pipe_file", lambda path, data: put(path, data[:-1]))
+
+    def write():
+        with storage.create("d/x") as sink:
+            sink.write(b"data")
+
+    with pytest.raises(OSError, match=f"{storage.url}/d/x: found 3 bytes after writing 4"):
+        write()
+    assert storage.list_files("") == []
+
+
+@pytest.mark.parametrize("error", [KeyError("bug"), RuntimeError("no loop"), OSError("odd")])
+def test_every_error_is_an_os_error_with_url_and_operation(storage, monkeypatch, error):
+    spoil(monkeypatch, storage, "info", error)
+    with pytest.raises(OSError, match=f"looking up failed: {type(error).__name__}.*{storage.url}/x") as caught:
+        storage.size("x")
+    assert caught.value.filename == f"{storage.url}/x"
+    assert caught.value.__cause__ is error
+
+
+def test_a_listing_that_fails_is_no_empty_listing(storage, monkeypatch):
+    spoil(monkeypatch, storage, "find", *[PermissionError(13, "Forbidden")] * 2)
+    with pytest.raises(PermissionError, match="listing failed"):
+        storage.list_files("d")
+    with pytest.raises(PermissionError, match="listing failed"):
+        storage.make_dir("d")
+    spoil(monkeypatch, storage, "ls", PermissionError(13, "Forbidden"))
+    with pytest.raises(PermissionError, match="listing failed"):
+        storage.list_dirs()
+
+
+def test_a_read_that_the_network_spoils_goes_on_where_it_was(storage, monkeypatch):
+    with storage.create("d/x") as sink:
+        sink.write(bytes(range(200)))
+    with storage.open("d/x") as file:
+        assert file.read(50) == bytes(range(50))
+        read = file._file.read
+        file._file.read = Answers(read, [ConnectionResetError("reset")], arrives=True)
+        assert file.read(50) == bytes(range(50, 100))
+        assert file.read() == bytes(range(100, 200))
+        assert file.read(5) == b""
+
+
+def test_a_read_of_a_file_that_has_changed_is_an_error(storage):
+    with storage.create("d/x") as sink:
+        sink.write(bytes(100))
+    file = storage.open("d/x")
+    file._file.truncate(10)
+    with pytest.raises(OSError, match=r"reading failed.*found 10 of 100 bytes at 0"):
+        file.read()
 
 
 def test_a_missing_extra_is_named(monkeypatch):
@@ -50,6 +216,15 @@ def test_a_missing_extra_is_named(monkeypatch):
 
     monkeypatch.setattr("fsspec.core.url_to_fs", lacks)
     with pytest.raises(ValueError, match=r"Install s3fs.*recckpt\[s3\]"):
+        open_storage("s3://bucket/x")
+
+
+def test_a_backend_that_cannot_connect_is_an_os_error(monkeypatch):
+    def fails(*args, **kwargs):
+        raise EOFError
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", fails)
+    with pytest.raises(OSError, match=r"connecting failed: EOFError.*s3://bucket/x"):
         open_storage("s3://bucket/x")
 
 

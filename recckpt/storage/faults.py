@@ -1,0 +1,118 @@
+"""What an error of a backend means: whether trying again may help, and the OSError that the caller sees."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from collections.abc import Iterator
+
+_TRANSIENT_STATUS = frozenset({408, 429})
+_TRANSIENT_CODES = frozenset(
+    {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+)
+_TRANSIENT_ERRNO = frozenset(
+    {errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE}
+    | {errno.ENETUNREACH, errno.ENETRESET, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.EAGAIN}
+)
+_TRANSIENT_NAMES = frozenset(  # of botocore, aiohttp, azure-core, paramiko and asyncio, none of which need be installed
+    {"ConnectionError", "ConnectionClosedError", "HTTPClientError", "IncompleteReadError", "ResponseParserError"}
+    | {"ClientPayloadError", "ClientConnectionError", "ServiceRequestError", "ServiceResponseError"}
+    | {"SSHException", "EOFError", "IncompleteRead", "TimeoutError", "FSTimeoutError"}
+)
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_MOST_LINKS = 16  # of a chain of causes
+_ERRNO_OF_STATUS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT, 429: errno.EBUSY}
+_ERRNO_OF_TYPE = (
+    (FileNotFoundError, errno.ENOENT),
+    (FileExistsError, errno.EEXIST),
+    (PermissionError, errno.EACCES),
+    (IsADirectoryError, errno.EISDIR),
+    (NotADirectoryError, errno.ENOTDIR),
+    (TimeoutError, errno.ETIMEDOUT),
+    (ConnectionError, errno.ECONNRESET),
+    (NotImplementedError, errno.ENOSYS),
+)
+
+
+class TryAgainError(OSError):
+    """Nothing is wrong but the moment."""
+
+
+def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
+    """Say whether the same call may work a little later.
+
+    True for timeouts, lost connections, 408, 429, 5xx and SlowDown; false for other answers of a server (400, 401, 403,
+    404, a missing bucket) and for a device that is full or read-only.
+
+    Args:
+        error: what the call raised.
+        handled: what was being handled when the call began: it is no cause of ``error``, though its context.
+    """
+    if isinstance(error, TryAgainError):
+        return True
+    links = list(_chain(error, handled))
+    if any(isinstance(link, ssl.SSLCertVerificationError) for link in links):
+        return False
+    for link in links:
+        status, code = _answer(link)
+        if status is not None:
+            return code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS or (status >= 500 and status != 501)
+    return not isinstance(error, _FINAL) and any(map(_is_of_the_network, links))
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Say whether a conditional put was refused because of its condition: 409, 412, or what backends make of them."""
+    statuses = (_answer(link)[0] for link in _chain(error))
+    return isinstance(error, FileExistsError) or next((s for s in statuses if s is not None), None) in (409, 412)
+
+
+def os_error(error: BaseException, operation: str, url: str) -> OSError:
+    """Return an OSError, of the subclass that fits, which says what was done where and why it failed."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    if not reason:
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+    return OSError(_errno(error), f"{operation} failed: {reason}", url)
+
+
+def _errno(error: BaseException) -> int:
+    if isinstance(error, OSError) and isinstance(error.errno, int) and error.errno > 0:
+        return error.errno
+    for kind, number in _ERRNO_OF_TYPE:
+        if isinstance(error, kind):
+            return number
+    status = next((status for link in _chain(error) if (status := _answer(link)[0]) is not None), None)
+    if status is None and "Timeout" in type(error).__name__:
+        return errno.ETIMEDOUT
+    return _ERRNO_OF_STATUS.get(status or 0, errno.EIO)
+
+
+def _chain(error: BaseException, handled: BaseException | None = None) -> Iterator[BaseException]:
+    """Yield an error and what led to it."""
+    link: BaseException | None = error
+    for _ in range(_MOST_LINKS):
+        if link is None or link is handled:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _answer(error: BaseException) -> tuple[int | None, str]:
+    """Return the HTTP status and the error code that a server gave, as far as there are any."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return (status if isinstance(status, int) else None), str(response.get("Error", {}).get("Code", ""))
+    for name in ("status", "status_code", "code"):  # aiohttp, azure-core, gcsfs
+        status = getattr(error, name, None)
+        if isinstance(status, int) and 100 <= status < 600:
+            return status, str(getattr(error, "error_code", ""))
+    return None, ""
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
+        return True
+    return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)

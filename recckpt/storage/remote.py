@@ -1,0 +1,89 @@
+"""What all storages behind fsspec share: reading, and errors that name the URL and the operation."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, BinaryIO, TypeVar, cast
+
+import fsspec
+
+from recckpt.storage.base import Storage
+from recckpt.storage.faults import TryAgainError, is_conflict, os_error
+from recckpt.storage.ranged import RangedFile
+from recckpt.storage.retry import Retries, RetryPolicy
+
+_READ_AHEAD_BYTES = 4 << 20
+_T = TypeVar("_T")
+
+
+class RemoteStorage(Storage):
+    """Files below a URL.
+
+    Attributes:
+        policy: how often to try again; what is read and written from then on follows it.
+    """
+
+    def __init__(self, url: str) -> None:
+        protocol, separator, path = url.partition("://")
+        super().__init__(f"{protocol}{separator}{path.rstrip('/')}")
+        self.policy = RetryPolicy()
+        try:  # no caches: what another process writes must be seen
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as error:
+            raise ValueError(f"{url}: {error}; install the extra for it, such as recckpt[s3]") from error
+        except ValueError:
+            raise
+        except Exception as error:  # of backends that connect at once
+            raise os_error(error, "connecting", self.url) from error
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for ranged reads."""
+        return cast(BinaryIO, RangedFile(lambda: self._open(name), self._retries(name)))
+
+    def map(self, name: str) -> memoryview | None:
+        """Return None: there is no memory to map."""
+        return None
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` of a file, of one version of it."""
+
+        def read() -> bytes:
+            try:
+                with self._open(name) as file:
+                    return file.read(max_bytes)
+            except Exception as error:
+                if is_conflict(error):
+                    raise TryAgainError(errno.EBUSY, "it was replaced meanwhile") from error
+                raise
+
+        return self._call("reading", name, read)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        found = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
+        if found["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self._url(name))
+        return int(found["size"])
+
+    def remove(self, name: str) -> None:
+        """Delete a file."""
+        with suppress(FileNotFoundError):
+            self._call("removing", name, lambda: self._fs.rm_file(self._path(name)))
+
+    def _open(self, name: str) -> BinaryIO:
+        file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
+        return cast(BinaryIO, file)
+
+    def _call(self, operation: str, name: str, work: Callable[[], _T]) -> _T:
+        return self._retries(name).call(operation, work)
+
+    def _retries(self, name: str) -> Retries:
+        return Retries(self.policy, self._url(name))
+
+    def _url(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root

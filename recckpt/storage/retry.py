@@ -1,0 +1,79 @@
+"""Trying again what the network spoiled: full jitter, and a deadline for each file.
+
+Follows "Exponential Backoff And Jitter" (M. Brooker, AWS Architecture Blog, 2015).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from recckpt.storage.faults import is_transient, os_error
+
+log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long to wait, and for how long to go on.
+
+    Attributes:
+        first_sec: the longest wait after the first failure; it doubles with each one that follows.
+        cap_sec: the longest wait of all.
+        deadline_sec: what failed attempts at one file and the waits between them may take in all.
+        sleep: how to wait.
+        clock: what time it is, in seconds.
+    """
+
+    first_sec: float = 0.2
+    cap_sec: float = 20.0
+    deadline_sec: float = 600.0
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    def wait_sec(self, n_failures: int) -> float:
+        """Return how long to wait after so many failures in a row."""
+        return random.uniform(0, min(self.cap_sec, self.first_sec * 2.0 ** min(n_failures - 1, 60)))
+
+
+class Retries:
+    """The attempts at one file, which share a deadline. Not thread-safe."""
+
+    def __init__(self, policy: RetryPolicy, url: str) -> None:
+        self.url = url
+        self._policy, self._left_sec = policy, policy.deadline_sec
+
+    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
+        """Return what ``work`` returns, once it does.
+
+        Args:
+            operation: what it does, for messages.
+            work: what to try.
+            again: whether it may be tried more than once.
+
+        Raises:
+            OSError: it failed for good, or the deadline has passed; names the URL and the operation.
+        """
+        handled = sys.exc_info()[1]
+        n_failures = 0
+        while True:
+            began = self._policy.clock()
+            try:
+                return work()
+            except MemoryError:
+                raise
+            except Exception as error:
+                n_failures += 1
+                failure = error
+            wait_sec = self._policy.wait_sec(n_failures)
+            self._left_sec -= self._policy.clock() - began + wait_sec
+            if not again or self._left_sec < 0 or not is_transient(failure, handled):
+                raise os_error(failure, operation, self.url) from failure
+            log.warning("%s: %s failed, trying again in %.1f s: %r", self.url, operation, wait_sec, failure)
+            self._policy.sleep(wait_sec)

@@ -1,0 +1,153 @@
+"""Objects on their way up: one request for a small one, parts for a large one, seen only when whole."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from fsspec.spec import AbstractBufferedFile
+
+from recckpt.storage.base import Draft, Sink
+from recckpt.storage.retry import Retries
+
+BLOCK_BYTES = 16 << 20  # S3 takes 10,000 parts of 5 MiB or more
+
+
+class Upload(Sink):
+    """A new object. Only :meth:`close` publishes it: neither an error, nor ``discard``, nor garbage collection does.
+
+    Args:
+        fs: the fsspec file system.
+        path: of the object, as ``fs`` knows it.
+        retries: of this object.
+        in_one: send even a large object in one request, since ``fs`` cannot hold back a file that it has opened.
+        repeats: whether ``fs`` sends a part once more when asked to, and publishes none before ``commit``. Others try
+            again by themselves, or not at all.
+    """
+
+    def __init__(self, fs: Any, path: str, retries: Retries, *, in_one: bool, repeats: bool) -> None:
+        self._fs, self._path, self._retries = fs, path, retries
+        self._in_one, self._repeats = in_one, repeats
+        self._held = bytearray()  # what is not yet in a part
+        self._file: Any = None
+        self._is_sent = self._may_be_seen = False
+
+    def write(self, data: Any) -> int:
+        """Hold the bytes back until they fill a part."""
+        view = memoryview(data).cast("B")
+        self.n_bytes += len(view)
+        if self._in_one or (self._file is None and len(self._held) + len(view) <= BLOCK_BYTES):
+            self._held += view
+            return len(view)
+        if self._file is None:
+            self._file = self._retries.call("opening", self._open)
+            held, self._held = self._held, bytearray()
+            self._pass_on(memoryview(held))
+        self._pass_on(view)
+        return len(view)
+
+    def close(self) -> None:
+        """Publish the object and look whether it is there with its size."""
+        if self._file is None:
+            data = bytes(self._held)
+            self._may_be_seen = True
+            self._retries.call("writing", lambda: self._fs.pipe_file(self._path, data))
+        else:
+            self._may_be_seen = True
+            self._retries.call("publishing", self._publish, again=self._repeats)
+        size = self._retries.call("checking", self._size)
+        if size != self.n_bytes:
+            raise OSError(f"{self._retries.url}: found {size} bytes after writing {self.n_bytes}; check the storage")
+        self._let_go()
+
+    def discard(self) -> None:
+        """Give the parts up, and remove what may be there."""
+        if self._file is not None:
+            with suppress(Exception):  # the error that led here is the one to report
+                self._file.discard()
+        self._let_go()
+        if self._may_be_seen:
+            with suppress(Exception):  # a leftover has no manifest
+                self._fs.rm_file(self._path)
+
+    def __del__(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        file, self._file, self._held = self._file, None, bytearray()
+        if file is not None:
+            with suppress(Exception):
+                file.closed = True  # or closing it would publish it, on some backends
+                file.close()
+
+    def _open(self) -> Any:
+        file = self._fs.open(self._path, "wb", block_size=BLOCK_BYTES, autocommit=False)
+        with suppress(AttributeError, ValueError):
+            self._fs.transaction.files.remove(file)  # would keep it for ever
+        return file
+
+    def _pass_on(self, view: memoryview) -> None:
+        for begin in range(0, len(view), BLOCK_BYTES):
+            self._write_part(view[begin : begin + BLOCK_BYTES])
+
+    def _write_part(self, data: memoryview) -> None:
+        taken = False
+
+        def write() -> None:
+            nonlocal taken
+            if taken:  # it is in the file's buffer, of which a part could not be sent
+                self._revive()
+                self._file.flush()
+            else:
+                taken = True
+                self._file.write(data)
+
+        self._retries.call("writing", write, again=self._repeats)
+
+    def _revive(self) -> None:
+        """Undo what fsspec notes about a file when a flush fails, so that it can be tried again."""
+        if self._file.closed:  # the upload was not begun
+            self._file.closed, self._file.offset = False, None
+        self._file.forced = False
+
+    def _send_rest(self) -> None:
+        if not self._is_sent and isinstance(self._file, AbstractBufferedFile):
+            self._revive()
+            self._file.flush(force=True)
+        elif not self._is_sent:
+            self._file.close()
+        self._is_sent = True
+
+    def _publish(self) -> None:
+        try:
+            self._send_rest()
+            self._file.commit()
+        except Exception:
+            if not self._is_there():  # an answer that got lost, and then "no such upload" for the second try
+                raise
+
+    def _is_there(self) -> bool:
+        try:
+            return self._size() == self.n_bytes
+        except FileNotFoundError:
+            return False
+
+    def _size(self) -> int:
+        return int(self._fs.info(self._path)["size"])
+
+
+class UploadDraft(Upload, Draft):
+    """An object that takes the place of an older one."""
+
+    def seal(self) -> None:
+        """Send all parts of a large object; a small one is sent when it closes."""
+        if self._file is not None and self._repeats:
+            self._retries.call("writing", self._send_rest)
+
+    def discard(self) -> None:
+        """Give the parts up; what is there may be the older object."""
+        self._may_be_seen = False
+        super().discard()
+
+    def _is_there(self) -> bool:
+        return False  # what has this size may be the older object
