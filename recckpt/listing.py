@@ -136,6 +136,8 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     if reason is not None:
         raise CheckpointNotFoundError(f"{storage.url}/{directory}: {reason}")
     for problem in file_problems(storage, directory, found):
+        if read_manifest(storage, directory) is None:  # its writer has just removed it
+            return None
         raise problem
     return Checkpoint(directory, found)
 

@@ -1,7 +1,17 @@
-import pytest
+import gc
+import json
+from pathlib import Path
 
+import pytest
+import torch
+from rotating_run import N_ROWS, Run
+
+from recckpt import CheckpointReader
+from recckpt.cli import main
 from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError
+from recckpt.listing import locate_path
 from recckpt.removal import until_whole
+from recckpt.storage.objects import ObjectStorage
 
 REMOVED = CheckpointRemovedError("runs/ckpt_1")
 
@@ -62,3 +72,170 @@ def test_other_errors_pass():
     with pytest.raises(CorruptCheckpointError):
         until_whole(looks.find, looks.use)
     assert looks.script == ["never"]
+
+
+class Rotates:
+    """Lets a run save, and rotate, in the middle of each of the next reads: when its second part is opened."""
+
+    def __init__(self, monkeypatch, run):
+        self.run, self.times, self._open, self._opened = run, 0, ObjectStorage.open, set()
+        monkeypatch.setattr(ObjectStorage, "open", lambda storage, name: self.open(storage, name))
+
+    def open(self, storage, name):
+        self._opened |= {name} if name.endswith(".arrow") and storage.url == self.run.saver.output_dir else set()
+        if len(self._opened) == 2 and self.times:
+            self._opened.clear()
+            self.times -= 1
+            self.run.save()
+        return self._open(storage, name)
+
+
+@pytest.fixture
+def rotates(memory_url, monkeypatch):
+    run = Run(memory_url)
+    run.save()
+    return Rotates(monkeypatch, run)
+
+
+LOADS = {
+    "load": lambda run, url: run.saver.load(ckpt_path=url),
+    "bank": lambda run, url: run.saver.load_by_config({"path": url}),
+    "model bank": lambda run, url: run.manager.load_model_bank([{"path": url}]),
+}
+
+
+def reader_of(kind, url):
+    """Return a run that is to be loaded, and what loads it."""
+    if kind == "restore":
+        run = Run(url)
+        return run, lambda: run.manager.restore()
+    run = Run("memory://elsewhere/runs")
+    return run, lambda: LOADS[kind](run, url)
+
+
+@pytest.mark.parametrize("kind", ["restore", *LOADS])
+@pytest.mark.parametrize("n_rows", [0, 5])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_load_of_what_goes_in_the_middle_ends_with_all_of_what_is_there_then(
+    rotates, memory_url, kind, n_rows, times
+):
+    reader, load = reader_of(kind, memory_url)
+    for table in reader.tables.values():
+        table(torch.arange(n_rows))
+    rotates.times = times
+    load()
+    assert rotates.times == 0
+    assert reader.checked() == 1 + times
+
+
+@pytest.mark.parametrize("kind", ["restore", *LOADS])
+def test_a_load_that_never_gets_to_its_end_says_so_and_the_next_one_mends_it(rotates, memory_url, kind):
+    reader, load = reader_of(kind, memory_url)
+    load()
+    rotates.times = 100
+    with pytest.raises(CheckpointRemovedError) as caught:
+        load()
+    assert caught.value.path == f"{memory_url}/ckpt_4"
+    assert [len(table) for table in reader.tables.values()] == [
+        0 if name in caught.value.emptied else N_ROWS for name in reader.tables
+    ]
+    rotates.times = 0
+    load()
+    assert reader.checked() == rotates.run.manager.global_step
+
+
+def test_a_checkpoint_that_was_asked_for_by_name_is_not_replaced_by_another(rotates, memory_url):
+    reader = Run("memory://elsewhere/runs")
+    for asked in (
+        {"ckpt_path": f"{memory_url}/ckpt_1"},
+        {"ckpt_path": f"{memory_url}/ckpt_2", "direct_path": True},
+        {"ckpt_path": memory_url, "ckpt_id": "ckpt_3"},
+    ):
+        rotates.times = 1
+        with pytest.raises(CheckpointRemovedError, match=r"ckpt_\d: its writer removed"):
+            reader.saver.load(**asked)
+
+
+@pytest.mark.parametrize("read", [locate_path, CheckpointReader])
+def test_a_checkpoint_that_goes_while_its_files_are_counted_is_not_damaged(rotates, memory_url, monkeypatch, read):
+    size = ObjectStorage.size
+
+    def save_and_size(storage, name):
+        if name == "ckpt_1/model.pt" and rotates.times:
+            rotates.times -= 1
+            rotates.run.save()
+        return size(storage, name)
+
+    monkeypatch.setattr(ObjectStorage, "size", save_and_size)
+    rotates.times = 1
+    with pytest.raises(CheckpointNotFoundError):
+        read(f"{memory_url}/ckpt_1")
+
+
+def test_a_reader_of_what_is_gone_says_so(rotates, memory_url):
+    with CheckpointReader(memory_url) as reader:
+        rotates.run.save()
+        with pytest.raises(CheckpointRemovedError, match="ckpt_1: its writer removed"):
+            list(reader.table("t"))
+        with pytest.raises(CheckpointRemovedError):
+            reader.read_tensor("top.weight")
+
+
+@pytest.fixture
+def commands(memory_url, monkeypatch, capsys):
+    """Runs commands on a run that saves, and rotates, before each of the next files is opened."""
+    run, opened, left = Run(memory_url), ObjectStorage.open, []
+    run.save()
+
+    def open_after_saving(storage, name):
+        if name.endswith((".arrow", "model.pt")) and left:
+            left.pop()
+            run.save()
+        return opened(storage, name)
+
+    def command(name, *args, saves):
+        left.extend([None] * saves)
+        code = main([name, memory_url, *args, "--json"])
+        out, err = capsys.readouterr()
+        assert not left
+        return json.loads(out) if code == 0 else err
+
+    monkeypatch.setattr(ObjectStorage, "open", open_after_saving)
+    return command
+
+
+@pytest.mark.parametrize("args", [["head", "t"], ["get", "u", "50"], ["head", "u", "-n", "1000"]])
+def test_a_command_reads_what_is_there_by_then(commands, args):
+    for step, saves in ((1, 0), (4, 3)):
+        rows = commands(*args, saves=saves)["rows"]
+        assert {value for row in rows for value in row["embedding"]} == {step}
+    assert "its writer removed this checkpoint" in commands(*args, saves=4)
+
+
+def test_show_describes_what_is_there_by_then(commands):
+    shown = commands("show", saves=2)
+    assert (shown["step"], len(shown["tensors"])) == (3, 2)
+    assert "its writer removed this checkpoint" in commands("show", saves=4)
+
+
+def test_a_bank_that_is_followed_is_offered_from_what_was_read(rotates, memory_url):
+    """What a checkpoint offers is asked once more after it was loaded, when it may be gone."""
+    reader = Run("memory://elsewhere/runs")
+    rotates.times = 1
+    reader.manager.load_model_bank([{"path": memory_url, "is_dynamic": True}])
+    assert reader.checked() == 2
+    rotates.run.save()
+    rotates.times = 1
+    [report] = reader.manager.reload_dynamic()
+    assert "ckpt_4" in report.sources[0]
+    assert reader.checked() == 4
+
+
+def test_files_that_are_mapped_are_let_go_after_a_load(tmp_path):
+    run = Run(str(tmp_path))
+    run.save()
+    run.manager.restore()
+    followed = Run("memory://elsewhere/runs")
+    followed.manager.load_model_bank([{"path": str(tmp_path), "is_dynamic": True}])
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()

@@ -1,3 +1,4 @@
+import io
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -9,12 +10,14 @@ import pytest
 import torch
 from forge import Forge, empty, filled, load, parts_of, save_tables
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.listing import locate
 from recckpt.sparse.buckets import bucket_of
 from recckpt.sparse.codec import PartReader, column_array, column_buffer, part_schema, slot_field
 from recckpt.storage import open_storage
 from recckpt.types import ITEM_BYTES, SlotSpec
+
+SLOTS = (SlotSpec("embedding", "float32", (2,)),)
 
 
 @pytest.fixture
@@ -262,6 +265,13 @@ def plain_table(columns, fields):
     columns["table"] = columns["table"].dictionary_decode()
 
 
+def table_column(numbers, names):
+    def change(columns, fields):
+        columns["table"] = pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int16()), pa.array(names, pa.utf8()))
+
+    return change
+
+
 FAULTS = {
     "null ids": null_ids,
     "null values": null_values,
@@ -282,6 +292,9 @@ FAULTS = {
     "a column less": missing_column,
     "marked as bfloat16": bfloat16_marked,
     "table as plain text": plain_table,
+    "another table's name": table_column([0] * 5, ["user"]),
+    "a row of another table": table_column([0, 0, 1, 0, 0], ["item", "user"]),
+    "a table that is not there": table_column([0, 0, 0, 0, 7], ["item"] * 8),
 }
 
 
@@ -307,6 +320,47 @@ def test_columns_in_another_order_are_fine(storage):
     table = empty("item", slots={"sparse_step": ()})
     assert load(storage, [table]) == 5
     assert torch.equal(table.lookup(torch.arange(5))[0][:, 0], torch.arange(5.0))
+
+
+def test_the_table_column_is_held_against_the_catalog(storage):
+    save_tables(storage, [filled("item", range(5)), filled("user", range(5))], concurrency=1)
+    change = table_column([0, 0, 1, 0, 0], ["item", "user"])
+    Forge(f"{storage.url}/ckpt_1").edit_part(batch_edit(change), rows=False)
+    with pytest.raises(CorruptCheckpointError, match="column 'table': found row 2 of another table"):
+        load(storage, [empty("item"), empty("user")])
+
+
+class Broken(io.BytesIO):
+    """A file whose storage fails in the middle."""
+
+    def __init__(self, data, error):
+        super().__init__(data)
+        self.fails, self.error = False, error
+
+    def read(self, size=-1):
+        if self.fails:
+            raise self.error
+        return super().read(size)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), CheckpointRemovedError("runs/ckpt_1")])
+@pytest.mark.parametrize("when", ["opening", "reading"])
+def test_an_error_of_the_storage_is_no_damage(storage, monkeypatch, error, when):
+    save_tables(storage, [filled("item", range(5))], concurrency=1)
+    part = parts_of(storage)[0]
+    file = Broken(storage.read(f"ckpt_1/{part.file}", 1 << 20), error)
+    monkeypatch.setattr(storage, "map", lambda name: None)
+    monkeypatch.setattr(storage, "open", lambda name: file)
+    if when == "opening":
+        file.fails = True
+        with pytest.raises(type(error)) as caught:
+            PartReader(storage, "ckpt_1", part, SLOTS)
+    else:
+        reader = PartReader(storage, "ckpt_1", part, SLOTS)
+        file.fails = True
+        with pytest.raises(type(error)) as caught:
+            reader.read(0)
+    assert caught.value is error
 
 
 @pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt()])

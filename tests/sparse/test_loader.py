@@ -7,10 +7,12 @@ import torch
 from foreign import ForeignTable
 from forge import Forge, empty, filled, load, parts_of, rows_of, save_tables
 
-from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, PartlyLoadedError, StateMismatchError
+from recckpt.listing import locate
 from recckpt.progress import Progress
+from recckpt.rotation import remove
 from recckpt.sparse import HashTable, codec, gen_slice
-from recckpt.storage import Storage, open_storage
+from recckpt.storage import Storage, held, open_storage
 
 
 @pytest.fixture
@@ -185,6 +187,134 @@ def test_a_load_that_breaks_off_leaves_no_half_of_a_table(local, error, monkeypa
         load(local, [table], concurrency=1)
     assert len(n_batches) >= 3
     assert len(table) == 0
+
+
+class Line:
+    """The connection to a storage, which breaks after so many parts were opened."""
+
+    def __init__(self, storage, monkeypatch, breaks=None, after=10**9):
+        self.n_opens, self._open, self._breaks, self._after = 0, storage.open, breaks, after
+        monkeypatch.setattr(storage, "open", self.open)
+        monkeypatch.setattr(storage, "map", lambda name: None)
+
+    def open(self, name):
+        if name.endswith(".arrow"):
+            self.n_opens += 1
+            if self.n_opens > self._after:
+                self._breaks()
+        return self._open(name)
+
+
+def reset():
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def two(rows, others=None):
+    """Return two tables with an optimizer slot."""
+    return [
+        filled("a", rows, slots={"sparse_m": ()}),
+        filled("b", rows if others is None else others, slots={"sparse_m": ()}),
+    ]
+
+
+@pytest.fixture
+def many_runs(storage):
+    """A checkpoint of two tables, each of more batches than one thread reads in a row."""
+    save_tables(storage, two(range(2000)), concurrency=1, batch_bytes=1000)
+    return storage
+
+
+def n_opens(storage, tables):
+    with pytest.MonkeyPatch.context() as patch:
+        line = Line(storage, patch)
+        load(storage, tables, concurrency=1)
+    assert line.n_opens > 4
+    return line.n_opens
+
+
+@pytest.mark.parametrize("rows", [[], [1, 99]])
+def test_a_line_that_breaks_in_the_middle_is_said_and_the_next_load_mends_it(many_runs, rows):
+    tables = two(rows)
+    last = n_opens(many_runs, two(rows)) - 1
+    with pytest.MonkeyPatch.context() as patch:
+        Line(many_runs, patch, reset, after=last)
+        with pytest.raises(PartlyLoadedError if rows else ConnectionResetError) as caught:
+            load(many_runs, tables, concurrency=1)
+    assert [len(table) for table in tables] == [0, 0]
+    if rows:
+        assert (caught.value.emptied, caught.value.mixed) == (("a", "b"), ())
+        assert "Connection reset by peer; tables 'a', 'b' are empty now, all else" in str(caught.value)
+    load(many_runs, tables)
+    assert [rows_of(table) for table in tables] == [rows_of(table) for table in two(range(2000))]
+
+
+def test_before_the_first_row_is_changed_an_error_is_all_there_is(many_runs):
+    tables = two([1, 99])
+    before = [rows_of(table) for table in tables]
+    with pytest.MonkeyPatch.context() as patch:
+        Line(many_runs, patch, reset, after=3)
+        with pytest.raises(ConnectionResetError):
+            load(many_runs, tables, concurrency=1)
+    assert [rows_of(table) for table in tables] == before
+
+
+@pytest.mark.parametrize("conf", [{"hashtable_clear": False}, {"load": ["sparse_opt"]}])
+def test_rows_that_a_broken_load_has_merged_are_said_to_be_mixed(many_runs, conf):
+    with pytest.MonkeyPatch.context() as patch:
+        line = Line(many_runs, patch)
+        load(many_runs, two([1, 5000], []), concurrency=1, **conf)
+    with pytest.MonkeyPatch.context() as patch:
+        Line(many_runs, patch, reset, after=line.n_opens - 1)
+        merged = two([1, 5000], [])
+        with pytest.raises(PartlyLoadedError, match="tables 'a' hold only some") as caught:
+            load(many_runs, merged, concurrency=1, **conf)
+    assert (caught.value.emptied, caught.value.mixed) == ((), ("a",))
+    assert len(merged[1]) == 0
+
+
+def test_an_interrupt_stays_one_and_says_what_it_left(many_runs, caplog):
+    tables = two([1, 99], [])
+    last = n_opens(many_runs, two([1, 99], [])) - 1
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        Line(many_runs, patch, interrupt, after=last)
+        with pytest.raises(KeyboardInterrupt):
+            load(many_runs, tables, concurrency=1)
+    assert "tables 'a' are empty now" in caplog.text
+    assert [len(table) for table in tables] == [0, 0]
+
+
+@pytest.mark.parametrize("rows", [[], [1, 99]])
+def test_a_checkpoint_that_goes_in_the_middle_is_said_to_be_removed(many_runs, rows, monkeypatch):
+    monkeypatch.setattr(held, "_MOST_MAPS", 0)
+    last = n_opens(many_runs, two(rows)) - 1
+    Line(many_runs, monkeypatch, lambda: remove(many_runs, locate(many_runs, "ckpt_1")), after=last)
+    with pytest.raises(CheckpointRemovedError) as caught:
+        load(many_runs, two(rows), concurrency=1)
+    assert caught.value.emptied == (("a", "b") if rows else ())
+
+
+@pytest.mark.parametrize("rows", [[], [1, 99]])
+def test_an_id_of_another_bucket_than_the_catalog_says_is_corrupt(local, rows):
+    save_tables(local, [filled("t", range(500))], batch_bytes=1000)
+
+    Forge(f"{local.url}/ckpt_1").edit_catalog(narrow)
+    table = filled("t", rows)
+    before = rows_of(table)
+    with pytest.raises(
+        CorruptCheckpointError, match=r"batch 3 \(table 't'\): found id -?\d+ of bucket \d+, expected ids of"
+    ):
+        load(local, [table])
+    assert rows_of(table) == before
+
+
+def narrow(values):
+    """Let a batch begin a bucket later than it does."""
+    buckets = values["parts"][0]["batches"][3]["buckets"]
+    buckets[0] += 1
 
 
 def test_rows_that_are_not_those_of_the_manifest_are_corrupt(local):
