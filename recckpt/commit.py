@@ -46,8 +46,8 @@ def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, ove
     raise AssertionError("the names of attempts have no end")
 
 
-def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> None:
-    """Make a checkpoint visible; when this returns, it is durable and was committed by the owner of the output dir.
+def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> Manifest:
+    """Make a checkpoint visible and return its manifest; it is durable then, by the owner of the output dir.
 
     Raises:
         CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
@@ -76,6 +76,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> 
             fence.check()  # whoever has taken over has removed this attempt: that is the reason then
             raise
         raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
+    return record
 
 
 def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:

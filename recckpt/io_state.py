@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import torch
 
+from recckpt.dense.buffers import Copy, as_it_is
 from recckpt.dense.named_optimizer import NamedOptimizer
 from recckpt.dense.portable import portable
 from recckpt.errors import StateMismatchError
@@ -72,13 +73,19 @@ class Registry:
     def __iter__(self) -> Iterator[str]:
         return iter(self._objects)
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self, copy: Copy = as_it_is) -> dict[str, Any]:
         """Return the state of all objects as portable data.
+
+        Args:
+            copy: what the tensors in it pass through, such as :meth:`recckpt.dense.buffers.DenseBuffers.copying`.
 
         Raises:
             ValueError: a state holds something that could not be loaded back safely; names the key.
         """
-        return {name: portable(f"{self._what} {name!r}", self._state(obj)) for name, obj in self._objects.items()}
+        return {
+            name: portable(f"{self._what} {name!r}", copy((self._what, name), self._state(obj)))
+            for name, obj in self._objects.items()
+        }
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
         """Give registered objects their states, keep those of other names, and return what started fresh.
@@ -104,7 +111,7 @@ class Registry:
         before = {}
         for name in states:
             with suppress(Exception):  # a dataset that has not begun may have no position to go back to
-                before[name] = copy.deepcopy(self._state(self._objects[name]))
+                before[name] = deepcopy(self._state(self._objects[name]))
         try:
             yield self.load(states)
         except BaseException:

@@ -11,6 +11,7 @@ from urllib.parse import quote, unquote
 from recckpt.errors import CorruptCheckpointError
 
 INDEX_FILE = "checkpoint"
+TIMELINE = "timeline.jsonl"
 MANIFEST = "manifest.json"
 INTENT = "INTENT"
 MODEL = "model.pt"
@@ -24,7 +25,7 @@ PINS_DIR = f"{OWN_DIR}/pins"
 MAX_ID_BYTES = 200
 _MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
-_RESERVED_IDS = frozenset({INDEX_FILE, "timeline.jsonl"})
+_RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE})
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"

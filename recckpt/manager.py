@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from recckpt import layout, pins
+from recckpt.arguments import positive_int
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.group import together
 from recckpt.listing import Checkpoint, locate, newest_first
@@ -18,7 +19,7 @@ from recckpt.manifest import Manifest, Scalar
 from recckpt.plan_report import LoadPlan, LoadReport
 from recckpt.problems import Problems
 from recckpt.removal import until_whole
-from recckpt.saver import Saver, positive_int
+from recckpt.saver import Saver
 from recckpt.sources import Source, located_bank, open_files
 from recckpt.warm_start import Followed, followed
 

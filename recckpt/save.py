@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
-from recckpt import layout, rotation
+from recckpt import rotation, timeline
 from recckpt.commit import begin, commit, write_index
-from recckpt.dense.saver import save_state
 from recckpt.errors import (
     CommitNotDurableError,
     RecckptError,
@@ -24,40 +22,41 @@ from recckpt.fence import Fence
 from recckpt.group import Group, together
 from recckpt.intent import Intent
 from recckpt.listing import list_checkpoints
-from recckpt.manifest import FileEntry, Manifest, ShardEntry, TableEntry
+from recckpt.manifest import Manifest, TableEntry
 from recckpt.pins import pinned_ids
 from recckpt.progress import Progress
-from recckpt.sparse import catalog as catalogs
-from recckpt.sparse.catalog import Catalog
+from recckpt.shard_writer import ShardRecord, ShardWriter
 from recckpt.sparse.saver import SparseSaver
 from recckpt.stage import Staged
-from recckpt.storage import HashingSink, Storage
+from recckpt.storage import Storage
+from recckpt.timeline import SaveInfo
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class ShardRecord:
-    """What one rank wrote, for the manifest."""
+class Destination:
+    """Where saves of one output dir go, and who takes part.
 
-    save_id: str
-    shard: ShardEntry
-    tables: tuple[TableEntry, ...]
-    files: tuple[FileEntry, ...]
+    Attributes:
+        storage: the output dir.
+        fence: this writer's hold on it.
+        group: the ranks.
+        sparse_saver: writes the tables of this rank.
+        concurrency: threads that write; with one, a save makes none.
+        max_keep: how many checkpoints stay, None for all.
+    """
+
+    storage: Storage
+    fence: Fence
+    group: Group
+    sparse_saver: SparseSaver
+    concurrency: int
+    max_keep: int | None
 
 
-def save(
-    staged: Staged,
-    ckpt_id: str,
-    *,
-    storage: Storage,
-    fence: Fence,
-    group: Group,
-    sparse_saver: SparseSaver,
-    max_keep: int | None,
-    overwrite: bool = False,
-) -> Manifest:
+def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = False) -> Manifest:
     """Write and commit a checkpoint. Collective: all ranks return its manifest, or all raise alike.
 
     Raises:
@@ -66,18 +65,17 @@ def save(
         CommitNotDurableError: committed, but the storage failed before that was surely durable.
         WriterFencedError: another writer has taken the output dir over.
     """
+    ckpt_id, storage, fence, group = info.ckpt_id, to.storage, to.fence, to.group
     intent, seq = _on_rank_0(
         group, ckpt_id, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
     )
     try:
-        with Progress(f"saving {ckpt_id}", staged.sparse_bytes) as progress:
-            progress.n_rows = staged.n_rows
-            writer = _ShardWriter(intent, storage, group, sparse_saver)
-            records = _on_all_ranks(group, ckpt_id, lambda: writer.write(staged, progress))
+        records = _write(staged, info, to, intent)
+        with info.timed("commit"):
             record = _on_rank_0(
                 group,
                 ckpt_id,
-                lambda: _commit(_manifest(ckpt_id, intent, seq, staged, records), intent, storage, fence),
+                lambda: commit(storage, fence, intent.directory, _manifest(ckpt_id, intent, seq, staged, records)),
             )
     except (WriterFencedError, CommitNotDurableError):
         raise  # the directory is the new owner's to judge, or holds a checkpoint
@@ -85,9 +83,25 @@ def save(
         if group.rank == 0:
             rotation.abandon(storage, intent.directory)
         raise
+    info.time, info.n_bytes = record.time, record.n_bytes
     if group.rank == 0:
-        _tidy(storage, fence, max_keep)
+        _tidy(to, info)
     return record
+
+
+def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> list[ShardRecord]:
+    """Write the files of all ranks."""
+    group = to.group
+    with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
+        progress.n_rows = staged.n_rows
+        writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
+        records = _on_all_ranks(group, info.ckpt_id, lambda: writer.write(staged, progress))
+        seconds = [record.seconds for record in records]
+        info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
+        info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])
+    info.n_rows = sum(table.rows for record in records for table in record.tables)
+    info.kept_rows = sum(record.n_kept for record in records)
+    return records
 
 
 def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -> Staged:
@@ -109,54 +123,6 @@ def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -
         if reason is not None:
             raise SaveFailedError(ckpt_id, rank, reason)
     return staged
-
-
-@dataclass(frozen=True)
-class _ShardWriter:
-    """Writes all files of one rank."""
-
-    intent: Intent
-    storage: Storage
-    group: Group
-    sparse_saver: SparseSaver
-
-    def write(self, staged: Staged, progress: Progress) -> ShardRecord:
-        """Write dense beside sparse, and the catalog last."""
-        rank = self.group.rank
-        states = {layout.io_state(rank): staged.io_state, layout.rng(rank): staged.rng}
-        if rank == 0:
-            states |= {layout.MODEL: staged.dense, layout.EXTRA: staged.extra}
-        with ThreadPoolExecutor(1, thread_name_prefix="recckpt-dense") as pool:
-            dense = pool.submit(self._write_states, states)
-            catalog = self.sparse_saver.save(
-                staged.tables,
-                self.storage,
-                self.intent.directory,
-                save_id=self.intent.save_id,
-                shard=rank,
-                shards=self.group.size,
-                advance=progress.advance,
-            )
-            files = dense.result()
-        files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
-        files += [self._write_catalog(catalog)]
-        tables = tuple(TableEntry(t.name, t.n_rows, t.slots) for t in staged.tables)
-        return ShardRecord(self.intent.save_id, ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files))
-
-    def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
-        return [save_state(state, self.storage, self.intent.directory, name) for name, state in states.items()]
-
-    def _write_catalog(self, catalog: Catalog) -> FileEntry:
-        name = layout.catalog(self.group.rank, self.group.size)
-        with self.storage.create(layout.join(self.intent.directory, name)) as sink:
-            hashing = HashingSink(sink)
-            hashing.write(catalogs.encode(catalog))
-        return FileEntry(name, sink.n_bytes, hashing.xxh3)
-
-
-def _commit(record: Manifest, intent: Intent, storage: Storage, fence: Fence) -> Manifest:
-    commit(storage, fence, intent.directory, record)
-    return record
 
 
 def _manifest(ckpt_id: str, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:
@@ -195,20 +161,23 @@ def _tables_of_all(records: list[ShardRecord]) -> tuple[TableEntry, ...]:
     return tuple(tables.values())
 
 
-def _tidy(storage: Storage, fence: Fence, max_keep: int | None) -> None:
+def _tidy(to: Destination, info: SaveInfo) -> None:
     """Bring index file and directory up to date; the checkpoint is safe already, so a failure is a warning."""
+    storage, fence = to.storage, to.fence
     try:
-        listing = list_checkpoints(storage)
-        for directory, error in listing.damaged.items():
-            log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-        victims = rotation.expired(listing, max_keep, pinned_ids(storage))
-        for victim in victims:
+        with info.timed("rotate"):
+            listing = list_checkpoints(storage)
+            for directory, error in listing.damaged.items():
+                log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
+            victims = rotation.expired(listing, to.max_keep, pinned_ids(storage))
+            for victim in victims:
+                fence.check()
+                rotation.remove(storage, victim)
+            for left in rotation.leftovers(storage, listing, fence.epoch):
+                rotation.remove_leftover(storage, left.directory)
             fence.check()
-            rotation.remove(storage, victim)
-        for left in rotation.leftovers(storage, listing, fence.epoch):
-            rotation.remove_leftover(storage, left.directory)
-        fence.check()
-        write_index(storage, list_checkpoints(storage) if victims else listing)
+            write_index(storage, list_checkpoints(storage) if victims else listing)
+        timeline.append(storage, info)
     except OSError as error:
         log.warning("%s: could not bring the index file up to date: %s", storage.url, error)
     except WriterFencedError as error:  # the save itself counts; the next one will raise

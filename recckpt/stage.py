@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.dense.buffers import DenseBuffers, as_it_is
 from recckpt.dense.portable import portable
 from recckpt.io_state import Registry, dump_rng
 from recckpt.manifest import Scalar
 from recckpt.names import SPARSE_OPTIM
-from recckpt.sparse.source import TableSource, source_to_save
+from recckpt.sparse.source import TableSource, source_of, source_to_save
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 
 
@@ -45,6 +47,11 @@ class Staged:
         """Bytes of all rows, ids included."""
         return sum(t.n_rows * (8 + sum(slot.row_bytes for slot in t.slots)) for t in self.tables)
 
+    def close(self) -> None:
+        """Let go of the tables, so that training copies no rows aside any more."""
+        for table in self.tables:
+            table.close()
+
     @property
     def n_rows(self) -> int:
         """Rows of all tables."""
@@ -59,8 +66,20 @@ def stage(
     *,
     step: int | None,
     state: Mapping[str, Scalar] | None = None,
+    buffers: DenseBuffers | None = None,
 ) -> Staged:
     """Take the state of a model and its companions as it is now.
+
+    Of our tables a snapshot is taken, which goes on when they change.
+
+    Args:
+        model: any module.
+        sparse_optim: the optimizer of its tables.
+        extra: registered objects.
+        io_state: registered datasets.
+        step: global step, None where the caller counts none.
+        state: what readers without torch want to know.
+        buffers: where all other tensors are copied to; None where nothing changes before all is written.
 
     Raises:
         ValueError: two tables of one name, or a value that could not be loaded back safely; names it. Or a step that
@@ -70,20 +89,32 @@ def stage(
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step must be an int of at least 0 or None, found {step!r}")
     sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
-    extras = extra.dump()
-    if sparse_optim is not None:
-        extras[SPARSE_OPTIM] = portable("the sparse optimizer", sparse_optim.state_dict())
-    return Staged(
-        tables=[source_to_save(table, detached=False) for table in sparse.values()],
-        dense={name: portable(name, value) for name, value in dense.items()},
-        extra=extras,
-        io_state=io_state.dump(),
-        rng=dump_rng(),
-        step=step,
-        state={
-            name: _scalar(name, value) for name, value in {**_learning_rates(sparse_optim), **(state or {})}.items()
-        },
-    )
+    scalars = {**_learning_rates(sparse_optim), **(state or {})}
+    with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
+        extras = extra.dump(copy)
+        if sparse_optim is not None:
+            extras[SPARSE_OPTIM] = portable(
+                "the sparse optimizer", copy(("sparse optimizer",), sparse_optim.state_dict())
+            )
+        staged = Staged(
+            tables=[],
+            dense={name: portable(name, copy(("dense", name), value)) for name, value in dense.items()},
+            extra=extras,
+            io_state=io_state.dump(copy),
+            rng=dump_rng(),
+            step=step,
+            state={name: _scalar(name, value) for name, value in scalars.items()},
+        )
+    staged.tables.extend(source_to_save(table, detached=buffers is not None) for table in sparse.values())
+    return staged
+
+
+def estimated_bytes(model: nn.Module) -> int:
+    """Return about how many bytes a save of a model writes: its rows and its dense state."""
+    sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
+    sources = [source_of(table) for table in sparse.values()]
+    rows = sum(source.n_rows * (8 + sum(slot.row_bytes for slot in source.slots)) for source in sources)
+    return rows + sum(value.nbytes for value in dense.values() if isinstance(value, Tensor))
 
 
 def _scalar(name: Any, value: Any) -> Scalar:

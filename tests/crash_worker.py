@@ -8,49 +8,27 @@ import json
 import os
 import signal
 import sys
-from concurrent.futures import Future
 
 import torch
 from torch import nn
 
-import recckpt.background
 import recckpt.save
 from recckpt import CheckpointManager, SaveFailedError, Saver, rotation
+from recckpt.errors import CommitNotDurableError
 from recckpt.listing import list_checkpoints
 from recckpt.sparse import HashTable, SparseAdagrad
 
-SAVE_FAILED = 3  # exit code
-
-
-class Inline:
-    """An executor without threads, so that the k-th system call is the same one each time."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *rest):
-        return None
-
-    def submit(self, work, *args):
-        future = Future()
-        try:
-            future.set_result(work(*args))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
+SAVE_FAILED, NOT_DURABLE = 3, 4  # exit codes
 
 
 class Job:
     """A run whose whole state follows from its step."""
 
-    def __init__(self, url, max_keep):
+    def __init__(self, url, max_keep, concurrency=1):  # with one, a save makes no threads: its calls come in one order
         self.table = HashTable(4, name="t")
         self.top = nn.Linear(4, 1)
         optim = SparseAdagrad([self.table])
-        self.saver = Saver(nn.ModuleDict({"t": self.table, "top": self.top}), optim, url, max_keep=max_keep)
+        self.saver = Saver(nn.ModuleDict({"t": self.table, "top": self.top}), optim, url, max_keep, concurrency)
         self.manager = CheckpointManager(self.saver, 10**9)
 
     def advance(self):
@@ -75,22 +53,24 @@ class Job:
         )
 
 
-def save_in_child(url, max_keep, restore_step, plant):
-    job = Job(url, max_keep)
+def save_in_child(url, max_keep, restore_step, plant, threads):
+    job = Job(url, max_keep, 4 if threads else 1)
     job.manager.restore(restore_step)
     job.advance()
     if plant == "rotation before the commit":
         commit = recckpt.save.commit
 
-        def rotate_and_commit(storage, directory, record):
+        def rotate_and_commit(storage, fence, directory, record):
             for victim in list_checkpoints(storage).committed:
                 rotation.remove(storage, victim)
-            commit(storage, directory, record)
+            return commit(storage, fence, directory, record)
 
         recckpt.save.commit = rotate_and_commit
     os.kill(os.getpid(), signal.SIGSTOP)
     try:
         job.manager.save()
+    except CommitNotDurableError:
+        os._exit(NOT_DURABLE)
     except SaveFailedError:
         os._exit(SAVE_FAILED)
     os._exit(0)
@@ -98,8 +78,6 @@ def save_in_child(url, max_keep, restore_step, plant):
 
 def main():
     torch.set_num_threads(1)
-    threaded, recckpt.save.ThreadPoolExecutor = recckpt.save.ThreadPoolExecutor, Inline
-    recckpt.background.ThreadPoolExecutor = Inline
     warm = Job("memory://warm", 1)  # compiles what there is to compile
     warm.advance()
     warm.manager.save()
@@ -109,10 +87,7 @@ def main():
         pid = os.fork()
         if pid == 0:
             try:
-                order = json.loads(line)
-                if order.pop("threads"):
-                    recckpt.save.ThreadPoolExecutor = recckpt.background.ThreadPoolExecutor = threaded
-                save_in_child(**order)
+                save_in_child(**json.loads(line))
             finally:
                 os._exit(1)
         os.waitpid(pid, os.WUNTRACED)

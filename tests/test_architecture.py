@@ -13,14 +13,25 @@ ROOT = Path(__file__).parent.parent / "recckpt"
 # A file imports only from lines below its own. `recckpt`, `sparse` and `dense` are the doors of their packages, for
 # users: nobody inside goes through them.
 LINES = """
-    recckpt  __main__  sparse  dense
+    recckpt  __main__  sparse  dense  checkpointer
     cli
     cli.app
     cli.ls  cli.show  cli.rows  cli.verify  cli.salvage  cli.plan
     cli.outcome
+    checkpointer.builder
+    checkpointer.checkpointer
+    checkpointer.process  checkpointer.reader
+    checkpointer.child  checkpointer.stager  checkpointer.template
+    checkpointer.worker  checkpointer.values
+    checkpointer.writer  checkpointer.tree
+    checkpointer.pack
+    checkpointer.archive  checkpointer.barrier  checkpointer.save_future
+    checkpointer.arena  checkpointer.device_copy  checkpointer.failures  checkpointer.hook  checkpointer.rank
     manager
     saver
+    model_state  save_runner
     save  load  sparse.optim
+    shard_writer
     other_state  warm_start
     sparse_optim_state
     target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
@@ -28,13 +39,13 @@ LINES = """
     sparse.table  sparse.part_writer  sparse.remains  inventory  plan_report  fence
     load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
-    sparse.snapshot  epochs  intent  room  keep  when  storage.spool
+    sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.spool
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     storage.remote
     storage.upload  storage.ranged
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
-    progress  background  text  storage.base  dense.portable  dense.named_optimizer  dense.torch_pickle  sparse.buckets
+    progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle  sparse.buckets
     removal  sparse.optim.groups  storage.mapping  storage.retry
     types  errors  arguments  storage.faults
 """
@@ -59,6 +70,7 @@ TORCH_FREE = [
     "sparse.remains",
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
     *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
+    *("checkpointer", "checkpointer.worker", "checkpointer.writer"),
     *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.salvage", "cli.plan"),
 ]
 

@@ -116,7 +116,7 @@ def test_the_newest_checkpoints_are_kept_also_over_restarts(tmp_path, max_keep):
     assert set(checkpoints(tmp_path)) == set(kept)
     assert (tmp_path / "checkpoint").read_text().splitlines() == kept
     if max_keep is not None:
-        assert {path.name for path in tmp_path.iterdir()} == {*kept, "checkpoint", ".recckpt"}, (
+        assert {path.name for path in tmp_path.iterdir()} == {*kept, "checkpoint", ".recckpt", "timeline.jsonl"}, (
             "nothing is left of the others"
         )
 

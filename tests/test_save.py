@@ -15,7 +15,8 @@ from recckpt import SaveFailedError, Saver
 from recckpt.errors import CommitNotDurableError, StateMismatchError
 from recckpt.listing import list_checkpoints, newest
 from recckpt.manifest import ShardEntry, TableEntry
-from recckpt.save import ShardRecord, _tables_of_all
+from recckpt.save import _tables_of_all
+from recckpt.shard_writer import ShardRecord
 from recckpt.sparse import HashTable
 from recckpt.storage.local import LocalStorage, _LocalSink
 from recckpt.types import SlotSpec
@@ -29,6 +30,7 @@ def test_a_save_leaves_the_files_of_the_format_and_nothing_else(tmp_path):
         ".recckpt/owner/1.json",
         ".recckpt/owner/1.list.json",
         "checkpoint",
+        "timeline.jsonl",
         "ckpt_2",
         "ckpt_2/INTENT",
         "ckpt_2/extra.pt",

@@ -18,6 +18,8 @@ from recckpt.storage.faults import is_transient, os_error
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
+_jitter = random.Random()  # of its own: the global one is training's, whose course a retry must not change
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -39,7 +41,7 @@ class RetryPolicy:
 
     def wait_sec(self, n_failures: int) -> float:
         """Return how long to wait after so many failures in a row."""
-        return random.uniform(0, min(self.cap_sec, self.first_sec * 2.0 ** min(n_failures - 1, 60)))
+        return _jitter.uniform(0, min(self.cap_sec, self.first_sec * 2.0 ** min(n_failures - 1, 60)))
 
 
 class Retries:

@@ -1,0 +1,186 @@
+"""The state that is saved and loaded: a model, its sparse optimizer and what is registered beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recckpt import load as loading
+from recckpt.arguments import positive_int
+from recckpt.dense.named_optimizer import NamedOptimizer
+from recckpt.group import world_size
+from recckpt.inventory import list_inventory
+from recckpt.io_state import extra_registry, io_registry
+from recckpt.listing import locate, locate_path, newest, open_checkpoint
+from recckpt.load_conf import parse_load_conf
+from recckpt.plan_report import LoadPlan, LoadReport
+from recckpt.problems import Problems
+from recckpt.removal import until_whole
+from recckpt.sources import Source, located_bank
+from recckpt.sparse.optim.optimizer import SparseOptimizer
+from recckpt.split import split_sparse_dense_state_dict, unwrap
+from recckpt.storage import Storage, open_storage
+from recckpt.target import Target
+
+
+class ModelState:
+    """A model and its companions, and how checkpoints are loaded into them; :class:`recckpt.Saver` adds saving.
+
+    Raises:
+        ValueError: a number is not one, or two tables share a name.
+        OSError: the output dir cannot be written.
+    """
+
+    def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, output_dir: str, concurrency: int) -> None:
+        split_sparse_dense_state_dict(unwrap(model).state_dict())
+        self.model, self.sparse_optim = model, sparse_optim
+        self._concurrency = positive_int("concurrency", concurrency)
+        self._extra, self._io_state = extra_registry(self._named), io_registry()
+        self.storage: Storage = open_storage(str(output_dir))
+        self.storage.prepare()
+
+    @property
+    def output_dir(self) -> str:
+        """Where checkpoints go."""
+        return self.storage.url
+
+    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+        """Save an object beside the model, such as a dense optimizer or a scheduler.
+
+        Args:
+            name: unique name.
+            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value (see :meth:`get_extra_data`).
+
+        Raises:
+            ValueError: the name is taken, or the value could not be loaded back.
+        """
+        self._extra.add(name, obj)
+
+    def register_io_state(self, name: str, obj: Any) -> None:
+        """Save the position of a dataset, one state a shard.
+
+        Args:
+            name: unique name.
+            obj: has ``dump_io_state`` and ``load_io_state``, or ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ValueError: the name is taken, or the object has neither pair of methods.
+        """
+        self._io_state.add(name, obj)
+
+    def get_extra_data(self, name: str) -> Any:
+        """Return what is registered under a name: a plain value as it was last loaded, or the object.
+
+        A name that is not registered gives the state that was last loaded for it.
+
+        Raises:
+            KeyError: neither.
+        """
+        return self._extra.get(name)
+
+    def load(
+        self,
+        ckpt_path: str | None = None,
+        ckpt_id: str | None = None,
+        load_conf: Mapping[str, Any] | None = None,
+        shard_id: int = 0,
+        direct_path: bool = False,
+    ) -> LoadReport:
+        """Load a checkpoint into the model and what is registered.
+
+        Args:
+            ckpt_path: an output dir, or a checkpoint itself; None for the own output dir.
+            ckpt_id: which checkpoint in it; None for the newest.
+            load_conf: what to take: an entry of a bank without ``path``; None for everything.
+            shard_id: number of this rank, whose dataset positions are taken.
+            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            LoadConfError: ``load_conf`` asks for something that does not exist.
+            StateMismatchError: the state does not fit the model; nothing has been changed.
+            CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError: time and again its writer removed it before it was read.
+            PartlyLoadedError: reading failed when tables that had rows had been changed.
+        """
+        entry = parse_load_conf(load_conf)
+        if direct_path and (ckpt_path is None or ckpt_id is not None):
+            raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
+
+        def find() -> Source:
+            if direct_path:
+                storage, checkpoint = open_checkpoint(str(ckpt_path))
+            elif ckpt_id is not None:
+                storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
+                checkpoint = locate(storage, ckpt_id)
+            elif ckpt_path is not None:
+                storage, checkpoint = locate_path(str(ckpt_path))
+            else:
+                storage, checkpoint = self.storage, newest(self.storage)
+            return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
+
+        return until_whole(find, lambda source: self.load_sources([source], shard_id=shard_id))
+
+    def load_by_config(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadReport:
+        """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
+
+        Args:
+            bank: a list of entries, or one entry; see docs/warm-start.md.
+            shard_id: number of this rank.
+
+        Raises:
+            LoadConfError: keys, names or paths that do not exist; all of them.
+            StateMismatchError: state that does not fit the model; all of it. Nothing has been changed.
+            CheckpointNotFoundError: a path holds no committed checkpoint.
+            CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`load`.
+        """
+        entries = [bank] if isinstance(bank, Mapping) else bank
+        return until_whole(
+            lambda: located_bank(entries),
+            lambda found: self.load_sources(found[0], shard_id=shard_id, problems=found[1]),
+        )
+
+    def plan(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadPlan:
+        """Say what :meth:`load_by_config` would do; reads no rows and changes nothing.
+
+        Raises:
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
+        """
+        entries = [bank] if isinstance(bank, Mapping) else bank
+        return until_whole(
+            lambda: located_bank(entries), lambda found: loading.plan(self.target(shard_id), found[0], found[1])
+        )
+
+    def names(self) -> list[str]:
+        """Return the names that can be loaded, one a line with group, dtype and shape, for ``recckpt plan``."""
+        return list_inventory(self.target().inventory())
+
+    def load_sources(
+        self,
+        sources: Sequence[Source],
+        *,
+        shard_id: int = 0,
+        shard_num: int | None = None,
+        rng: bool = False,
+        problems: Problems | None = None,
+    ) -> LoadReport:
+        """Load from checkpoints that have been located; what every load and restore comes down to."""
+        target = self.target(shard_id, shard_num)
+        return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
+
+    def target(self, shard_id: int = 0, shard_num: int | None = None) -> Target:
+        """Return what a load fills."""
+        shards = world_size() if shard_num is None else shard_num
+        return Target(self.model, self.sparse_optim, self._extra, self._io_state, shard_id, shards)
+
+    def _named(self, obj: Any) -> Any:
+        """Return what stands for a registered object: dense optimizers keep their state by parameter name."""
+        is_sparse = obj is self.sparse_optim or isinstance(obj, SparseOptimizer)
+        if isinstance(obj, Optimizer) and not is_sparse:
+            return NamedOptimizer(obj, lambda: unwrap(self.model).named_parameters())
+        return obj

@@ -1,0 +1,99 @@
+"""All files of one rank: tables and dense state side by side, the catalog last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recckpt import layout
+from recckpt.background import run_all
+from recckpt.dense.saver import save_state
+from recckpt.group import Group
+from recckpt.intent import Intent
+from recckpt.manifest import FileEntry, ShardEntry, TableEntry
+from recckpt.progress import Progress
+from recckpt.sparse import catalog as catalogs
+from recckpt.sparse.catalog import Catalog
+from recckpt.sparse.saver import SparseSaver
+from recckpt.stage import Staged
+from recckpt.storage import HashingSink, Storage
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What one rank wrote.
+
+    Attributes:
+        save_id: the attempt that it wrote for.
+        shard: its catalog.
+        tables: its rows.
+        files: all its files.
+        seconds: how long it took.
+        n_kept: rows that were copied aside because training changed them meanwhile.
+    """
+
+    save_id: str
+    shard: ShardEntry
+    tables: tuple[TableEntry, ...]
+    files: tuple[FileEntry, ...]
+    seconds: float = 0.0
+    n_kept: int = 0
+
+
+class ShardWriter:
+    """Writes the files of one rank into the directory of an attempt."""
+
+    def __init__(
+        self, intent: Intent, storage: Storage, sparse_saver: SparseSaver, concurrency: int, group: Group
+    ) -> None:
+        self._intent, self._storage, self._sparse_saver = intent, storage, sparse_saver
+        self._concurrency = concurrency
+        self._rank, self._ranks = group.rank, group.size
+
+    def write(self, staged: Staged, progress: Progress) -> ShardRecord:
+        """Write dense beside sparse, and the catalog last.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        begin = time.perf_counter()
+        catalogs_written: list[Catalog] = []
+        files: list[FileEntry] = []
+        states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
+        if self._rank == 0:
+            states |= {layout.MODEL: staged.dense, layout.EXTRA: staged.extra}
+        pieces: list[Callable[[], None]] = [
+            lambda: files.extend(self._write_states(states)),
+            lambda: catalogs_written.append(self._write_tables(staged, progress)),
+        ]
+        run_all(lambda piece: piece(), pieces, self._concurrency)
+        [catalog] = catalogs_written
+        files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
+        files += [self._write_catalog(catalog)]
+        tables = tuple(TableEntry(t.name, t.n_rows, t.slots) for t in staged.tables)
+        shard = ShardEntry(files[-1].name, catalog.buckets)
+        n_kept = sum(table.n_kept for table in staged.tables)
+        return ShardRecord(self._intent.save_id, shard, tables, tuple(files), time.perf_counter() - begin, n_kept)
+
+    def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
+        return [save_state(state, self._storage, self._intent.directory, name) for name, state in states.items()]
+
+    def _write_tables(self, staged: Staged, progress: Progress) -> Catalog:
+        return self._sparse_saver.save(
+            staged.tables,
+            self._storage,
+            self._intent.directory,
+            save_id=self._intent.save_id,
+            shard=self._rank,
+            shards=self._ranks,
+            advance=progress.advance,
+        )
+
+    def _write_catalog(self, catalog: Catalog) -> FileEntry:
+        name = layout.catalog(self._rank, self._ranks)
+        with self._storage.create(layout.join(self._intent.directory, name)) as sink:
+            hashing = HashingSink(sink)
+            hashing.write(catalogs.encode(catalog))
+        return FileEntry(name, sink.n_bytes, hashing.xxh3)
