@@ -231,7 +231,7 @@ class Forge:
             for batch in batches:
                 writer.write_batch(batch)
         self.write(name, self.path(name).read_bytes())
-        self.edit_catalog(lambda values: _describe_batches(values, name, self.path(name).stat().st_size, batches))
+        self.edit_catalog(lambda values: _describe_batches(values, name, self.path(name).read_bytes(), batches))
         if rows:
             total = sum(batch.num_rows for batch in batches)
             self.edit_manifest(lambda values: values["tables"][0].update(rows=total))
@@ -243,14 +243,30 @@ def sealed(data: bytes) -> bytes:
     return body + b',\n  "manifest_xxh3": "%016x"\n}\n' % xxhash.xxh3_64_intdigest(body)
 
 
-def _describe_batches(values: dict[str, Any], name: str, n_bytes: int, batches: list[pa.RecordBatch]) -> None:
+def _describe_batches(values: dict[str, Any], name: str, data: bytes, batches: list[pa.RecordBatch]) -> None:
     part = next(part for part in values["parts"] if part["file"] == name)
-    part["bytes"] = n_bytes
+    part |= {"bytes": len(data), "frame": f"{_frame(data):016x}"}
     for entry, batch in zip(part["batches"], batches, strict=True):
         entry["rows"] = batch.num_rows
         for column in entry["xxh3"]:
             if column in batch.schema.names:
                 entry["xxh3"][column] = f"{_digest(batch.column(column)):016x}"
+
+
+def _frame(data: bytes) -> int:
+    """Return the checksum of all bytes of a part that are no column values."""
+    whole, frame, done = pa.py_buffer(data), xxhash.xxh3_64(), 0
+    with pa.ipc.open_file(whole) as reader:
+        for number in range(reader.num_record_batches):
+            for column in reader.get_batch(number).columns:
+                try:
+                    values = column_buffer(column)
+                except (AttributeError, ValueError, TypeError, NotImplementedError, pa.ArrowException):
+                    return 0  # no column of the format has such a type
+                frame.update(data[done : values.address - whole.address])
+                done = values.address - whole.address + values.size
+    frame.update(data[done:])
+    return frame.intdigest()
 
 
 def _digest(array: pa.Array) -> int:

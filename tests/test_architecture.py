@@ -46,7 +46,7 @@ LINES = """
     storage.upload  storage.ranged
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle  sparse.buckets
-    removal  sparse.optim.groups  storage.mapping  storage.retry
+    removal  sparse.messages  sparse.optim.groups  storage.mapping  storage.retry
     types  errors  arguments  storage.faults
 """
 
@@ -67,7 +67,7 @@ TORCH_FREE = [
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
     "sparse.row_filter",
-    "sparse.remains",
+    *("sparse.remains", "sparse.messages"),
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
     *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
     *("checkpointer", "checkpointer.worker", "checkpointer.writer"),

@@ -13,6 +13,7 @@ import xxhash
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.sparse.catalog import Part
+from recckpt.sparse.messages import Messages, check_message
 from recckpt.storage.held import Files
 from recckpt.types import SlotSpec
 
@@ -92,10 +93,12 @@ class _WatchedFile:
 
     def read(self, size: int = -1) -> bytes:
         try:
-            return self._file.read(size)
+            data = self._file.read(size)
         except OSError as error:
             self.error = error
             raise
+        check_message(data)
+        return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return self._file.seek(offset, whence)
@@ -145,6 +148,7 @@ class PartReader:
         self.mapped = mapped
         self._watched = None if mapped is not None else _WatchedFile(storage.open(self.path))
         source = pa.PythonFile(self._watched, "r") if mapped is None else pa.BufferReader(mapped)
+        self._messages: Messages | None = None
         self._arrow = self._opened(source, slots)
         self._names_checked = False
 
@@ -161,6 +165,8 @@ class PartReader:
     def unchecked(self, number: int) -> pa.RecordBatch:
         """Return a batch of the right number of rows whose values nobody has checked yet."""
         try:
+            if self._messages is not None:
+                self._messages.check_batch(number)
             found = self._arrow.get_batch(number)
             found.validate()
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -224,6 +230,9 @@ class PartReader:
                 options = pa.ipc.IpcReadOptions(included_fields=included)
                 source.seek(0)
                 reader = pa.ipc.open_file(source, options=options)
+            if self.mapped is not None:
+                self._messages = Messages(self.mapped)
+                self._messages.check_dictionaries()
         except (pa.ArrowException, OSError, ValueError) as error:
             self._raise_storage_error()
             raise self._corrupt("", f"no Arrow file ({error})", "an Arrow IPC file") from error

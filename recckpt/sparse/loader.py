@@ -6,10 +6,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
+from recckpt import layout
 from recckpt.background import run_all
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, PartlyLoadedError
 from recckpt.sparse.buckets import bucket_of
@@ -133,6 +135,7 @@ class _Pass:
             if load.with_rows == with_rows:
                 self._fillers.setdefault(load.entry.name, []).append(Filler(load))
         self._runs = list(_runs(checkpoint.parts, self._fillers))
+        self._whole_parts = [part for part in checkpoint.parts if all(map(self._wants, part.batches))]
 
     @property
     def every(self) -> list[Filler]:
@@ -159,7 +162,21 @@ class _Pass:
                 n_bytes += sum(array.nbytes for array in columns.values())
             return n_bytes
 
-        return sum(run_all(read, self._runs, self._checkpoint.storage.threads(concurrency)))
+        jobs = [partial(read, run) for run in self._runs]
+        jobs += [partial(self._check_frame, part) for part in self._whole_parts]  # last: they say less of what is wrong
+        return sum(run_all(lambda job: job(), jobs, self._checkpoint.storage.threads(concurrency)))
+
+    def _wants(self, batch: Batch) -> bool:
+        return any(filler.wants(batch) for filler in self._fillers.get(batch.table, ()))
+
+    def _check_frame(self, part: Part) -> int:
+        """Check what lies between the values of a part that is read as a whole, and return the bytes of values read."""
+        storage, directory = self._checkpoint.storage, self._checkpoint.directory
+        mapped = storage.map(layout.join(directory, part.file))
+        if mapped is not None and part.batches:  # without a map it would all have to be read again
+            slots = self._fillers[part.batches[0].table][0].load.entry.slots
+            PartReader(storage, directory, part, slots, mapped=mapped).check_frame()
+        return 0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import xxhash
 from recckpt.sparse.buckets import bucket_of
 from recckpt.sparse.catalog import Batch, Part
 from recckpt.sparse.codec import ID, ID_SPEC, TABLE, column_array, column_buffer, part_schema, slot_field
+from recckpt.sparse.messages import Messages, check_message
 from recckpt.types import SlotSpec
 
 _SCAN_BYTES = 64 << 20
@@ -91,6 +92,7 @@ def _opened(data: pa.Buffer, schema: pa.Schema) -> Any:
     expected = {field.name: field for field in schema}
     try:
         reader = pa.ipc.open_file(pa.BufferReader(data))
+        Messages(memoryview(data)).check_all()
         same = len(reader.schema) == len(schema) and {field.name: field for field in reader.schema} == expected
     except _UNREADABLE as error:
         return f"no Arrow file ({error})"
@@ -147,11 +149,12 @@ def _key(digests: Mapping[str, int], rows: int) -> tuple[object, ...]:
 def _messages(data: pa.Buffer, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Yield all that is a record batch of this schema, wherever in the file it lies."""
     end = 0
-    for begin in _message_offsets(data):
+    for begin, size in _message_offsets(data):
         if begin < end:
             continue
         source = pa.BufferReader(data.slice(begin))
         try:
+            check_message(memoryview(data)[begin : begin + 8 + size])
             message = pa.ipc.read_message(source)
             if message.type != "record batch":
                 continue
@@ -163,8 +166,8 @@ def _messages(data: pa.Buffer, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         end = begin + source.tell()
 
 
-def _message_offsets(data: pa.Buffer) -> Iterator[int]:
-    """Yield where a message may begin: with -1 and the size of its metadata, 8 bytes that lie on a multiple of 8."""
+def _message_offsets(data: pa.Buffer) -> Iterator[tuple[int, int]]:
+    """Yield where a message may begin, with -1 and the size of its metadata on a multiple of 8, and that size."""
     if data.size < 8:
         return
     words = np.frombuffer(data, "<i4", count=data.size // 8 * 2).reshape(-1, 2)
@@ -172,4 +175,4 @@ def _message_offsets(data: pa.Buffer) -> Iterator[int]:
     for first in range(0, len(words), step):
         mark, size = words[first : first + step].T
         begins = np.flatnonzero((mark == -1) & (size > 0) & (size <= _MAX_METADATA_BYTES) & (size % 8 == 0))
-        yield from (8 * (first + int(begin)) for begin in begins)
+        yield from ((8 * (first + int(begin)), int(size[begin])) for begin in begins)

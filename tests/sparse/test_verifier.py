@@ -1,12 +1,10 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-import xxhash
 from forge import Forge, filled, save_tables
 
 from recckpt.sparse import gen_slice, verifier
 from recckpt.sparse.buckets import bucket_of
-from recckpt.sparse.codec import column_buffer
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.verify import verify
@@ -22,30 +20,6 @@ def saved(url, *shards, **options):
 
 def two_tables():
     return [filled("user/1", range(-300, 300), slots={"sparse_m": (3,)}), filled("item", range(50))]
-
-
-def edit_part(forge, edit, **options):
-    """Change a part so that all of its checksums hold, that of its frame too."""
-    forge.edit_part(edit, **options)
-
-    def reframe(values):
-        for part in values["parts"]:
-            part["frame"] = frame_of(forge.path(part["file"]).read_bytes())
-
-    forge.edit_catalog(reframe)
-
-
-def frame_of(data):
-    """Return the checksum of all bytes of a part that are no column values."""
-    whole, frame, done = pa.py_buffer(data), xxhash.xxh3_64(), 0
-    with pa.ipc.open_file(whole) as reader:
-        for number in range(reader.num_record_batches):
-            for column in reader.get_batch(number).columns:
-                values = column_buffer(column)
-                frame.update(data[done : values.address - whole.address])
-                done = values.address - whole.address + values.size
-    frame.update(data[done:])
-    return frame.hexdigest()
 
 
 def with_ids(ids):
@@ -82,7 +56,7 @@ def test_shards_that_tile_the_ids_are_whole(tmp_path):
 
 
 def test_columns_in_another_order_are_whole(tmp_path):
-    edit_part(saved(tmp_path, two_tables()), lambda batch: batch.select(batch.schema.names[::-1]), rows=False)
+    saved(tmp_path, two_tables()).edit_part(lambda batch: batch.select(batch.schema.names[::-1]), rows=False)
     assert verify(str(tmp_path)) == []
 
 
@@ -101,7 +75,7 @@ def test_an_id_twice_in_a_shard_is_found_in_one_batch_and_between_two(tmp_path):
     row_bytes = 2 + 8 + 4
     for batch_bytes in (8 << 20, 20 * row_bytes):  # the second cut falls between the two
         forge = saved(tmp_path / str(batch_bytes), [filled("item", range(40), shape=1)], batch_bytes=batch_bytes)
-        edit_part(forge, with_ids(ids))
+        forge.edit_part(with_ids(ids))
         problems = verify(str(forge.directory))
         assert [p.found for p in problems if "twice" in p.found] == [f"id {ids[20]} twice"]
 
@@ -120,7 +94,7 @@ def two_parts(directory, monkeypatch, n_rows=40):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_an_id_twice_in_a_shard_is_found_between_two_parts(tmp_path, monkeypatch, threads):
     forge, (before, after) = two_parts(tmp_path, monkeypatch)
-    edit_part(forge, with_ids([before[-1], *after[1:]]), name=forge.parts[1], rows=False)
+    forge.edit_part(with_ids([before[-1], *after[1:]]), name=forge.parts[1], rows=False)
     problems = verify(str(tmp_path), threads=threads)
     assert [(p.file, p.found) for p in problems if "twice" in p.found] == [
         (f"ckpt_1/{forge.parts[1]}", f"id {before[-1]} twice")
@@ -138,7 +112,7 @@ def test_an_id_twice_over_parts_of_one_bucket_each_is_found(tmp_path, monkeypatc
         first = reader.get_batch(0).column("id").to_pylist()
     with pa.ipc.open_file(str(forge.path(forge.parts[2]))) as reader:
         last = reader.get_batch(0).column("id").to_pylist()
-    edit_part(forge, with_ids([first[0], *last[1:]]), name=forge.parts[2], rows=False)
+    forge.edit_part(with_ids([first[0], *last[1:]]), name=forge.parts[2], rows=False)
     assert [p.found for p in verify(str(tmp_path))] == [f"id {first[0]} twice"]
 
 
@@ -164,7 +138,7 @@ def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
 
 def test_an_id_of_another_bucket_than_the_catalog_says_is_found(tmp_path):
     forge = saved(tmp_path, [filled("item", [5])])
-    edit_part(forge, with_ids([6]))
+    forge.edit_part(with_ids([6]))
     problem = only(verify(str(tmp_path)))
     assert "buckets" in problem.found
     assert str(int(bucket_of(np.array([6]))[0])) in problem.found
@@ -173,7 +147,7 @@ def test_an_id_of_another_bucket_than_the_catalog_says_is_found(tmp_path):
 def test_rows_out_of_bucket_order_are_found(tmp_path):
     forge = saved(tmp_path, [filled("item", range(10))])
     ids = in_bucket_order(range(10))
-    edit_part(forge, with_ids([ids[0], ids[2], ids[1], *ids[3:]]))
+    forge.edit_part(with_ids([ids[0], ids[2], ids[1], *ids[3:]]))
     assert only(verify(str(tmp_path))).found == "rows out of bucket order"
 
 
@@ -185,7 +159,7 @@ def test_rows_under_the_name_of_another_table_are_found(tmp_path):
         other = pa.DictionaryArray.from_arrays(pa.array(1 - names.indices.to_numpy(), pa.int16()), names.dictionary)
         return batch.set_column(0, batch.schema.field("table"), other)
 
-    edit_part(forge, renamed, rows=False)
+    forge.edit_part(renamed, rows=False)
     assert [problem.found for problem in verify(str(tmp_path))] == ["rows of tables [1]", "rows of tables [0]"]
 
 
@@ -196,5 +170,5 @@ def test_another_dictionary_of_table_names_is_found(tmp_path):
         other = pa.DictionaryArray.from_arrays(batch.column("table").indices, pa.array(["z"]))
         return batch.set_column(0, batch.schema.field("table"), other)
 
-    edit_part(forge, renamed)
+    forge.edit_part(renamed)
     assert only(verify(str(tmp_path))).found == "the tables ['z']"
