@@ -36,7 +36,7 @@ LINES = """
     sparse_optim_state
     target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
     reader  verify  salvage  sources  commit  sparse.filler  sparse.source  sparse.optim.optimizer
-    sparse.table  sparse.part_writer  sparse.remains  inventory  plan_report  fence
+    sparse.table  sparse.part_writer  sparse.remains  inventory  checkup  plan_report  fence
     load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
     sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.spool
@@ -67,7 +67,7 @@ TORCH_FREE = [
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
     "sparse.row_filter",
-    *("sparse.remains", "sparse.messages"),
+    *("checkup", "sparse.remains", "sparse.messages"),
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
     *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
     *("checkpointer", "checkpointer.worker", "checkpointer.writer"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from recckpt import layout
 from recckpt.cli.outcome import Outcome, usage_checked
 from recckpt.text import count, escaped, grid, one_line, plural, size
-from recckpt.verify import Report, find_checkpoints, verify_checkpoints
+from recckpt.verify import Report, find_checkpoints, verify_found
 
 _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
 
@@ -15,16 +16,18 @@ _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
 def verify(args: argparse.Namespace) -> Outcome:
     """Check one checkpoint, or all of an output dir, and list all that is wrong."""
     with usage_checked():
-        storage, directories = find_checkpoints(args.path)
-    reports = sorted(verify_checkpoints(storage, directories, deep=args.deep, threads=args.threads), key=_age)
+        found = find_checkpoints(args.path)
+    url, reports = found.storage.url, sorted(verify_found(found, deep=args.deep, threads=args.threads), key=_age)
     damaged = [report for report in reports if report.problems]
     lines = grid(_HEAD, map(_row, reports), ("ROWS", "SIZE", "FILES"))
     for report in damaged:
         lines += ["", f"{escaped(report.directory)}:", *(f"  {one_line(str(p))}" for p in report.problems)]
-    found = sum(len(report.problems) for report in reports)
-    total = plural(len(reports), "checkpoint")
-    problems = [f"{storage.url}: found {plural(found, 'problem')} in {len(damaged)} of {total}"] if found else []
-    data = {"url": storage.url, "deep": args.deep, "checkpoints": [_data(report) for report in reports]}
+    n_problems = sum(len(report.problems) for report in reports)
+    places = [report.directory for report in reports if report.directory != layout.OWNER_DIR]
+    where = f"{len([r for r in damaged if r.directory in places])} of {plural(len(places), 'checkpoint')}"
+    where += f" and in {layout.OWNER_DIR}" if len(places) < len(reports) else ""
+    problems = [f"{url}: found {plural(n_problems, 'problem')} in {where}"] if n_problems else []
+    data = {"url": url, "deep": args.deep, "checkpoints": [_data(report) for report in reports]}
     return Outcome(data, lines, problems)
 
 

@@ -26,6 +26,14 @@ def test_all_problems_are_printed_and_counted(recckpt, tmp_path):
         assert sum(line[:1] == [file] or line[:1] == [f"{file}:"] for line in answer.lines) == 1
 
 
+def test_a_damaged_claim_is_counted_beside_the_checkpoints(recckpt, tmp_path):
+    Run(tmp_path).train(10)
+    flip_bit(tmp_path / ".recckpt/owner/1.list.json")
+    answer = recckpt("verify", tmp_path)
+    assert answer.err == f"recckpt: {tmp_path}: found 1 problem in 0 of 1 checkpoint and in .recckpt/owner\n"
+    assert answer.lines[2][0] == ".recckpt/owner"
+
+
 def test_json_has_each_problem_in_its_parts(recckpt, tmp_path):
     Run(tmp_path).train(10)
     (tmp_path / "ckpt_10" / "extra.pt").unlink()
