@@ -13,6 +13,7 @@ from recckpt import layout
 from recckpt.checked import read_checked
 from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.intent import read_intent
 from recckpt.listing import file_problems, read_manifest
 from recckpt.manifest import FileEntry, Manifest, TableEntry
 from recckpt.sparse import catalog as catalogs
@@ -51,6 +52,7 @@ class Checkup:
         except FormatVersionError as error:
             self.errors.append(newer(error))
         if self.manifest:
+            self.errors += self._foreign(self.manifest)
             self.errors += file_problems(storage, directory, self.manifest)
         elif not self.errors:
             self.errors.append(CorruptCheckpointError(path, "", found="no such file", expected="a manifest"))
@@ -92,6 +94,13 @@ class Checkup:
 
     def _catalogs(self) -> list[Catalog]:
         return [self._shards[number] for number in sorted(self._shards)]
+
+    def _foreign(self, manifest: Manifest) -> Errors:
+        """Check that the manifest is of the attempt that made the directory, where that can be told."""
+        intent = read_intent(self._storage, self.directory)
+        if intent is not None and intent.save_id != manifest.save_id:
+            path, expected = self._path(layout.MANIFEST), f"{intent.save_id}, as {layout.INTENT} says"
+            yield CorruptCheckpointError(path, "save_id", found=manifest.save_id, expected=expected)
 
     def _check_file(self, file: FileEntry, advance: Advance) -> Errors:
         path, digest = self._path(file.name), xxhash.xxh3_64()

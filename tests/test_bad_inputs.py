@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -100,58 +99,6 @@ def test_a_file_that_is_not_whole_is_corrupt(live, output_dir, forge, name, harm
         path.unlink()
         expected = CheckpointNotFoundError if name == "manifest.json" else CorruptCheckpointError
     refused(live, output_dir, expected)
-
-
-def flips(output_dir, forge, live, name, count, seed=0):
-    """Flip random bits of a file one at a time; each is found by the load, or else by ``verify``."""
-    path = forge.path(forge.parts[0] if name == "part" else name)
-    data = bytearray(path.read_bytes())
-    before, unseen = state_of(live), 0
-    for position in random.Random(seed).sample(range(len(data) * 8), min(count, len(data) * 8)):
-        data[position // 8] ^= 1 << position % 8
-        path.write_bytes(data)
-        data[position // 8] ^= 1 << position % 8
-        try:
-            live.manager.restore(10)
-        except CorruptCheckpointError as error:
-            assert error.path.startswith("ckpt_10/")  # noqa: PT017
-            assert state_of(live) == before
-        except FormatVersionError:
-            assert name == "manifest.json"  # the digit of the version
-        else:  # bytes that a load has no need of
-            assert name == "part"
-            unseen += 1
-            assert verify(str(output_dir))
-            path.write_bytes(data)
-            live = Run(output_dir, interval=1000, seed=5).train(3)
-            assert state_of(live) == before
-    path.write_bytes(data)
-    assert live.manager.restore(10) == 10
-    return unseen
-
-
-@pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
-def test_a_flipped_bit_is_found(live, output_dir, forge, name):
-    flips(output_dir, forge, live, name, 30 if name == "part" else 60)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
-def test_thousands_of_flipped_bits_are_found(live, output_dir, forge, name, seed):
-    flips(output_dir, forge, live, name, 250, seed)
-
-
-@pytest.mark.parametrize("name", ["part", *SMALL])
-def test_pages_of_zeros_and_files_of_an_older_checkpoint_are_found(live, output_dir, forge, name):
-    name = forge.parts[0] if name == "part" else name
-    data = forge.path(name).read_bytes()
-    older = Run(output_dir.parent / "other", interval=5).train(5)
-    for bad in (Path(older.saver.output_dir, "ckpt_5", name).read_bytes(), data[:-512] + bytes(512)):
-        forge.path(name).write_bytes(bad)
-        refused(live, output_dir)
-    forge.path(name).write_bytes(bytes(64) + data[64:])  # of a part, the load does not read its beginning
-    assert verify(str(output_dir))
 
 
 def test_files_that_nobody_lists_are_ignored(live, output_dir, forge):

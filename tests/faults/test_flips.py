@@ -1,0 +1,151 @@
+"""T7: damage of any kind to a file of any kind is found by verify and by restore, which takes the checkpoint before."""
+
+import logging
+import os
+import random
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from builders import Run, state_of
+from forge import Forge
+from forked import outcomes
+
+from recckpt.errors import FormatVersionError
+from recckpt.verify import verify
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
+FLIPS = 5000
+PAGE = 4096
+CATALOG = "sparse/00000-of-00001.json"
+PICKLED = ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt"]
+
+
+class Damaged:
+    """The newer of two checkpoints in all ways of being damaged, and a run that restores."""
+
+    def __init__(self, root):
+        Run(root, interval=5, max_keep=2).train(10)
+        self.root, self.newer, self.older = root, Forge(root / "ckpt_10"), Forge(root / "ckpt_5")
+        self.names = ["manifest.json", CATALOG, *self.newer.parts, *PICKLED]
+        self.whole = {name: self.newer.path(name).read_bytes() for name in self.names}
+        self.run = Run(root, interval=1000, seed=5)
+        assert self.run.manager.restore(5) == 5
+        self.state = state_of(self.run)
+        self.said = []
+
+    def flips(self, count, seed=0):
+        rng = random.Random(seed)
+        for number in range(count):
+            name = self.names[number % len(self.names)]
+            data = bytearray(self.whole[name])
+            bit = rng.randrange(8 * len(data))
+            data[bit // 8] ^= 1 << bit % 8
+            yield "flips", {name: bytes(data)}
+
+    def zero_pages(self):
+        for name, data in self.whole.items():
+            for begin in range(0, len(data), min(PAGE, -(-len(data) // 2))):
+                rest = data[begin + PAGE :]
+                yield "zero pages", {name: data[:begin] + bytes(len(data) - begin - len(rest)) + rest}
+
+    def cuts(self, seed=0):
+        rng = random.Random(seed)
+        for name, data in self.whole.items():
+            lengths = {0, 1, len(data) // 2, len(data) - 1, *(rng.randrange(len(data)) for _ in range(8))}
+            yield from (("truncations", {name: data[:length]}) for length in sorted(lengths))
+
+    def swaps(self):
+        for one, other in combinations(self.names, 2):
+            yield "swaps", {one: self.whole[other], other: self.whole[one]}
+
+    def stale(self):
+        for name in self.names:
+            yield "stale files", {name: self.older.path(name).read_bytes()}
+
+    def others(self):
+        """Return all faults but the flips, each of which changes something."""
+        found = [*self.zero_pages(), *self.cuts(), *self.swaps(), *self.stale()]
+        return [case for case in found if any(self.whole[name] != data for name, data in case[1].items())]
+
+    def put(self, files):
+        """Put files in the place of others, under new inodes: the old ones may be mapped."""
+        for name, data in {**self.whole, **files}.items():
+            path = self.newer.path(name)
+            if path.read_bytes() != data:
+                path.unlink()
+                path.write_bytes(data)
+
+    def look(self, case):
+        """Damage the newer checkpoint, verify and restore, and say in a word what came of it."""
+        _, files = case
+        self.put(files)
+        try:
+            return self.verified(files) or self.restored(files)
+        finally:
+            self.put({})
+
+    def verified(self, files):
+        named = {problem.file for problem in verify(str(self.root))}
+        return "" if named & {f"ckpt_10/{name}" for name in files} else f"UNSEEN by verify, which names {named}"
+
+    def restored(self, files):
+        said = []
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("recckpt").addHandler(handler)
+        try:
+            step = self.run.manager.restore()
+        except FormatVersionError:
+            return "version" if "manifest.json" in files else "WRONG version"
+        finally:
+            logging.getLogger("recckpt").removeHandler(handler)
+        if step != 5 or state_of(self.run) != self.state:
+            return f"UNSEEN by restore: step {step}"
+        (line,) = said  # one error that says it all
+        named = [name for name in files if f"ckpt_10/{name}" in line]
+        if files.keys() == {"manifest.json"}:  # of another checkpoint: the other files do not fit it
+            named = ["ckpt_10/" in line]
+        return "found" if named and " found " in line and ", expected " in line else f"SAID {line}"
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    return Damaged(tmp_path_factory.mktemp("flips") / "runs")
+
+
+def all_are_found(figures, damaged, cases):
+    found = outcomes(damaged.look, cases)
+    damaged.put({})
+    bad = [(kind, sorted(files), text) for (kind, files), text in zip(cases, found, strict=True) if text != "found"]
+    refused = [text for _, names, text in bad if text == "version" and names == ["manifest.json"]]
+    assert len(bad) == len(refused), bad[:5]
+    assert len(refused) <= 1 + len(cases) // 500, "a few bits of the manifest only are the number of its version"
+    counts = {kind.replace(" ", "_"): count for kind, count in Counter(kind for kind, _ in cases).items()}
+    figures.add("T7", **counts, found=len(cases), refused_by_version=len(refused), crashes=0)
+
+
+def test_a_whole_checkpoint_is_restored_without_an_error(damaged):
+    words = outcomes(damaged.look, [("nothing", {})] * 2)
+    assert [word.split(",")[0] for word in words] == ["UNSEEN by verify"] * 2
+    assert damaged.restored({}) == "UNSEEN by restore: step 10"
+
+
+def test_some_flipped_bits_are_found(figures, damaged):
+    all_are_found(figures, damaged, list(damaged.flips(64, seed=1)))
+
+
+def test_some_zeroed_pages_cuts_swaps_and_stale_files_are_found(figures, damaged):
+    others = damaged.others()
+    cases = [*others[:: len(others) // 40], *damaged.stale()]
+    all_are_found(figures, damaged, cases)
+
+
+@pytest.mark.slow
+def test_thousands_of_flipped_bits_are_found(figures, damaged):
+    all_are_found(figures, damaged, list(damaged.flips(FLIPS // SWEEP_STRIDE)))
+
+
+@pytest.mark.slow
+def test_all_zeroed_pages_cuts_swaps_and_stale_files_are_found(figures, damaged):
+    all_are_found(figures, damaged, damaged.others()[::SWEEP_STRIDE])
