@@ -1,0 +1,211 @@
+"""The writer process of a checkpointer: spawned once, kept warm, and spawned again when it has died."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import re
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from recckpt.checkpointer.barrier import Alone, Barrier
+from recckpt.checkpointer.child import Child, DiedError, rebuilt
+from recckpt.checkpointer.failures import PartlyCommittedError, RankFailedError, describe
+from recckpt.checkpointer.hook import WriterHook
+from recckpt.checkpointer.rank import RankInfo
+from recckpt.checkpointer.save_future import SaveFuture
+from recckpt.checkpointer.stager import StagedState
+from recckpt.checkpointer.worker import Setup
+from recckpt.checkpointer.writer import storage_at
+from recckpt.errors import SaveFailedError
+from recckpt.storage import open_storage
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointProcess:
+    """A process of its own that writes staged state, so that training shares neither its memory nor its lock.
+
+    It is spawned here and ready long before the first save. If it dies, what it was writing fails, and another one
+    is spawned. Not thread-safe.
+
+    Args:
+        rank_info: this rank.
+        barrier: where several ranks agree; this process waits there, in a thread.
+        commit_hook: called in the writer process; pickled, so defined in a module.
+        subprocess_init_fn: called first in every writer process, to set up what its hook needs; pickled as well.
+        subprocess_init_args: its arguments.
+        start_timeout_sec: how long a writer process may take to be ready.
+        close_timeout_sec: how long it may take to end, once nothing is left to write, before it is killed.
+
+    Raises:
+        ValueError: the hook or the function cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        *,
+        barrier: Barrier | None = None,
+        commit_hook: WriterHook | None = None,
+        subprocess_init_fn: Callable[..., object] | None = None,
+        subprocess_init_args: tuple[Any, ...] = (),
+        start_timeout_sec: float = 60.0,
+        close_timeout_sec: float = 60.0,
+    ) -> None:
+        self._rank_info, self._barrier = rank_info, barrier or Alone()
+        self._setup = sendable("the hook", Setup(rank_info, commit_hook, subprocess_init_fn, subprocess_init_args))
+        self._start_timeout_sec, self._close_timeout_sec = start_timeout_sec, close_timeout_sec
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="recckpt-write")
+        self._children = [Child(self._setup)]
+        self._end = weakref.finalize(self, _end_all, self._children, close_timeout_sec)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the writer process, if there is one."""
+        return self._children[0].pid if self._children else None
+
+    def begin(self) -> None:
+        """Begin a save. Every rank begins every save.
+
+        Raises:
+            RuntimeError: the process is closed.
+        """
+        if not self._end.alive:
+            raise RuntimeError("the checkpointer is closed; make a new one")
+        self._barrier.begin()
+
+    def refuse(self, reason: str) -> None:
+        """Tell the other ranks that this one has nothing to write in the save that has begun."""
+        self._barrier.refuse(reason)
+
+    def write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> SaveFuture:
+        """Write in the background what has been staged, in the save that has begun.
+
+        Args:
+            staged: the state, or a future of it.
+            url: as :func:`target_url` returns it.
+            kwargs: pickled, for the hook.
+        """
+        outcome = SaveFuture()
+        outcome.set_running_or_notify_cancel()  # what has begun cannot be cancelled
+
+        def work() -> None:
+            try:
+                self._write(staged, url, kwargs)
+            except BaseException as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(None)
+
+        self._threads.submit(work)
+        return outcome
+
+    def close(self) -> None:
+        """Wait for the write in flight, then let the process end."""
+        self._threads.shutdown()
+        self._end()
+
+    def _write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> None:
+        n_agreed = [0]
+        try:
+            child = self._begun(staged.result() if isinstance(staged, Future) else staged, url, kwargs)
+            self._follow(child, n_agreed)
+        except SaveFailedError:
+            raise  # of the writer, which has told the others
+        except BaseException as error:
+            self._barrier.refuse(describe(error))
+            if isinstance(error, DiedError):
+                self._clean_up(url)
+            failed = PartlyCommittedError if n_agreed[0] else SaveFailedError
+            raise failed(url, self._rank_info.global_rank, describe(error)) from error
+
+    def _begun(self, staged: StagedState, url: str, kwargs: bytes) -> Child:
+        """Return a writer process that has begun; one that died while it was idle costs nothing but time."""
+        for is_last in (False, True):
+            try:
+                child = self._running()
+                child.request(url, staged.pickle, staged.spans, staged.arena, kwargs)
+                return child
+            except DiedError as error:
+                if is_last:
+                    raise
+                _log.warning("%s before it began to write; starting another", error)
+        raise AssertionError("unreachable")
+
+    def _running(self) -> Child:
+        if not (self._children and self._children[0].is_running()):
+            self._respawn()
+        child = self._children[0]
+        try:
+            child.wait_ready(self._start_timeout_sec)
+        except Exception:
+            self._children.clear()
+            child.end(0)
+            raise
+        return child
+
+    def _respawn(self) -> None:
+        _end_all(self._children, 0)
+        self._children.append(Child(self._setup))
+
+    def _follow(self, child: Child, n_agreed: list[int]) -> None:
+        """Wait for the other ranks when the writer asks for that, until it is done."""
+        while True:
+            kind, value = child.receive()
+            if kind == "done":
+                return
+            if kind == "failed":
+                raise rebuilt(value)
+            if kind == "refuse":
+                self._barrier.refuse(value)
+                continue
+            try:
+                self._barrier.agree(last=value)
+            except RankFailedError as failure:
+                child.answer(failure)
+            else:
+                n_agreed[0] += 1
+                child.answer(None)
+
+    def _clean_up(self, url: str) -> None:
+        """Spawn another process at once, for the next save, and remove what the dead one left half written."""
+        with suppress(OSError):
+            self._respawn()
+        storage, left = open_storage(url), re.compile(re.escape(self._rank_info.file_name) + r"\.[0-9a-f]+\.tmp")
+        with suppress(OSError):
+            for name in filter(left.fullmatch, storage.list_files("")):
+                storage.remove(name)
+
+
+def target_url(path: str | os.PathLike[str]) -> str:
+    """Return where a writer process is to write.
+
+    Raises:
+        TypeError: it is no path.
+        ValueError: nothing can be saved there, or not by another process.
+    """
+    url = storage_at(path).url
+    if url.startswith("memory:"):
+        raise ValueError(f"{url}: what another process writes to its memory is lost; use a SyncCheckpointer for it")
+    return url
+
+
+def sendable(what: str, value: object) -> bytes:
+    """Return a value pickled for the writer process, or raise ValueError where it cannot be loaded there."""
+    try:
+        data = pickle.dumps(value, protocol=2)
+    except Exception as error:
+        raise ValueError(f"{what} cannot be sent to the writer process ({describe(error)})") from error
+    if b"c__main__\n" in data:
+        raise ValueError(f"{what} is defined in the script that runs; move it to a module for the writer process")
+    return data
+
+
+def _end_all(children: list[Child], timeout_sec: float) -> None:
+    while children:
+        children.pop().end(timeout_sec)

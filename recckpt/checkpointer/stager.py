@@ -1,0 +1,124 @@
+"""Take the state to be saved, so that training may change it: copied into shared memory that is kept between saves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recckpt.checkpointer.arena import Arena
+from recckpt.checkpointer.device_copy import DeviceCopier, Pinned
+from recckpt.checkpointer.pack import pack
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """State that nobody changes until it is written.
+
+    Attributes:
+        pickle: the state, in which tensors refer to pieces by number.
+        spans: (begin, size) in bytes of each piece in the arena.
+        arena: holds them.
+    """
+
+    pickle: bytes
+    spans: list[tuple[int, int]]
+    arena: Arena
+
+
+class CheckpointStager(ABC):
+    """Copies state away from training."""
+
+    @abstractmethod
+    def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
+        """Return a copy of the state as it is now, or a future of it.
+
+        The copy before may be overwritten: one is staged only after the one before has been written.
+
+        Args:
+            state_dict: as :meth:`Checkpointer.save` takes it.
+            kwargs: what was passed to ``save``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for copies that are under way, and free what is kept."""
+
+
+class SharedMemoryStager(CheckpointStager):
+    """Copies tensors into one block of shared memory that the writer process maps.
+
+    Tensors in the memory of this machine are copied before :meth:`stage` returns. Those on CUDA devices are copied
+    by the devices, behind what is enqueued and before what comes next on the current stream; the future tells when.
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = Arena()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._pinned: Pinned | None = None
+        self._devices = DeviceCopier()
+        self._waiter: ThreadPoolExecutor | None = None
+
+    def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
+        """Return a copy of the state; a future where it comes from a CUDA device.
+
+        Raises:
+            TypeError, ValueError: there is something in it that cannot be loaded back safely.
+            RuntimeError: the stager is closed.
+        """
+        if self._arena is None:
+            raise RuntimeError("the stager is closed; make a new one")
+        packed = pack(state_dict)
+        sizes = [piece.numel() for piece in packed.pieces]
+        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        begins = [0, *ends[:-1]] if ends else []
+        self._reserve(self._arena, ends[-1] if ends else 0)
+        staged = StagedState(packed.pickle, list(zip(begins, sizes, strict=True)), self._arena)
+        targets = [self._bytes[begin : begin + size] for begin, size in staged.spans]
+        return self._copy(list(zip(targets, packed.pieces, strict=True)), staged)
+
+    def close(self) -> None:
+        """Wait for the devices and let go of the memory; a write that still needs it keeps it."""
+        if self._waiter is not None:
+            self._waiter.shutdown()
+        self._unpin()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._arena = None
+
+    def _reserve(self, arena: Arena, n_bytes: int) -> None:
+        if n_bytes > arena.n_bytes:
+            self._unpin()
+            arena.reserve(n_bytes)
+            self._bytes = torch.frombuffer(arena.memory, dtype=torch.uint8)
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+
+    def _copy(self, copies: list[tuple[Tensor, Tensor]], staged: StagedState) -> StagedState | Future[StagedState]:
+        from_cuda = [(target, piece) for target, piece in copies if piece.is_cuda and piece.numel()]
+        if from_cuda and self._pinned is None:
+            self._pinned = Pinned(self._bytes)
+        wait = self._devices.start(from_cuda)
+        for target, piece in copies:
+            if not piece.is_cuda:
+                target.copy_(piece)
+        if not from_cuda:
+            return staged
+        self._waiter = self._waiter or ThreadPoolExecutor(1, thread_name_prefix="recckpt-stage")
+
+        def when_copied() -> StagedState:
+            wait()
+            return staged
+
+        return self._waiter.submit(when_copied)

@@ -1,0 +1,112 @@
+"""Write the file of one rank, and put it in place together with those of the others (no torch until it is needed)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from recckpt.checkpointer.archive import Contents, write_archive
+from recckpt.checkpointer.barrier import Alone, Barrier
+from recckpt.checkpointer.failures import PartlyCommittedError, RankFailedError, describe
+from recckpt.checkpointer.hook import WriterHook
+from recckpt.checkpointer.rank import RankInfo
+from recckpt.errors import SaveFailedError
+from recckpt.storage import Storage, open_storage
+
+
+class CheckpointWriter:
+    """Writes ``<path>/checkpoint_<rank>.pt``, whole or not at all.
+
+    The order of a save: bytes durable under another name, ``pre_commit``, all ranks agree, names put in place, all
+    ranks agree, ``post_commit``, all ranks agree.
+
+    Args:
+        rank_info: this rank.
+        barrier: where several ranks agree; there is nobody to wait for without one.
+        commit_hook: called before and after the commit.
+        proceed: called before every few megabytes; raises where the save is to be dropped.
+    """
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        *,
+        barrier: Barrier | None = None,
+        commit_hook: WriterHook | None = None,
+        proceed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rank_info, self._barrier, self._hook = rank_info, barrier or Alone(), commit_hook
+        self._proceed = proceed
+
+    def write(self, path: str | os.PathLike[str], state_dict: Mapping[str, Any], **kwargs: Any) -> None:
+        """Save a state dict. Collective where there is a barrier.
+
+        Args:
+            path: the directory of the checkpoint, or its URL.
+            state_dict: as :meth:`Checkpointer.save` takes it.
+            kwargs: passed to the hook.
+
+        Raises:
+            TypeError, ValueError: there is something in ``state_dict`` that cannot be loaded back safely.
+            SaveFailedError: writing failed, here or on another rank; the cause is chained.
+        """
+        from recckpt.checkpointer.pack import pack
+
+        self._barrier.begin()
+        try:
+            storage = storage_at(path)
+            contents = pack(state_dict).contents()
+        except BaseException as error:
+            self._barrier.refuse(describe(error))
+            raise
+        self.put(storage, contents, kwargs)
+
+    def put(self, storage: Storage, contents: Contents, kwargs: Mapping[str, Any]) -> None:
+        """Write ``contents`` in a save that has begun; as :meth:`write` does."""
+        url = storage.url
+        with self._told(url, SaveFailedError):
+            draft = storage.draft(self._rank_info.file_name)
+            try:
+                write_archive(draft, contents, self._proceed)
+                draft.seal()
+                if self._hook is not None:
+                    self._hook.pre_commit(url, **kwargs)
+                self._barrier.agree()
+            except BaseException:
+                draft.discard()
+                raise
+        with self._told(url, PartlyCommittedError):
+            with draft:
+                pass
+            self._barrier.agree()
+            if self._hook is not None:
+                self._hook.post_commit(url, **kwargs)
+            self._barrier.agree(last=True)
+
+    @contextmanager
+    def _told(self, url: str, failed: Callable[[str, int, str], SaveFailedError]) -> Iterator[None]:
+        """Tell the other ranks of an error, and raise theirs."""
+        try:
+            yield
+        except RankFailedError as error:
+            raise failed(url, error.rank, error.reason) from error.__cause__
+        except BaseException as error:
+            self._barrier.refuse(describe(error))
+            if not isinstance(error, Exception):
+                raise
+            raise failed(url, self._rank_info.global_rank, describe(error)) from error
+
+
+def storage_at(path: str | os.PathLike[str]) -> Storage:
+    """Return the storage whose root is the directory of a checkpoint.
+
+    Raises:
+        TypeError: it is no path; says so where it is the state.
+        ValueError: nothing can be saved there.
+    """
+    if not isinstance(path, str | os.PathLike):
+        hint = "; the state comes first and then the path" if isinstance(path, Mapping) else ""
+        raise TypeError(f"path is a directory or URL, found a {type(path).__name__}{hint}")
+    return open_storage(os.fspath(path))
