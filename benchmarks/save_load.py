@@ -5,6 +5,7 @@ the peers, and before each measured run a file of the same size is written and u
 touches for the first time is far slower than memory it reuses, and would otherwise be what is measured.
 
     python benchmarks/save_load.py --rows 4000000 --tmpfs /dev/shm --disk . --rounds 5
+    python benchmarks/save_load.py --no-checksum --rounds 9    # only what checksums cost
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checksums import compare_checksums
 from machine import describe_machine
 from measuring import report, report_peers, scratch, status_mib, timed, touch_memory, warm
 from peers import DIM, PEERS, State, model_of, unsynced
@@ -38,12 +40,16 @@ def main() -> None:
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--disk", type=Path, default=Path())
     parser.add_argument("--cases", nargs="*", default=["save", "disk", "load", "tables", "memory"])
+    parser.add_argument("--no-checksum", action="store_true", help="compare recckpt with itself without checksums")
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # one row count, in a process of its own
     args = parser.parse_args()
     if args.memory_of:
         print(json.dumps(memory_beyond_the_table(args.memory_of, args.tmpfs)))
         return
     report({"case": "machine", **describe_machine()})
+    if args.no_checksum:
+        compare_checksums(args.tmpfs, args.rows, args.rounds)
+        return
     cases: dict[str, Callable[[], None]] = {
         "save": lambda: compare_saves("save, tmpfs, no fsync", args.tmpfs, args.rows, args.rounds, sync=False),
         "disk": lambda: compare_saves("save, disk, fsync", args.disk, args.rows, args.rounds, sync=True),
