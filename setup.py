@@ -8,8 +8,12 @@ EXTRAS = {
     "s3": ["s3fs"],
     "gcs": ["gcsfs"],
     "azure": ["adlfs"],
+    "sftp": ["paramiko>=3"],
     "sql": ["polars"],
-    "test": ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "polars>=1.0"],
+    "test": [
+        *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
+        *("polars>=1.0", "s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3"),
+    ],
     "lint": ["ruff>=0.6", "mypy>=1.11"],
     "bench": ["safetensors>=0.4"],
 }

@@ -1,13 +1,18 @@
 """Fixtures that any test may ask for."""
 
 import json
+import sys
 from collections import Counter, defaultdict
 from itertools import count
+from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from fsspec.config import conf
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
+from servers.process import ServerProcess
 
 torch.set_num_threads(1)  # the tests' tensors are tiny: threads that wait for each other would cost the most
 settings.register_profile("untimed", deadline=None)  # machines are shared: a slow example is no failure
@@ -24,6 +29,26 @@ def memory_url():
     for name in [name for name in MemoryFileSystem.store if name.startswith(f"{root}/")]:
         del MemoryFileSystem.store[name]
     MemoryFileSystem.pseudo_dirs[:] = [name for name in MemoryFileSystem.pseudo_dirs if not name.startswith(root)]
+
+
+@pytest.fixture(scope="session")
+def s3_options():
+    """How fsspec reaches a server that speaks S3: moto's, in a process of its own."""
+    from aiobotocore.session import AioSession
+
+    server = ServerProcess([sys.executable, Path(__file__).parent / "servers" / "moto_s3.py"], r"on port (\d+)")
+    reach = {"endpoint_url": f"http://127.0.0.1:{server.said[1]}", "key": "tests", "secret": "tests"}
+    yield {**reach, "session": AioSession()}  # one for all, since each reads 5 MB of JSON
+    server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_options, monkeypatch):
+    """A URL of an empty prefix in a bucket of its own."""
+    monkeypatch.setitem(conf, "s3", s3_options)
+    bucket = f"bucket-{next(_numbers)}"
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    return f"s3://{bucket}/runs"
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -42,6 +42,7 @@ LINES = """
     sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.spool
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
+    storage.sftp
     storage.remote
     storage.upload  storage.ranged
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
@@ -62,7 +63,7 @@ LIBRARIES = {
 
 TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
-    *("storage.faults", "storage.ranged", "storage.remote", "storage.retry", "storage.upload"),
+    *("storage.faults", "storage.ranged", "storage.remote", "storage.retry", "storage.sftp", "storage.upload"),
     *("checked", "background", "progress", "reader", "verify", "salvage", "__main__", "commit", "rotation", "text"),
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),

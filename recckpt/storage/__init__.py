@@ -20,7 +20,12 @@ def open_storage(url: str) -> Storage:
         raise ValueError(f"an output dir is a path or URL, found {url!r}")
     if "://" not in url or url.startswith(("file://", "local://")):
         return LocalStorage(url.split("://", 1)[-1])
-    from recckpt.storage.objects import ObjectStorage  # fsspec takes as long to import as a small look-up
+    # fsspec takes as long to import as a small look-up
+    if url.startswith(("sftp://", "ssh://")):
+        from recckpt.storage.sftp import SftpStorage
+
+        return SftpStorage(url)
+    from recckpt.storage.objects import ObjectStorage
 
     return ObjectStorage(url)
 

@@ -6,7 +6,8 @@ import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +34,8 @@ class LocalStorage(Storage):
     def make_dir(self, name: str) -> None:
         """Make a directory exclusively; its parent's entry is durable afterwards."""
         path = self._root / name
-        path.mkdir()
+        with _doing("making a directory", path):
+            path.mkdir()
         _sync_dir(path.parent)
 
     def create(self, name: str) -> Sink:
@@ -47,9 +49,11 @@ class LocalStorage(Storage):
         path = self._root / name
         temporary = _write_beside(path, data)
         try:
-            os.link(temporary, path)
+            with _doing("linking", path):
+                os.link(temporary, path)
         finally:
-            temporary.unlink()
+            with _doing("removing", temporary):
+                temporary.unlink()
         _sync_dir(path.parent)
 
     def replace(self, name: str, data: bytes) -> None:
@@ -57,7 +61,8 @@ class LocalStorage(Storage):
         path = self._root / name
         temporary = _write_beside(path, data)
         try:
-            temporary.replace(path)
+            with _doing("renaming", path):
+                temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -102,27 +107,32 @@ class LocalStorage(Storage):
 
     def list_dirs(self) -> list[str]:
         """Return the directories of the root that are no links."""
-        if not self._root.is_dir():
+        try:
+            entries = os.scandir(self._root)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        found = (entry.name for entry in os.scandir(self._root) if entry.is_dir(follow_symlinks=False))
+        found = (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
         return sorted(name for name in found if name != "lost+found")  # of the file system; root alone may look inside
 
     def list_files(self, directory: str) -> list[str]:
         """Return all files below a directory; links are listed, never followed."""
         top = self._root / directory
         found = []
-        for base, dirs, names in os.walk(top, followlinks=False):
+        for base, dirs, names in os.walk(top, followlinks=False, onerror=_unless_missing):
             found += [Path(base, name) for name in (*names, *dirs) if name in names or Path(base, name).is_symlink()]
         return sorted(path.relative_to(top).as_posix() for path in found)
 
     def remove(self, name: str) -> None:
         """Unlink a name; what a link points to stays."""
-        (self._root / name).unlink(missing_ok=True)
+        path = self._root / name
+        with _doing("removing", path):
+            path.unlink(missing_ok=True)
 
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a tree of empty directories."""
         for base, _, _ in os.walk(self._root / name, topdown=False, followlinks=False):
-            Path(base).rmdir()
+            with _doing("removing", base):
+                Path(base).rmdir()
 
     def _inside(self, name: str) -> Path:
         """Return the path of a plain file; one that a link leads out of its checkpoint is not found."""
@@ -157,25 +167,29 @@ class LocalStorage(Storage):
 class _LocalSink(Sink):
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with _doing("creating", path):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         total = len(view)
-        while view:  # a write may be short
-            view = view[os.write(self._fd, view) :]
+        with _doing("writing", self._path):
+            while view:  # a write may be short
+                view = view[os.write(self._fd, view) :]
         self.n_bytes += total
         return total
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
-        try:
-            os.fsync(fd)  # once: after a failure the kernel reports the lost pages as clean
-            size = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+        with _doing("syncing", self._path):
+            try:
+                os.fsync(fd)  # once: after a failure the kernel reports the lost pages as clean
+                size = os.fstat(fd).st_size
+            finally:
+                os.close(fd)
         if size != self.n_bytes:
-            raise OSError(f"{self._path}: found {size} bytes after writing {self.n_bytes}; the disk may be full")
+            problem = f"found {size} bytes after writing {self.n_bytes}; the disk may be full"
+            raise OSError(errno.EIO, problem, str(self._path))
 
     def discard(self) -> None:
         fd, self._fd = self._fd, -1
@@ -197,7 +211,8 @@ class _LocalDraft(_LocalSink, Draft):
     def close(self) -> None:
         if self._fd >= 0:
             self.seal()
-        self._path.replace(self._target)
+        with _doing("renaming", self._target):
+            self._path.replace(self._target)
         _sync_dir(self._target.parent)
 
 
@@ -217,13 +232,31 @@ def _make_dirs(path: Path) -> None:
     """Make a directory and those it is in, each durable in its parent."""
     if not path.is_dir():
         _make_dirs(path.parent)
-        path.mkdir(exist_ok=True)
+        with _doing("making a directory", path):
+            path.mkdir(exist_ok=True)
         _sync_dir(path.parent)
 
 
 def _sync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _doing("syncing", path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _unless_missing(error: OSError) -> None:
+    """Raise an error of a walk: what cannot be listed is not what is not there."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+@contextmanager
+def _doing(operation: str, path: Path | str) -> Iterator[None]:
+    """Say in an error what was done to which path; calls on a descriptor know neither."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as error:
+        error.strerror, error.filename = f"{operation} failed: {error.strerror}", str(path)
+        raise

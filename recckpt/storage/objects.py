@@ -7,16 +7,17 @@ import logging
 import secrets
 from dataclasses import replace
 from io import BytesIO
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from recckpt.storage.base import Draft, Sink
 from recckpt.storage.faults import TryAgainError, is_conflict
 from recckpt.storage.remote import RemoteStorage
-from recckpt.storage.upload import Upload, UploadDraft
+from recckpt.storage.upload import Put, Upload, UploadDraft
 
 log = logging.getLogger("recckpt")
+_UploadT = TypeVar("_UploadT", bound=Upload)
 
 _PREPARE_SEC = 60.0  # a wrong address is better known soon
 
@@ -60,13 +61,11 @@ class ObjectStorage(RemoteStorage):
 
     def create(self, name: str) -> Sink:
         """Open an upload that is published when it closes."""
-        if self._exists(name):
-            raise FileExistsError(errno.EEXIST, "creating failed: exists already", self._url(name))
-        return Upload(self._fs, self._path(name), self._retries(name), in_one=self._in_one, repeats=self._is_s3)
+        return self._upload(Upload, name, lambda data: self._put(name, data))
 
     def draft(self, name: str) -> Draft:
         """Open an upload that is published when it closes."""
-        return UploadDraft(self._fs, self._path(name), self._retries(name), in_one=self._in_one, repeats=self._is_s3)
+        return self._upload(UploadDraft, name, lambda data: self._fs.pipe_file(self._path(name), data))
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         """Put one small object; who wins a race is decided by reading it back, so no two writers put the same bytes."""
@@ -100,9 +99,9 @@ class ObjectStorage(RemoteStorage):
         if left:
             raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self._url(name))
 
-    @property
-    def _in_one(self) -> bool:
-        return isinstance(self._fs, MemoryFileSystem)
+    def _upload(self, kind: type[_UploadT], name: str, put: Put) -> _UploadT:
+        in_one = isinstance(self._fs, MemoryFileSystem)  # a file of it is published when it is opened
+        return kind(self._fs, self._path(name), self._retries(name), put, in_one=in_one, repeats=self._is_s3)
 
     def _open(self, name: str) -> BinaryIO:
         file = super()._open(name)
@@ -147,10 +146,3 @@ class ObjectStorage(RemoteStorage):
             return bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self.size(name)
-        except FileNotFoundError:
-            return False
-        return True

@@ -15,7 +15,7 @@ class RangedFile(io.RawIOBase):
     def __init__(self, opened: Callable[[], BinaryIO], retries: Retries) -> None:
         self._opened, self._retries, self._at = opened, retries, 0
         self._file: BinaryIO | None = retries.call("opening", opened)
-        self._size = self._file.seek(0, io.SEEK_END)
+        self._size = retries.call("looking up", self._end)
 
     def readable(self) -> bool:
         """Say yes."""
@@ -59,6 +59,11 @@ class RangedFile(io.RawIOBase):
         if not self.closed and self._file is not None:
             self._file.close()
         super().close()
+
+    def _end(self) -> int:
+        file = self._file = self._file or self._opened()
+        file.seek(0, io.SEEK_END)
+        return file.tell()
 
     def _read(self, size: int) -> bytes:
         file, self._file = self._file or self._opened(), None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 import fsspec
 
@@ -25,12 +25,14 @@ class RemoteStorage(Storage):
         policy: how often to try again; what is read and written from then on follows it.
     """
 
+    fs_options: ClassVar[Mapping[str, Any]] = {"use_listings_cache": False}  # others write too
+
     def __init__(self, url: str) -> None:
         protocol, separator, path = url.partition("://")
         super().__init__(f"{protocol}{separator}{path.rstrip('/')}")
         self.policy = RetryPolicy()
-        try:  # no caches: what another process writes must be seen
-            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **self.fs_options)
         except ImportError as error:
             raise ValueError(f"{url}: {error}; install the extra for it, such as recckpt[s3]") from error
         except ValueError:
@@ -74,6 +76,8 @@ class RemoteStorage(Storage):
 
     def _open(self, name: str) -> BinaryIO:
         file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
+        if (getattr(file, "details", None) or {}).get("type") == "directory":
+            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self._url(name))
         return cast(BinaryIO, file)
 
     def _call(self, operation: str, name: str, work: Callable[[], _T]) -> _T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +12,7 @@ from fsspec.spec import AbstractBufferedFile
 from recckpt.storage.base import Draft, Sink
 from recckpt.storage.retry import Retries
 
+Put = Callable[[bytes], None]
 BLOCK_BYTES = 16 << 20  # S3 takes 10,000 parts of 5 MiB or more
 
 
@@ -20,13 +23,14 @@ class Upload(Sink):
         fs: the fsspec file system.
         path: of the object, as ``fs`` knows it.
         retries: of this object.
+        put: sends a small object in one request; FileExistsError where there is another one.
         in_one: send even a large object in one request, since ``fs`` cannot hold back a file that it has opened.
         repeats: whether ``fs`` sends a part once more when asked to, and publishes none before ``commit``. Others try
             again by themselves, or not at all.
     """
 
-    def __init__(self, fs: Any, path: str, retries: Retries, *, in_one: bool, repeats: bool) -> None:
-        self._fs, self._path, self._retries = fs, path, retries
+    def __init__(self, fs: Any, path: str, retries: Retries, put: Put, *, in_one: bool, repeats: bool) -> None:
+        self._fs, self._path, self._retries, self._put = fs, path, retries, put
         self._in_one, self._repeats = in_one, repeats
         self._held = bytearray()  # what is not yet in a part
         self._file: Any = None
@@ -51,7 +55,11 @@ class Upload(Sink):
         if self._file is None:
             data = bytes(self._held)
             self._may_be_seen = True
-            self._retries.call("writing", lambda: self._fs.pipe_file(self._path, data))
+            try:
+                self._retries.call("writing", lambda: self._put(data))
+            except FileExistsError:
+                self._may_be_seen = False
+                raise
         else:
             self._may_be_seen = True
             self._retries.call("publishing", self._publish, again=self._repeats)
@@ -81,6 +89,8 @@ class Upload(Sink):
                 file.close()
 
     def _open(self) -> Any:
+        if self._is_taken():
+            raise FileExistsError(errno.EEXIST, "exists already", self._retries.url)
         file = self._fs.open(self._path, "wb", block_size=BLOCK_BYTES, autocommit=False)
         with suppress(AttributeError, ValueError):
             self._fs.transaction.files.remove(file)  # would keep it for ever
@@ -126,6 +136,12 @@ class Upload(Sink):
             if not self._is_there():  # an answer that got lost, and then "no such upload" for the second try
                 raise
 
+    def _is_taken(self) -> bool:
+        try:
+            return self._size() >= 0
+        except FileNotFoundError:
+            return False
+
     def _is_there(self) -> bool:
         try:
             return self._size() == self.n_bytes
@@ -148,6 +164,9 @@ class UploadDraft(Upload, Draft):
         """Give the parts up; what is there may be the older object."""
         self._may_be_seen = False
         super().discard()
+
+    def _is_taken(self) -> bool:
+        return False
 
     def _is_there(self) -> bool:
         return False  # what has this size may be the older object

@@ -21,6 +21,12 @@ def write(storage, name, data=b"data"):
         sink.write(data)
 
 
+def test_names_may_hold_control_characters(storage):
+    write(storage, "d/a\tb\n")
+    assert storage.list_files("d") == ["a\tb\n"]
+    assert storage.read("d/a\tb\n", 10) == b"data"
+
+
 @pytest.fixture
 def synced(monkeypatch):
     """The paths that were given to fsync."""

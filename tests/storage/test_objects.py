@@ -158,7 +158,7 @@ def test_a_write_that_the_network_spoils_is_made_again(storage, monkeypatch):
 
 def test_a_file_that_has_not_the_size_that_was_written_is_an_error_and_is_removed(storage, monkeypatch):
     put = storage._fs.pipe_file
-    monkeypatch.setattr(storage._fs, "pipe_file", lambda path, data: put(path, data[:-1]))
+    monkeypatch.setattr(storage._fs, "pipe_file", lambda path, data, mode: put(path, data[:-1], mode=mode))
 
     def write():
         with storage.create("d/x") as sink:

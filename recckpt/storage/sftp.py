@@ -1,0 +1,277 @@
+"""Directories of an SSH server: exclusive creation and renames as on a local file system.
+
+Needs a server such as OpenSSH's: its rename refuses to overwrite, its ``posix-rename@openssh.com`` overwrites at once,
+and its ``fsync@openssh.com`` makes a file durable. Directories cannot be synced over this protocol.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from threading import RLock
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
+
+from recckpt.storage.base import Draft, Sink
+from recckpt.storage.remote import RemoteStorage
+from recckpt.storage.retry import Retries, RetryPolicy
+
+_EXTENDED = 200  # SSH_FXP_EXTENDED of the protocol
+_T = TypeVar("_T")
+
+
+class SftpStorage(RemoteStorage):
+    """Files below a directory of an SSH server, over one connection, one request at a time."""
+
+    fs_options: ClassVar[Mapping[str, Any]] = {}  # this backend keeps no listings, and would pass options on to SSH
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._root = self._fs._strip_protocol(self.url).rstrip("/")
+        _send_at_once(self._fs)
+        self._lock = RLock()  # paramiko gives an answer to whoever waits, not to whoever asked
+
+    def prepare(self) -> None:
+        """Make the root, and check that files can be written to it and that the first of two gets a name."""
+        self._make_dirs(self._root, "/")
+        probe = f".probe-{secrets.token_hex(8)}.tmp"
+        try:
+            self.put_if_absent(probe, b"first")
+            with suppress(FileExistsError):
+                self.put_if_absent(probe, b"second")
+                raise OSError(errno.ENOTSUP, "this server's rename overwrites; use one such as OpenSSH's", self.url)
+        finally:
+            self.remove(probe)
+
+    def make_dir(self, name: str) -> None:
+        """Make a directory exclusively."""
+        self._call("making a directory", name, lambda: self._mkdir(self._path(name)))
+
+    def create(self, name: str) -> Sink:
+        """Open a new file, making the directory it is in."""
+        path = self._path(name)
+        self._make_dirs(path.rpartition("/")[0], self._root)
+        return _SftpSink(self._fs, path, self._retries(name))
+
+    def draft(self, name: str) -> Draft:
+        """Open a temporary file beside the older one, making the directory it is in."""
+        path = self._path(name)
+        self._make_dirs(path.rpartition("/")[0], self._root)
+        return _SftpDraft(self._fs, path, self._retries(name))
+
+    def put_if_absent(self, name: str, data: bytes) -> None:
+        """Rename a finished file to its name, which fails where the name is taken."""
+        path, temporary = self._path(name), self._write_beside(name, data)
+
+        def put() -> None:
+            try:
+                self._fs.ftp.rename(temporary, path)
+            except Exception as error:
+                if not _is_there(self._fs, path):
+                    raise
+                with self._fs.ftp.open(path) as file:
+                    if file.read() != data:
+                        raise FileExistsError(errno.EEXIST, "exists already", path) from error
+
+        try:
+            self._call("putting", name, put)
+        finally:
+            with suppress(OSError):  # renamed, as a rule
+                self._call("removing", name, lambda: self._fs.ftp.remove(temporary))
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Rename a finished file over its name."""
+        temporary = self._write_beside(name, data)
+        self._call("replacing", name, lambda: self._fs.ftp.posix_rename(temporary, self._path(name)))
+
+    def sync_dir(self, name: str) -> None:
+        """Do nothing: the protocol has no such thing, so entries are as durable as the server makes them."""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a plain file; links are not followed."""
+        return self._call("looking up", name, lambda: _file_size(self._fs, self._path(name)))
+
+    def list_dirs(self) -> list[str]:
+        """Return the directories of the root that are no links."""
+        return sorted(name for name, is_dir in self._entries("") if is_dir and name != "lost+found")
+
+    def list_files(self, directory: str) -> list[str]:
+        """Return all files below a directory; links are listed, never followed."""
+        return sorted(name for name, is_dir in self._walk(directory) if not is_dir)
+
+    def remove(self, name: str) -> None:
+        """Unlink a name."""
+        with suppress(FileNotFoundError):
+            self._call("removing", name, lambda: self._fs.ftp.remove(self._path(name)))
+
+    def remove_empty_dirs(self, name: str) -> None:
+        """Remove a tree of empty directories."""
+        found = list(self._walk(name))
+        left = next((path for path, is_dir in found if not is_dir), None)
+        if left is not None:
+            raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left}", self._url(name))
+        for path in [*(f"{self._path(name)}/{path}" for path, _ in reversed(found)), self._path(name)]:
+            with suppress(FileNotFoundError):
+                self._call("removing", name, partial(self._fs.ftp.rmdir, path))
+
+    def threads(self, asked: int) -> int:
+        """Return 1: there is one connection."""
+        return 1
+
+    def _open(self, name: str) -> BinaryIO:
+        _file_size(self._fs, self._path(name))
+        return cast(BinaryIO, self._fs.ftp.open(self._path(name)))
+
+    def _retries(self, name: str) -> Retries:
+        return _OneAtATime(self.policy, self._url(name), self._lock, self._fs)
+
+    def _walk(self, directory: str) -> Iterator[tuple[str, bool]]:
+        """Yield what is below a directory, each directory before what is in it."""
+        for name, is_dir in self._entries(directory):
+            yield name, is_dir
+            if is_dir:
+                below = self._walk(f"{directory}/{name}" if directory else name)
+                yield from ((f"{name}/{inner}", inner_is_dir) for inner, inner_is_dir in below)
+
+    def _entries(self, directory: str) -> list[tuple[str, bool]]:
+        try:
+            found = self._call("listing", directory, lambda: self._fs.ftp.listdir_attr(self._path(directory)))
+        except FileNotFoundError:
+            return []
+        return [(entry.filename, stat.S_ISDIR(entry.st_mode)) for entry in found]
+
+    def _make_dirs(self, path: str, top: str) -> None:
+        """Make the directories on the way from ``top`` to ``path``."""
+        missing = []
+        while len(path) > len(top) and not self._call("looking up", "", partial(_is_there, self._fs, path)):
+            missing.append(path)
+            path = path.rpartition("/")[0] or "/"
+        for made in reversed(missing):
+            with suppress(FileExistsError):
+                self._call("making a directory", "", partial(self._mkdir, made))
+
+    def _mkdir(self, path: str) -> None:
+        with _taken(self._fs, path):
+            self._fs.ftp.mkdir(path)
+
+    def _write_beside(self, name: str, data: bytes) -> str:
+        path = _temporary(self._path(name))
+        with _SftpSink(self._fs, path, self._retries(name)) as sink:
+            sink.write(data)
+        return path
+
+
+class _OneAtATime(Retries):
+    """Attempts that wait for each other, and connect again where the connection was lost."""
+
+    def __init__(self, policy: RetryPolicy, url: str, lock: RLock, fs: Any) -> None:
+        super().__init__(policy, url)
+        self._lock, self._fs = lock, fs
+
+    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
+        def locked() -> _T:
+            with self._lock:
+                transport = self._fs.client.get_transport()
+                if again and not (transport and transport.is_active()):
+                    self._fs._connect()
+                    _send_at_once(self._fs)
+                return work()
+
+        return super().call(operation, locked, again=again)
+
+
+class _SftpSink(Sink):
+    """A file under its final name; one that is cut off is not gone on with."""
+
+    def __init__(self, fs: Any, path: str, retries: Retries) -> None:
+        self._fs, self._path, self._retries = fs, path, retries
+        self._file = retries.call("creating", self._open)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._retries.call("writing", lambda: self._file.write(view), again=False)
+        self.n_bytes += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        self._retries.call("syncing", self._finish, again=False)
+
+    def discard(self) -> None:
+        file, self._file = self._file, None
+        with suppress(Exception):  # the error that led here is the one to report
+            self._retries.call("closing", file.close, again=False)
+        with suppress(Exception):  # a leftover has no manifest
+            self._retries.call("removing", lambda: self._fs.ftp.remove(self._path), again=False)
+
+    def _open(self) -> Any:
+        with _taken(self._fs, self._path):
+            return self._fs.ftp.open(self._path, "wx", bufsize=0)
+
+    def _finish(self) -> None:
+        file, self._file = self._file, None
+        try:
+            self._fs.ftp._request(_EXTENDED, "fsync@openssh.com", file.handle)
+        finally:
+            file.close()
+        size = _file_size(self._fs, self._path)
+        if size != self.n_bytes:
+            raise OSError(errno.EIO, f"found {size} bytes after writing {self.n_bytes}")
+
+
+class _SftpDraft(_SftpSink, Draft):
+    """A temporary file that is renamed over the older one."""
+
+    def __init__(self, fs: Any, path: str, retries: Retries) -> None:
+        super().__init__(fs, _temporary(path), retries)
+        self._target = path
+
+    def seal(self) -> None:
+        super().close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.seal()
+        self._retries.call("replacing", lambda: self._fs.ftp.posix_rename(self._path, self._target))
+
+
+class _taken:  # noqa: N801  # reads as a statement
+    """Tells by a look what the protocol calls just "Failure"."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError) and error.errno is None and _is_there(self._fs, self._path):
+            raise FileExistsError(errno.EEXIST, "exists already", self._path) from error
+
+
+def _send_at_once(fs: Any) -> None:
+    """Each request waits for the answer to the one before: Nagle's algorithm would delay every one of them."""
+    with suppress(AttributeError):  # a proxy command is no socket
+        fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _is_there(fs: Any, path: str) -> bool:
+    try:
+        fs.ftp.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _file_size(fs: Any, path: str) -> int:
+    found = fs.ftp.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "not a plain file", path)
+    return int(found.st_size)
+
+
+def _temporary(path: str) -> str:
+    return f"{path}.{secrets.token_hex(8)}.tmp"

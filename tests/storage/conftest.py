@@ -1,0 +1,50 @@
+"""Servers that the contract of storages is held against, where this machine has them."""
+
+from itertools import count
+
+import fsspec
+import pytest
+from fsspec.config import conf
+from servers import azurite, openssh
+
+_numbers = count()
+
+
+@pytest.fixture(scope="session")
+def sftp_options(tmp_path_factory):
+    """How fsspec reaches an SSH server."""
+    pytest.importorskip("paramiko", reason="SFTP WAS NOT TESTED: paramiko is not installed (recckpt[sftp])")
+    started = openssh.start(tmp_path_factory.mktemp("sshd"))
+    if started is None:
+        pytest.skip("SFTP WAS NOT TESTED: there is no sshd (openssh-server)")
+    server, options = started
+    yield options
+    server.stop()
+
+
+@pytest.fixture
+def sftp_url(sftp_options, tmp_path, monkeypatch):
+    """A URL of an empty directory on an SSH server."""
+    monkeypatch.setitem(conf, "sftp", sftp_options)
+    return f"sftp://127.0.0.1{tmp_path}/runs"
+
+
+@pytest.fixture(scope="session")
+def azure_options(tmp_path_factory):
+    """How fsspec reaches an emulator of Azure's blobs."""
+    pytest.importorskip("adlfs", reason="AZURE WAS NOT TESTED: adlfs is not installed (recckpt[azure])")
+    started = azurite.start(tmp_path_factory.mktemp("azurite"))
+    if started is None:
+        pytest.skip("AZURE WAS NOT TESTED: there is no azurite-blob (npm install -g azurite)")
+    server, options = started
+    yield options
+    server.stop()
+
+
+@pytest.fixture
+def azure_url(azure_options, monkeypatch):
+    """A URL of an empty prefix in a container of its own."""
+    monkeypatch.setitem(conf, "abfs", azure_options)
+    container = f"container-{next(_numbers)}"
+    fsspec.filesystem("abfs", skip_instance_cache=True).mkdir(container)
+    return f"abfs://{container}/runs"
