@@ -1,56 +1,76 @@
-"""The manager: counts steps, saves at intervals, and takes up a run where its newest checkpoint left it."""
+"""The manager: counts steps, saves when it is time, and takes up a run where its newest checkpoint left it."""
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from recckpt import layout, pins
-from recckpt.arguments import positive_int
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
-from recckpt.group import together
-from recckpt.listing import Checkpoint, locate, newest_first
-from recckpt.load import plan
-from recckpt.load_conf import Entry, parse_load_conf
+from recckpt.arguments import positive_number
+from recckpt.autosave import Autosave
 from recckpt.manifest import Manifest, Scalar
 from recckpt.plan_report import LoadPlan, LoadReport
-from recckpt.problems import Problems
-from recckpt.removal import until_whole
+from recckpt.restorer import Restorer
+from recckpt.run import Ranks, Run
 from recckpt.saver import Saver
-from recckpt.sources import Source, located_bank, open_files
-from recckpt.warm_start import Followed, followed
-
-log = logging.getLogger("recckpt")
-_T = TypeVar("_T")
-
-_Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
-_OWN = Entry(label="output_dir", is_own=True)
+from recckpt.schedule import Backpressure, SaveCounts, Schedule
+from recckpt.signals import SignalWatch
+from recckpt.when import When, as_when
 
 
 class CheckpointManager:
-    """Saves a run every ``save_interval`` steps as ``ckpt_<step>``, and restores it. Not thread-safe.
+    """Saves a run as ``ckpt_<step>`` when it is time, and restores it. Not thread-safe.
+
+    As a context manager it saves the last step when the block ends well, and waits for the save that is under way.
 
     Args:
         saver: what is saved, and where.
-        save_interval: steps between checkpoints.
+        save_interval: steps between checkpoints, or a policy of :mod:`recckpt.when`.
         shard_id: number of this rank.
         shard_num: number of ranks; with more than 1, ``step``, ``save`` and ``restore`` are collective.
+        async_save: whether training goes on while a checkpoint that :meth:`step` began is written.
+        backpressure: what to do when a save is due while one is under way: ``"wait"`` for it, ``"skip"`` the new one,
+            or ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment.
+        ephemeral: when to make checkpoints between the others, of which only the newest stays, and only until a
+            regular one is there; steps or a policy.
+        save_on_signal: signals, such as ``(SIGTERM, SIGUSR1)``, that let the next :meth:`step` save; after that the
+            process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
+        grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
+        clock: seconds, for policies of time.
 
     Raises:
-        ValueError: ``save_interval`` is not an int of at least 1.
+        ValueError: an argument is none of these.
     """
 
-    def __init__(self, saver: Saver, save_interval: int, *, shard_id: int = 0, shard_num: int = 1) -> None:
-        self._saver = saver
-        self._save_interval = positive_int("save_interval", save_interval)
-        self._shard_id, self._shard_num = shard_id, shard_num
-        self._global_step = 0
-        self._held_step: int | None = None  # the step whose state is in a checkpoint
-        self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
-        self._followed: list[Followed] = []
+    def __init__(
+        self,
+        saver: Saver,
+        save_interval: int | When,
+        *,
+        shard_id: int = 0,
+        shard_num: int = 1,
+        async_save: bool = False,
+        backpressure: Backpressure = "wait",
+        ephemeral: int | When | None = None,
+        save_on_signal: Sequence[int] = (),
+        grace_sec: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._saver, self._save_interval = saver, save_interval
+        self._run = Run()
+        ranks = Ranks(saver, shard_id, shard_num)
+        self._restorer = Restorer(saver, self._run, ranks)
+        self._autosave = Autosave(
+            saver,
+            self._run,
+            ranks,
+            Schedule(as_when(save_interval), None if ephemeral is None else as_when(ephemeral), clock, backpressure),
+            SignalWatch(save_on_signal),
+            async_save=async_save,
+            grace_sec=None if grace_sec is None else positive_number("grace_sec", grace_sec),
+            reload=self._restorer.reload_dynamic,
+        )
 
     @property
     def saver(self) -> Saver:
@@ -58,14 +78,19 @@ class CheckpointManager:
         return self._saver
 
     @property
-    def save_interval(self) -> int:
-        """Steps between checkpoints."""
+    def save_interval(self) -> int | When:
+        """Steps between checkpoints, or the policy."""
         return self._save_interval
 
     @property
     def global_step(self) -> int:
         """Steps so far, those of the restored run included."""
-        return self._global_step
+        return self._run.global_step
+
+    @property
+    def counts(self) -> SaveCounts:
+        """What became of the saves so far."""
+        return self._autosave.counts
 
     def register_for_checkpointing(self, name: str, obj: Any) -> None:
         """Save an object beside the model; see :meth:`recckpt.Saver.register_for_checkpointing`."""
@@ -75,41 +100,60 @@ class CheckpointManager:
         """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""
         self._saver.register_io_state(name, obj)
 
-    def step(self, *, state: Mapping[str, Scalar] | None = None) -> None:
-        """Count a step, and save if it is a multiple of ``save_interval``; call it after each batch.
+    def step(
+        self,
+        *,
+        state: Mapping[str, Scalar] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        event_time: float | None = None,
+    ) -> None:
+        """Count a step, and save if it is time; call it after each batch.
 
         Args:
-            state: numbers and strings for readers without torch, such as metrics; kept with the checkpoint, if this
-                step makes one.
+            state: numbers and strings for readers without torch; kept with the checkpoint, if this step makes one.
+            metrics: name -> number, for policies of what to keep and when to save; kept in the same place.
+            event_time: the latest time of an event in this batch, in seconds since 1970.
 
         Raises:
-            SaveFailedError: nothing was committed; the next save may well work.
+            SaveFailedError: this save, or the one before in the background; the next may well work.
+            WriterFencedError: another process has taken the output dir over.
         """
-        self._global_step += 1
-        if self._global_step % self._save_interval == 0:
-            self.save(state=state)
-            self.reload_dynamic()
+        self._autosave.step(state, metrics, event_time)
 
-    def save(self, *, state: Mapping[str, Scalar] | None = None) -> Manifest | None:
-        """Save this step now; None, and a log line, where it is in a checkpoint already.
+    def save(
+        self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Manifest | None:
+        """Save this step now, and wait; None, and a log line, where it is in a checkpoint already.
 
         A checkpoint of this step that another branch of the run left behind is superseded.
 
         Args:
-            state: numbers and strings for readers without torch, such as metrics.
+            state: numbers and strings for readers without torch.
+            metrics: name -> number, for policies of what to keep.
 
         Raises:
-            SaveFailedError: nothing was committed; the next save may well work.
+            SaveFailedError: this save, or the one before in the background; the next may well work.
+            WriterFencedError: another process has taken the output dir over.
         """
-        ckpt_id = layout.step_id(self._global_step)
-        if self._held_step == self._global_step:
-            log.info("%s is saved already", ckpt_id)
-            return None
-        manifest = self._saver.save(
-            ckpt_id, self._shard_id, self._shard_num, step=self._global_step, state=state, overwrite=True
-        )
-        self._held_step = self._global_step
-        return manifest
+        return self._autosave.save(state, metrics)
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and give signals back what they did before.
+
+        Raises:
+            SaveFailedError, WriterFencedError: that save failed.
+        """
+        self._autosave.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self.save()
+        finally:
+            self.close()
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
@@ -152,19 +196,10 @@ class CheckpointManager:
             CheckpointRemovedError: time and again another process removed it before it was read.
             PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
         """
-        entry = parse_load_conf(load_conf, own=True)
-        candidates = self._on_all_ranks(lambda: self._candidates(global_step, required=required))
-        if not candidates:
-            log.info("%s: no checkpoint to restore, starting from step 0", self._saver.output_dir)
-            return 0
-        whole = load_conf is None
-        resumed, self._resumed_with_bank = self._resumed_with_bank, ""
-        if whole and candidates[0].manifest.save_id == resumed and self._held_step == self._global_step:
-            log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
-            return self._global_step
-        again = partial(self._on_all_ranks, partial(self._candidates, global_step, required=True))
-        until_whole(again, partial(self._load, [], entry=entry, rng=rng, holds=whole), first=candidates)
-        return self._global_step
+        self._autosave.settle()
+        step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
+        self._autosave.start()
+        return step
 
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
         """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
@@ -181,16 +216,10 @@ class CheckpointManager:
             CorruptCheckpointError: a file is damaged.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
-
-        def load(found: _Located) -> LoadReport:
-            sources, candidates, problems = found
-            report = self._load(sources, candidates, _OWN, rng=True, holds=True, problems=problems)
-            self._followed = followed(self._saver.target(self._shard_id, self._shard_num).inventory(), sources)
-            return report
-
-        first = self._on_all_ranks(lambda: self._located(bank))
-        again = partial(self._on_all_ranks, partial(self._located, bank, required=bool(first[1])))
-        return until_whole(again, load, first=first)
+        self._autosave.settle()
+        report = self._restorer.load_model_bank(bank)
+        self._autosave.start()
+        return report
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
@@ -198,13 +227,7 @@ class CheckpointManager:
         Raises:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
-
-        def plan_one(found: _Located) -> LoadPlan:
-            sources, candidates, problems = found
-            own = [Source(_OWN, self._saver.storage, checkpoint) for checkpoint in candidates[:1]]
-            return plan(self._saver.target(self._shard_id, self._shard_num), [*sources, *own], problems)
-
-        return until_whole(lambda: self._located(bank), plan_one)
+        return self._restorer.plan(bank)
 
     def reload_dynamic(self) -> list[LoadReport]:
         """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
@@ -215,87 +238,4 @@ class CheckpointManager:
             StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
-        reports = []
-
-        def load(source: Source | None) -> Source | None:
-            reports.extend([self._load_sources([source], rng=False)] if source else [])
-            return source
-
-        for number, entry in enumerate(self._followed):
-            taken = until_whole(partial(self._on_all_ranks, entry.newer), load)
-            if taken is not None:
-                self._followed[number] = replace(entry, taken=taken)
-                self._held_step = None
-                log.info("loaded %s, which is new in the bank", taken.label)
-        return reports
-
-    def _load(
-        self,
-        bank: Sequence[Source],
-        candidates: Sequence[Checkpoint],
-        entry: Entry,
-        *,
-        rng: bool,
-        holds: bool,
-        problems: Problems | None = None,
-    ) -> LoadReport:
-        """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
-        for older, checkpoint in enumerate(candidates, start=1):
-            own = Source(entry, self._saver.storage, checkpoint)
-            try:
-                report = self._load_sources([*bank, own], rng=rng, problems=problems)
-            except CorruptCheckpointError as error:
-                if older == len(candidates):
-                    raise
-                next_id = candidates[older].ckpt_id
-                log.error("%s is damaged, restoring %s instead: %s", checkpoint.ckpt_id, next_id, error)
-                continue
-            holds = holds and all(item.offer in (None, len(bank)) for item in report.items)
-            self._take_step(checkpoint, report, holds=holds, with_bank=bool(bank))
-            return report
-        report = self._load_sources(bank, rng=False, problems=problems)
-        self._global_step, self._held_step = report.global_step or self._global_step, None
-        return report
-
-    def _load_sources(self, sources: Sequence[Source], *, rng: bool, problems: Problems | None = None) -> LoadReport:
-        reports: list[LoadReport] = []  # that of this rank, since each tells of its own rows
-
-        def load() -> None:
-            shards = {"shard_id": self._shard_id, "shard_num": self._shard_num}
-            reports.append(self._saver.load_sources(sources, **shards, rng=rng, problems=problems))
-
-        # All ranks open all files before any of them changes anything: they may be gone for one that comes late.
-        self._on_all_ranks(partial(open_files, sources))
-        self._on_all_ranks(load)
-        return reports[0]
-
-    def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
-        if report.global_step is not None:
-            self._global_step = report.global_step
-        elif checkpoint.manifest.step is None:
-            log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
-            self._global_step = 0
-        self._held_step = self._global_step if holds else None
-        self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
-        log.info("restored %s, step %d", checkpoint.ckpt_id, self._global_step)
-
-    def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
-        """Do work on every rank and return what rank 0 found; if it fails on any, raise on all."""
-        if self._shard_num == 1:
-            return work()
-        group = self._saver.group(self._shard_id, self._shard_num)
-        return together(group, work, lambda rank, cause: RecckptError(f"restoring failed on rank {rank}: {cause}"))[0]
-
-    def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
-        sources, problems = located_bank(bank)
-        return sources, self._candidates(None, required=required), problems
-
-    def _candidates(self, global_step: int | None, *, required: bool = False) -> list[Checkpoint]:
-        """Return what may be restored, best first."""
-        storage = self._saver.storage
-        if global_step is not None:
-            return [locate(storage, layout.step_id(global_step))]
-        found = newest_first(storage)
-        if required and not found:
-            raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
-        return found
+        return self._restorer.reload_dynamic()

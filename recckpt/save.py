@@ -21,7 +21,8 @@ from recckpt.errors import (
 from recckpt.fence import Fence
 from recckpt.group import Group, together
 from recckpt.intent import Intent
-from recckpt.listing import list_checkpoints
+from recckpt.keep import Keep
+from recckpt.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.manifest import Manifest, TableEntry
 from recckpt.pins import pinned_ids
 from recckpt.progress import Progress
@@ -45,7 +46,7 @@ class Destination:
         group: the ranks.
         sparse_saver: writes the tables of this rank.
         concurrency: threads that write; with one, a save makes none.
-        max_keep: how many checkpoints stay, None for all.
+        max_keep: which checkpoints stay.
     """
 
     storage: Storage
@@ -53,7 +54,7 @@ class Destination:
     group: Group
     sparse_saver: SparseSaver
     concurrency: int
-    max_keep: int | None
+    max_keep: int | Keep | None
 
 
 def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = False) -> Manifest:
@@ -75,7 +76,7 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
             record = _on_rank_0(
                 group,
                 ckpt_id,
-                lambda: commit(storage, fence, intent.directory, _manifest(ckpt_id, intent, seq, staged, records)),
+                lambda: commit(storage, fence, intent.directory, _manifest(info, intent, seq, staged, records)),
             )
     except (WriterFencedError, CommitNotDurableError):
         raise  # the directory is the new owner's to judge, or holds a checkpoint
@@ -125,12 +126,12 @@ def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -
     return staged
 
 
-def _manifest(ckpt_id: str, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:
+def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:
     for rank, shard in enumerate(records):
         if shard.save_id != intent.save_id:
-            raise SaveFailedError(ckpt_id, rank, f"it wrote for save {shard.save_id}, expected {intent.save_id}")
+            raise SaveFailedError(info.ckpt_id, rank, f"it wrote for save {shard.save_id}, expected {intent.save_id}")
     return Manifest(
-        ckpt_id=ckpt_id,
+        ckpt_id=info.ckpt_id,
         save_id=intent.save_id,
         epoch=intent.epoch,
         seq=seq,
@@ -142,6 +143,7 @@ def _manifest(ckpt_id: str, intent: Intent, seq: int, staged: Staged, records: l
         names={"extra": tuple(staged.extra), "io_state": tuple(staged.io_state)},
         state=staged.state,
         writer=_versions(),
+        ephemeral=info.ephemeral,
     )
 
 
@@ -169,7 +171,7 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
             listing = list_checkpoints(storage)
             for directory, error in listing.damaged.items():
                 log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-            victims = rotation.expired(listing, to.max_keep, pinned_ids(storage))
+            victims = _expired(listing, to.max_keep, pinned_ids(storage))
             for victim in victims:
                 fence.check()
                 rotation.remove(storage, victim)
@@ -182,6 +184,15 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
         log.warning("%s: could not bring the index file up to date: %s", storage.url, error)
     except WriterFencedError as error:  # the save itself counts; the next one will raise
         log.warning("%s", error)
+
+
+def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str]) -> list[Checkpoint]:
+    """Return what goes; nothing does where a policy of the caller's own fails."""
+    try:
+        return rotation.expired(listing, max_keep, pinned)
+    except Exception:
+        log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
+        return []
 
 
 def _on_rank_0(group: Group, ckpt_id: str, work: Callable[[], _T]) -> _T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 from recckpt.fence import Fence
 from recckpt.group import Group
+from recckpt.keep import Keep
 from recckpt.manifest import Manifest
 from recckpt.save import Destination, save, stage_on_all_ranks
 from recckpt.sparse.saver import SparseSaver
@@ -58,7 +60,7 @@ class SaveHandle:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Groups:
     """The ranks of a save, twice: what is done in the background must not meet what is done beside it.
 
     Attributes:
@@ -87,7 +89,7 @@ class SaveRunner:
         return self._handle is not None and not self._handle.done()
 
     def start(
-        self, take: Callable[[], Staged], info: SaveInfo, ranks: Ranks, *, max_keep: int | None, overwrite: bool
+        self, take: Callable[[], Staged], info: SaveInfo, ranks: Groups, *, max_keep: int | Keep | None, overwrite: bool
     ) -> SaveHandle:
         """Stage, and do the rest now or in the background, once the save before has ended. Collective.
 
@@ -116,27 +118,32 @@ class SaveRunner:
             self._thread.start()
         return handle
 
-    def settle(self, *, wait: bool = True) -> None:
-        """End with the last save if it is done, or wait until it is.
+    def settle(self, timeout_sec: float | None = None) -> bool:
+        """Wait for the save that is under way, and say whether it has ended.
 
         Raises:
             RecckptError: it failed, and nobody has been told yet; once.
         """
-        handle = self._handle
-        if handle is None or not (wait or handle.done()):
-            return
-        if self._thread is not None:
-            self._thread.join()
+        handle, thread = self._handle, self._thread
+        if handle is None or thread is None:
+            return True
+        if timeout_sec != 0 or handle.done():
+            thread.join(timeout_sec or None)
+        if thread.is_alive():
+            return False
         self._handle = self._thread = None
         if not handle.is_reported:
             handle.wait()
+        return True
 
     def report(self) -> None:
-        """Log the error of a save that nobody has asked about."""
-        if self._handle is not None and self._handle.done() and not self._handle.is_reported:
-            error = self._handle.committed.exception()
+        """Hand the error of a save that nobody has asked about to ``sys.excepthook``."""
+        handle = self._handle
+        if handle is not None and handle.done() and not handle.is_reported:
+            error = handle.committed.exception()
             if error is not None:
-                log.error("the last save of this process failed: %s", error, exc_info=error)
+                log.error("the last save of this process failed: %s", error)
+                sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _run(handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:

@@ -9,13 +9,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt import layout
-from recckpt.arguments import positive_int
 from recckpt.dense.buffers import DenseBuffers
 from recckpt.group import Group, group_of
+from recckpt.keep import Keep, as_keep
 from recckpt.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
 from recckpt.room import check_room
-from recckpt.save_runner import Ranks, SaveHandle, SaveRunner
+from recckpt.save_runner import Groups, SaveHandle, SaveRunner
 from recckpt.stage import Staged, estimated_bytes, stage
 from recckpt.timeline import SaveInfo
 
@@ -30,7 +30,7 @@ class Saver(ModelState):
             ``torch.compile`` wrappers are looked through, so names are always those of the model itself.
         sparse_optim: the optimizer of the tables; its slots are saved with them, its scalars in ``extra.pt``.
         output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
-        max_keep: how many checkpoints to keep; None keeps all.
+        max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.keep`; None keeps all.
         concurrency: threads that read and write tables.
         min_free_bytes: a save that would leave less room than this, by an estimate, is refused before it begins;
             where the storage knows its room.
@@ -45,17 +45,18 @@ class Saver(ModelState):
         model: nn.Module,
         sparse_optim: Optimizer | None = None,
         output_dir: str = "./",
-        max_keep: int | None = 1,
+        max_keep: int | Keep | None = 1,
         concurrency: int = 4,
         *,
         min_free_bytes: int = 0,
     ) -> None:
         super().__init__(model, sparse_optim, output_dir, concurrency)
-        self.max_keep = None if max_keep is None else positive_int("max_keep", max_keep)
+        as_keep(max_keep)
+        self.max_keep = max_keep
         if type(min_free_bytes) is not int or min_free_bytes < 0:
             raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
         self._min_free_bytes = min_free_bytes
-        self._groups: dict[tuple[int, int], Ranks] = {}
+        self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
         self._runner = SaveRunner(self.storage, self._concurrency)
 
@@ -69,6 +70,7 @@ class Saver(ModelState):
         step: int | None = None,
         state: Mapping[str, Scalar] | None = None,
         overwrite: bool = False,
+        ephemeral: bool = False,
         blocking: Literal[True] = True,
     ) -> Manifest: ...
     @overload
@@ -81,8 +83,10 @@ class Saver(ModelState):
         step: int | None = None,
         state: Mapping[str, Scalar] | None = None,
         overwrite: bool = False,
+        ephemeral: bool = False,
         blocking: Literal[False],
     ) -> SaveHandle: ...
+    @overload
     def save(
         self,
         ckpt_id: str,
@@ -92,6 +96,19 @@ class Saver(ModelState):
         step: int | None = None,
         state: Mapping[str, Scalar] | None = None,
         overwrite: bool = False,
+        ephemeral: bool = False,
+        blocking: bool,
+    ) -> Manifest | SaveHandle: ...
+    def save(
+        self,
+        ckpt_id: str,
+        shard_id: int = 0,
+        shard_num: int = 1,
+        *,
+        step: int | None = None,
+        state: Mapping[str, Scalar] | None = None,
+        overwrite: bool = False,
+        ephemeral: bool = False,
         blocking: bool = True,
     ) -> Manifest | SaveHandle:
         """Write, commit and rotate. Collective when ``shard_num`` is more than 1.
@@ -105,6 +122,7 @@ class Saver(ModelState):
             step: global step, kept for ``CheckpointManager.restore``.
             state: numbers and strings for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
+            ephemeral: the checkpoint goes as soon as a newer one is committed, and does not count for ``max_keep``.
             blocking: False returns as soon as training may go on; what it changes from then on is not in the
                 checkpoint.
 
@@ -121,7 +139,7 @@ class Saver(ModelState):
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
         """
         layout.encode_id(ckpt_id)
-        info = SaveInfo(ckpt_id, step, background=not blocking)
+        info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
         buffers = None if blocking else self._buffers
 
         def take() -> Staged:
@@ -135,16 +153,16 @@ class Saver(ModelState):
         handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
         return handle.wait() if blocking else handle
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Wait for the save that is under way, if there is one.
+    def settle(self, timeout_sec: float | None = None) -> bool:
+        """Wait for the save that is under way, if there is one, and say whether none is any more.
 
         Args:
-            wait: False looks only whether it has ended.
+            timeout_sec: how long to wait; 0 only looks, None waits until the end.
 
         Raises:
             SaveFailedError, WriterFencedError, CommitNotDurableError: it failed, and nobody has been told yet.
         """
-        self._runner.settle(wait=wait)
+        return self._runner.settle(timeout_sec)
 
     @property
     def is_saving(self) -> bool:
@@ -169,8 +187,8 @@ class Saver(ModelState):
         """Return the ranks that stage and restore together. Collective the first time, where there are several."""
         return self._ranks(shard_id, shard_num).front
 
-    def _ranks(self, shard_id: int, shard_num: int) -> Ranks:
+    def _ranks(self, shard_id: int, shard_num: int) -> Groups:
         key = shard_id, shard_num
         if key not in self._groups:
-            self._groups[key] = Ranks(group_of(*key), group_of(*key))
+            self._groups[key] = Groups(group_of(*key), group_of(*key))
         return self._groups[key]

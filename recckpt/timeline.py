@@ -24,6 +24,7 @@ class SaveInfo:
     Attributes:
         ckpt_id: the checkpoint.
         step: global step, None where the caller counts none.
+        ephemeral: whether only the newest of its kind stays.
         background: whether training went on meanwhile.
         stage_sec: taking the state; training stands still.
         write_sec: writing all files of the slowest shard.
@@ -39,6 +40,7 @@ class SaveInfo:
 
     ckpt_id: str
     step: int | None = None
+    ephemeral: bool = False
     background: bool = False
     stage_sec: float = 0.0
     write_sec: float = 0.0

@@ -28,6 +28,8 @@ LINES = """
     checkpointer.archive  checkpointer.barrier  checkpointer.save_future
     checkpointer.arena  checkpointer.device_copy  checkpointer.failures  checkpointer.hook  checkpointer.rank
     manager
+    autosave  restorer
+    run  schedule
     saver
     model_state  save_runner
     save  load  sparse.optim
@@ -40,6 +42,7 @@ LINES = """
     load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
     sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.spool
+    sparse.pre_images
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     storage.sftp
@@ -48,7 +51,7 @@ LINES = """
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle  sparse.buckets
     removal  sparse.messages  sparse.optim.groups  storage.mapping  storage.retry
-    types  errors  arguments  storage.faults
+    types  errors  arguments  signals  storage.faults
 """
 
 LIBRARIES = {

@@ -22,6 +22,7 @@ from recckpt import (
     StateMismatchError,
 )
 from recckpt.background import run_all
+from recckpt.save_runner import Groups
 from recckpt.sparse import gen_slice
 
 
@@ -443,13 +444,18 @@ class ThreadGroup:
         return self.all_gather(value)[0]
 
 
+def alone(group):
+    """Return what a saver has of its ranks: saves in the background would have a group of their own."""
+    return Groups(group, group)
+
+
 def on_ranks(size, work):
     """Do work on several ranks at once: ``work(rank, connect)``; return what each of them returned."""
     shared, barrier = [b""] * size, threading.Barrier(size)
 
     def on_rank(rank):
         def connect(saver):
-            saver._groups[rank, size] = ThreadGroup(rank, size, shared, barrier)
+            saver._groups[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
             return saver
 
         return work(rank, connect)
@@ -477,7 +483,7 @@ def loading(url, dataset, n_ranks=1, rank=0, **conf):
     saver = run(f"{url}-own", t, optimizer="adam", top=nn.Linear(1, 1))
     saver.register_io_state("data", dataset)
     manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=n_ranks)
-    saver._groups[rank, n_ranks] = ThreadGroup(0, 1, [b""], threading.Barrier(1))
+    saver._groups[rank, n_ranks] = alone(ThreadGroup(0, 1, [b""], threading.Barrier(1)))
     manager.load_model_bank([{"path": url, "load": ["*", "io_state"], **conf}])
     return t
 

@@ -109,6 +109,7 @@ def fail_to_write(rank, url):
     LocalStorage.create = create
     dist.barrier()
     left = sorted(p.relative_to(url).as_posix() for p in url.rglob("*") if p.is_file() and "ckpt_1/" not in str(p))
+    dist.barrier()
     older = Rank(rank, url)
     step = older.manager.restore()
     dist.barrier()
