@@ -124,12 +124,14 @@ def test_an_error_in_the_background_is_raised_once_and_the_next_save_lands(tmp_p
         handle = saver.save("new", blocking=False)
         assert isinstance(handle.committed.exception(60), SaveFailedError)
         table(torch.arange(20))
+        tell = {
+            "save": lambda: saver.save("later"),
+            "settle": saver.settle,
+            "close": saver.close,
+            "with": lambda: saver.__enter__().__exit__(None, None, None),
+        }
         with pytest.raises(SaveFailedError, match="'new' failed on rank 0: OSError") as raised:
-            if told_by == "with":
-                with saver:
-                    pass
-            else:
-                {"save": lambda: saver.save("later"), "settle": saver.settle, "close": saver.close}[told_by]()
+            tell[told_by]()
     assert isinstance(raised.value.__cause__, OSError)
     saver.settle()
     saver.close()
@@ -167,24 +169,30 @@ saver.save("a", blocking=False)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert checkpoints(tmp_path) == ["a"]
-    broken = (
-        code + f"\nimport shutil; saver.settle(); saver.save('b', blocking=False); shutil.rmtree({str(tmp_path)!r})"
-    )
+    broken = f"""{code}
+from recckpt.storage.local import LocalStorage
+def create(self, name):
+    raise OSError(5, "broken")
+saver.settle()
+LocalStorage.create = create
+saver.save("b", blocking=False)
+"""
     done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=True)
-    assert "the last save of this process failed" in done.stderr or checkpoints(tmp_path)
+    assert "SaveFailedError: saving 'b' failed on rank 0: OSError: [Errno 5] broken" in done.stderr
+    assert checkpoints(tmp_path) == ["a"]
 
 
 def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
     table, saver = build(tmp_path)
     table(torch.arange(1000))
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 20_000)
-    with pytest.raises(OSError, match=r"found 20.0 kB free, expected .* for the save; make room"):
+    with pytest.raises(SaveFailedError, match=r"found 20.0 kB free, expected .* for the save; make room"):
         saver.save("c")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 30_000)
     saver.save("c")
     small = Saver(saver.model, saver.sparse_optim, str(tmp_path), min_free_bytes=20_000)
-    with pytest.raises(OSError, match="and leave 20.0 kB"):
+    with pytest.raises(SaveFailedError, match=r"and leave 20\.0 kB"):
         small.save("d")
     with pytest.raises(ValueError, match="min_free_bytes"):
         Saver(saver.model, None, str(tmp_path), min_free_bytes=-1)
