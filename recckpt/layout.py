@@ -32,6 +32,11 @@ _OURS = re.compile(
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)"
 )
 
+_TEMPORARY = re.compile(
+    r"(checkpoint|timeline\.jsonl|\.recckpt/(owner|pins)/[^/]+\.json)\.[0-9a-f]{16}\.tmp"
+    r"|\.probe-[0-9a-f]{16}(\.tmp)?(\.[0-9a-f]{16}\.tmp)?"
+)
+
 
 def encode_id(ckpt_id: str) -> str:
     """Return the directory name of a checkpoint id.
@@ -138,6 +143,11 @@ def is_part(name: str) -> bool:
 def is_ours(name: str) -> bool:
     """Say whether a name inside a checkpoint directory is one that recckpt writes."""
     return _OURS.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Say whether a name in the output dir is one that a file has for an instant, until it gets its own."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def join(*names: str) -> str:

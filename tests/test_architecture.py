@@ -16,7 +16,7 @@ LINES = """
     recckpt  __main__  sparse  dense  checkpointer
     cli
     cli.app
-    cli.ls  cli.show  cli.rows  cli.verify  cli.salvage  cli.plan
+    cli.ls  cli.show  cli.rows  cli.verify  cli.salvage  cli.repair  cli.plan
     cli.outcome
     checkpointer.builder
     checkpointer.checkpointer
@@ -36,7 +36,7 @@ LINES = """
     shard_writer
     other_state  warm_start
     sparse_optim_state
-    target  stage  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
+    target  stage  repair  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
     reader  verify  salvage  sources  commit  sparse.filler  sparse.source  sparse.optim.optimizer
     sparse.table  sparse.part_writer  sparse.remains  inventory  checkup  plan_report  fence
     load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
@@ -71,11 +71,11 @@ TORCH_FREE = [
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
     "sparse.row_filter",
-    *("checkup", "sparse.remains", "sparse.messages"),
+    *("checkup", "repair", "sparse.remains", "sparse.messages"),
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
     *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
     *("checkpointer", "checkpointer.worker", "checkpointer.writer"),
-    *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.salvage", "cli.plan"),
+    *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.salvage", "cli.repair", "cli.plan"),
 ]
 
 

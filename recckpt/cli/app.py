@@ -22,6 +22,7 @@ _MODULES = {
     "get": "rows",
     "verify": "verify",
     "salvage": "salvage",
+    "repair": "repair",
     "plan": "plan",
 }
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
@@ -117,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     salvage.add_argument("--out", metavar="FILE.arrow", required=True, help="the file to write; must not exist")
     unverified_help = "take rows too that no checksum vouches for, where a catalog cannot be read"
     salvage.add_argument("--unverified", action="store_true", help=unverified_help)
+    repair = command("repair", "make the index file of an output dir anew, and list what crashes left")
+    repair.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
+    repair.add_argument("--clean", action="store_true", help="remove what nobody can still be writing")
+    repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
     plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")

@@ -8,7 +8,8 @@ from typing import Any
 from recckpt import layout
 from recckpt.cli.outcome import CommandError, Outcome, usage_checked
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.listing import Checkpoint, Listing, list_checkpoints, open_checkpoint
+from recckpt.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints, open_checkpoint
+from recckpt.pins import pinned_ids
 from recckpt.storage import Storage, open_storage
 from recckpt.text import count, escaped, grid, one_line, plural, size
 
@@ -21,7 +22,7 @@ def ls(args: argparse.Namespace) -> Outcome:
     with usage_checked():
         storage = open_storage(args.dir)
     listing = list_checkpoints(storage)
-    leftovers = _leftovers(storage, listing)
+    leftovers, pinned = _leftovers(storage, listing), pinned_ids(storage)
     if not listing.committed and not listing.damaged:
         _refuse_checkpoint(args.dir)
     current = {checkpoint.directory for checkpoint in listing.current}
@@ -29,17 +30,19 @@ def ls(args: argparse.Namespace) -> Outcome:
     rows = []
     checkpoints = []
     for checkpoint in listing.committed:
-        marks = _marks(checkpoint, checkpoint.directory in current, checkpoint.directory == newest)
+        is_pinned = checkpoint.manifest.pinned or checkpoint.ckpt_id in pinned
+        marks = _marks(checkpoint, checkpoint.directory in current, checkpoint.directory == newest, is_pinned)
         checkpoints.append(_data(checkpoint, marks))
         rows.append(_row(checkpoint, marks))
-    for directory, reason in listing.damaged.items():
-        rows.append((escaped(directory), *"-----", f"damaged: {one_line(str(reason))}"))
-    for directory in leftovers:
-        rows.append((escaped(directory), *"-----", f"no {layout.MANIFEST}: a save that died, or still runs"))
+    others = {directory: f"damaged: {one_line(str(error))}" for directory, error in listing.damaged.items()}
+    others |= {directory: f"fenced: {one_line(reason)}" for directory, reason in listing.fenced.items()}
+    others |= dict.fromkeys(leftovers, f"no {layout.MANIFEST}: a save that died, or still runs")
+    rows += [(escaped(directory), *"-----", text) for directory, text in others.items()]
     data = {
         "output_dir": storage.url,
         "checkpoints": checkpoints,
         "damaged": [{"directory": name, "reason": str(reason)} for name, reason in listing.damaged.items()],
+        "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
         "leftovers": leftovers,
     }
     return Outcome(data, grid(_HEAD, rows, _NUMBERS) if rows else [], _problems(storage, listing))
@@ -63,14 +66,14 @@ def _refuse_checkpoint(path: str) -> None:
 
 def _leftovers(storage: Storage, listing: Listing) -> list[str]:
     """Return the directories that a save began and did not finish, or that are half removed."""
-    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys()
-    rest = sorted(set(storage.list_dirs()) - known)
+    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys() | listing.fenced.keys()
+    rest = sorted(set(attempt_dirs(storage)) - known)
     return [name for name in rest if any(map(layout.is_ours, storage.list_files(name)))]
 
 
-def _marks(checkpoint: Checkpoint, current: bool, newest: bool) -> list[str]:
-    manifest = checkpoint.manifest
-    flags = {"newest": newest, "superseded": not current, "pinned": manifest.pinned, "ephemeral": manifest.ephemeral}
+def _marks(checkpoint: Checkpoint, current: bool, newest: bool, pinned: bool) -> list[str]:
+    ephemeral = checkpoint.manifest.ephemeral
+    flags = {"newest": newest, "superseded": not current, "pinned": pinned, "ephemeral": ephemeral}
     return [mark for mark, holds in flags.items() if holds]
 
 
