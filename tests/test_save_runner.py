@@ -164,7 +164,7 @@ from recckpt.sparse import HashTable
 table = HashTable(8, name="t")
 table.insert(torch.arange(200_000), torch.ones(200_000, 8))
 saver = Saver(nn.ModuleDict({{"t": table}}), None, {str(tmp_path)!r})
-saver.save("a", blocking=False)
+saver.save("a", overwrite=True, blocking=False)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -179,7 +179,7 @@ saver.save("b", blocking=False)
 """
     done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=True)
     assert "SaveFailedError: saving 'b' failed on rank 0: OSError: [Errno 5] broken" in done.stderr
-    assert checkpoints(tmp_path) == ["a"]
+    assert checkpoints(tmp_path) == ["a.2"]
 
 
 def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
