@@ -1,11 +1,14 @@
 """Servers that the contract of storages is held against, where this machine has them."""
 
+import shutil
 from itertools import count
+from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.config import conf
 from servers import azurite, openssh
+from servers.process import ServerProcess
 
 _numbers = count()
 
@@ -48,3 +51,24 @@ def azure_url(azure_options, monkeypatch):
     container = f"container-{next(_numbers)}"
     fsspec.filesystem("abfs", skip_instance_cache=True).mkdir(container)
     return f"abfs://{container}/runs"
+
+
+@pytest.fixture(scope="session")
+def radosgw_options(tmp_path_factory):
+    """How fsspec reaches Ceph's S3 gateway."""
+    if shutil.which("radosgw") is None:
+        pytest.skip("CEPH WAS NOT TESTED: there is no radosgw (see tests/servers/radosgw.sh)")
+    directory = tmp_path_factory.mktemp("radosgw")
+    script = Path(__file__).parents[1] / "servers" / "radosgw.sh"
+    server = ServerProcess([script, directory], r"radosgw listens on port (\d+)")
+    yield {"endpoint_url": f"http://127.0.0.1:{server.said[1]}", "key": "tests", "secret": "tests"}
+    server.stop()
+
+
+@pytest.fixture
+def radosgw_url(radosgw_options, monkeypatch):
+    """A URL of an empty prefix in a bucket of its own."""
+    monkeypatch.setitem(conf, "s3", radosgw_options)
+    bucket = f"bucket-{next(_numbers)}"
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    return f"s3://{bucket}/runs"

@@ -14,7 +14,7 @@ import xxhash
 from recckpt.storage import HashingSink, Storage, open_parent, open_storage
 
 
-@pytest.fixture(params=["local", "memory", "s3", "sftp", "azure"])
+@pytest.fixture(params=["local", "memory", "s3", "sftp", "azure", pytest.param("radosgw", marks=pytest.mark.slow)])
 def url(request, tmp_path):
     return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue(f"{request.param}_url")
 
