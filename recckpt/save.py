@@ -110,7 +110,7 @@ def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -
 
     Raises:
         Exception: whatever ``take`` raised here.
-        SaveFailedError: it raised on another rank; nothing was written.
+        SaveFailedError: that was an OSError, or it raised on another rank; nothing was written.
     """
     failure: Exception | None = None
     try:
@@ -118,6 +118,8 @@ def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -
     except Exception as error:
         failure = error
     reasons = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
+    if isinstance(failure, OSError) and not isinstance(failure, RecckptError):  # of the storage, such as a full one
+        raise SaveFailedError(ckpt_id, group.rank, str(reasons[group.rank])) from failure
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):

@@ -89,11 +89,12 @@ class LocalStorage(Storage):
 
     def open(self, name: str) -> BinaryIO:
         """Open a file inside the root."""
-        return self._inside(name).open("rb")
+        with _doing("opening", self._root / name):
+            return self._inside(name).open("rb")
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return at most ``max_bytes`` of a file; room is made for what is there, not for what may be asked for."""
-        with self.open(name) as file:
+        with _doing("reading", self._root / name), self._inside(name).open("rb") as file:
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size + 1))
 
     def map(self, name: str) -> memoryview | None:
@@ -103,14 +104,16 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int:
         """Return the bytes of a file inside the root."""
-        return self._inside(name).stat().st_size
+        with _doing("looking up", self._root / name):
+            return self._inside(name).stat().st_size
 
     def list_dirs(self) -> list[str]:
         """Return the directories of the root that are no links."""
-        try:
-            entries = os.scandir(self._root)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with _doing("listing", self._root):
+            try:
+                entries = list(os.scandir(self._root))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
         found = (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
         return sorted(name for name in found if name != "lost+found")  # of the file system; root alone may look inside
 
@@ -118,8 +121,10 @@ class LocalStorage(Storage):
         """Return all files below a directory; links are listed, never followed."""
         top = self._root / directory
         found = []
-        for base, dirs, names in os.walk(top, followlinks=False, onerror=_unless_missing):
-            found += [Path(base, name) for name in (*names, *dirs) if name in names or Path(base, name).is_symlink()]
+        with _doing("listing", top):
+            for base, dirs, names in os.walk(top, followlinks=False, onerror=_unless_missing):
+                links = [name for name in dirs if Path(base, name).is_symlink()]
+                found += [Path(base, name) for name in (*names, *links)]
         return sorted(path.relative_to(top).as_posix() for path in found)
 
     def remove(self, name: str) -> None:
@@ -258,5 +263,5 @@ def _doing(operation: str, path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.strerror, error.filename = f"{operation} failed: {error.strerror}", str(path)
+        error.strerror, error.filename = f"{operation} failed: {error.strerror}", error.filename or str(path)
         raise
