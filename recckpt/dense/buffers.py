@@ -44,19 +44,25 @@ class _Copies:
         self._buffers = buffers
         self.used: dict[Place, Tensor] = {}
         self.devices: set[torch.device] = set()
-        self._copied: dict[Place, Tensor] = {}
+        self._copied: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # with the original: nobody gets its address
 
-    def copy(self, place: Place, value: Any) -> Any:
+    def copy(self, place: Place, state: Any) -> Any:
+        try:
+            return self._copy(place, state)
+        except RecursionError:
+            return state  # which is refused by its name elsewhere
+
+    def _copy(self, place: Place, value: Any) -> Any:
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, self.copy((*place, key), item)) for key, item in value.items())
-        if type(value) in (list, tuple):
-            return type(value)(self.copy((*place, number), item) for number, item in enumerate(value))
+            return type(value)((key, self._copy((*place, key), item)) for key, item in value.items())
+        if type(value) in (list, tuple, set):
+            return type(value)(self._copy((*place, number), item) for number, item in enumerate(value))
         return self._copy_tensor(place, value) if _is_plain(value) else value
 
     def _copy_tensor(self, place: Place, tensor: Tensor) -> Tensor:
-        same = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        same = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *_lazy_bits(tensor)
         if tensor.numel() and same in self._copied:
-            return self._copied[same]
+            return self._copied[same][1]
         buffer = self._buffers.get(place)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             with torch.inference_mode(False):  # it outlives the mode in which it happened to be made
@@ -64,8 +70,14 @@ class _Copies:
         buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             self.devices.add(tensor.device)
-        self._copied[same] = self.used[place] = buffer
+        self._copied[same] = tensor, buffer
+        self.used[place] = buffer
         return buffer
+
+
+def _lazy_bits(tensor: Tensor) -> tuple[bool, bool]:
+    """Return what makes other values of the same memory."""
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def _is_plain(value: Any) -> bool:
