@@ -75,8 +75,9 @@ def load(
         open_files(sources)
         planned = plan(target, sources, problems)
         by_source = [[item for item in planned.items if item.offer == number] for number in range(len(sources))]
-        other = read_other_state(target, planned.items, by_source, sources, rng)
-        loaded, fresh = _apply(target, other, by_source, sources, concurrency)
+        tables, live = target.state()
+        other = read_other_state(target, live, planned.items, by_source, sources, rng=rng)
+        loaded, fresh = _apply(target, tables, other, by_source, sources, concurrency=concurrency)
     report = LoadReport(
         planned.items,
         planned.sources,
@@ -95,9 +96,11 @@ def load(
 
 def _apply(
     target: Target,
+    tables: Mapping[str, HashTable],
     other: OtherState,
     by_source: Sequence[Sequence[Planned]],
     sources: Sequence[Source],
+    *,
     concurrency: int,
 ) -> tuple[Loaded, Sequence[str]]:
     """Change the live state; return what was loaded into tables, and the parameters that start afresh."""
@@ -105,7 +108,7 @@ def _apply(
         undone_on_error.enter_context(optimizer_loaded(target.sparse_optim, other.sparse_optim))
         fresh = undone_on_error.enter_context(target.extra.loaded(other.extra))
         undone_on_error.enter_context(target.io_state.loaded(other.io_state))
-        loaded = _fill_tables(by_source, sources, target.state()[0], concurrency)
+        loaded = _fill_tables(by_source, sources, tables, concurrency)
         if other.dense:
             unwrap(target.model).load_state_dict(other.dense, strict=False)
     if other.generators:

@@ -37,15 +37,18 @@ class OtherState:
 
 def read_other_state(
     target: Target,
+    live: Mapping[str, Any],
     items: Sequence[Planned],
     by_source: Sequence[Sequence[Planned]],
     sources: Sequence[Source],
+    *,
     rng: bool,
 ) -> OtherState:
     """Read what is planned.
 
     Args:
         target: what is to be filled.
+        live: its dense state.
         items: the plan.
         by_source: the items that come from each source.
         sources: where they come from.
@@ -55,7 +58,7 @@ def read_other_state(
         CorruptCheckpointError: a file is damaged.
     """
     return OtherState(
-        dense=_dense_state(by_source, sources, target.state()[1]),
+        dense=_dense_state(by_source, sources, live),
         extra=_unclaimed_extra(target, sources) | _extra_state(by_source, sources),
         io_state=_io_state(target, by_source, sources),
         sparse_optim=merged_optimizer_state(target.sparse_optim, items, sources),

@@ -155,7 +155,7 @@ class PartReader:
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
         found = self.unchecked(number)
-        for name in (TABLE, ID, *self._specs):
+        for name in (ID, *self._specs):
             problem = self.column_problem(number, found, name)
             if problem:
                 raise problem
@@ -244,14 +244,15 @@ class PartReader:
             raise self._watched.error
 
     def _check_table(self, number: int, column: pa.DictionaryArray) -> None:
-        """Check the column by which readers other than ours tell the tables of a part apart."""
+        """Check the column by which other readers tell tables apart: one value all through, so it needs no checksum."""
         if not self._names_checked:  # the batches of a file share one dictionary
             self._check_names(number, column.dictionary)
             self._names_checked = True
         expected = self._part.tables.index(self._part.batches[number].table)
-        others = np.flatnonzero(np.frombuffer(column_buffer(column), np.int16) != expected)
-        if len(others):
-            where, found = f"{self._place(number)}, column 'table'", f"row {others[0]} of another table"
+        wrong = np.frombuffer(column_buffer(column), np.int16) != expected
+        if column.null_count or wrong.any():
+            where = f"{self._place(number)}, column 'table'"
+            found = "nulls" if column.null_count else f"row {np.argmax(wrong)} of another table"
             raise self._corrupt(where, found, "rows of this table only")
 
     def _check_names(self, number: int, names: pa.StringArray) -> None:
