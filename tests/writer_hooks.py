@@ -95,6 +95,11 @@ def set_up(directory, word):
     note(directory, ["set up", word])
 
 
+def linger():
+    """Start a thread that keeps the process from ending."""
+    threading.Thread(target=threading.Event().wait).start()
+
+
 def fail_to_set_up(flag):
     """Fail while there is no such file."""
     if not Path(flag).exists():

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+
 
 class Pinned:
     """A block of memory that devices copy to directly; not so any more once this is closed.
@@ -18,7 +20,7 @@ class Pinned:
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
+        _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Unpin the block; the memory itself stays."""
@@ -60,4 +62,5 @@ class DeviceCopier:
 
 
 def _check(code: Any) -> None:
-    torch.cuda.check_error(int(code))
+    if int(code) != 0:
+        raise RuntimeError(f"pinning shared memory for CUDA failed with error {int(code)}")

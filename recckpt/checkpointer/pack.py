@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ def _walk(name: str, value: Any, tensors: list[_Reference], depth: int) -> Any:
     """Return a copy of the containers, with references for tensors and plain data otherwise."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{name[:200]}: it holds itself, or is nested deeper than {MAX_DEPTH}")
+    if type(value) is str:
+        return sys.intern(value)  # pickle writes one and the same object once: so equal states make equal files
     if isinstance(value, np.ndarray):
         value = portable(name, value)
     if isinstance(value, Tensor):
@@ -100,7 +103,7 @@ def _walk(name: str, value: Any, tensors: list[_Reference], depth: int) -> Any:
     if type(value) in (dict, OrderedDict):
         made = type(value)()
         for key, item in value.items():
-            (portable_key,) = (key,) if type(key) is str else portable(name, {key: None})
+            (portable_key,) = (sys.intern(key),) if type(key) is str else portable(name, {key: None})
             made[portable_key] = _walk(child(name, key), item, tensors, depth + 1)
         return made
     if type(value) in (list, tuple):

@@ -123,7 +123,7 @@ class _Memory:
                 os.close(self._fd)
             self._fd, self._block = recv_handle(self._connection), memoryview(b"")
         if len(self._block) != request.n_memory_bytes:
-            self._block = memoryview(mmap.mmap(self._fd, request.n_memory_bytes))
+            self._block = memoryview(mmap.mmap(self._fd, request.n_memory_bytes, prot=mmap.PROT_READ))
         return self._block
 
 

@@ -30,8 +30,10 @@ def test_memory_that_tensors_share_is_one_piece():
     assert n_bytes({"a": torch.ones(1).expand(1000), "b": torch.ones(1)}) == [4000, 4]
 
 
-def test_the_same_state_makes_the_same_bytes():
+def test_equal_states_make_equal_bytes_whatever_objects_they_consist_of():
     assert pack(everything()).pickle == pack(everything()).pickle
+    one = "".join(["a", "ä"])
+    assert pack({"x": one, one: one}).pickle == pack({"x": "".join(["a", "ä"]), "aä": "".join(["a", "ä"])}).pickle
 
 
 def test_a_write_that_is_to_be_dropped_is_dropped_between_two_chunks(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointing import everything, frozen, save
-from writer_hooks import Pausing, Reporting, fail_to_set_up, notes, set_up
+from writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
 
 from recckpt import SaveFailedError
 from recckpt.checkpointer import PartlyCommittedError, make_async_checkpointer, make_sync_checkpointer
@@ -138,6 +138,14 @@ def test_a_process_that_is_not_ready_in_time_fails_the_save(make, pipe, tmp_path
     _, written = checkpointer.save({"a": 1}, tmp_path)
     with pytest.raises(SaveFailedError, match=r"was not ready within 0\.1 s"):
         written.result()
+
+
+def test_a_process_that_does_not_end_in_time_is_killed(make, tmp_path):
+    checkpointer = make(subprocess_init_fn=linger, close_timeout_sec=0.1)
+    assert works(checkpointer, tmp_path)
+    pid = checkpointer._process.pid
+    checkpointer.close()
+    assert gone(pid)
 
 
 def test_signals_to_the_trainer_do_not_end_the_writer(make, pipe, tmp_path):
