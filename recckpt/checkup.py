@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -19,7 +20,9 @@ from recckpt.manifest import FileEntry, Manifest, TableEntry
 from recckpt.sparse import catalog as catalogs
 from recckpt.sparse.catalog import Catalog, Part
 from recckpt.sparse.verifier import PartCheck, between_parts, check_part, repeated_between_shards
-from recckpt.storage import Storage
+from recckpt.storage import Storage, missing
+
+log = logging.getLogger("recckpt")
 
 _CHUNK_BYTES = 8 << 20
 
@@ -61,6 +64,7 @@ class Checkup:
     def check_files(self, advance: Advance) -> Iterator[Job]:
         """Check whole files: all but the parts."""
         assert self.manifest is not None
+        self._log_unlisted(self.manifest)
         numbers = {shard.catalog: number for number, shard in enumerate(self.manifest.shards)}
         for file in self.manifest.files:
             path = self._path(file.name)
@@ -102,6 +106,12 @@ class Checkup:
             path, expected = self._path(layout.MANIFEST), f"{intent.save_id}, as {layout.INTENT} says"
             yield CorruptCheckpointError(path, "save_id", found=manifest.save_id, expected=expected)
 
+    def _log_unlisted(self, manifest: Manifest) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            for name in self._storage.list_files(self.directory):
+                if name not in (layout.MANIFEST, layout.INTENT) and manifest.file(name) is None:
+                    log.debug("%s is not listed in the manifest, and ignored", self._path(name))
+
     def _check_file(self, file: FileEntry, advance: Advance) -> Errors:
         path, digest = self._path(file.name), xxhash.xxh3_64()
         with self._storage.open(path) as content:
@@ -119,7 +129,7 @@ class Checkup:
         shard = self.manifest.shards[number]
         path, entry = self._path(shard.catalog), self.manifest.file(shard.catalog)
         assert entry is not None  # the manifest was checked for that
-        data = read_checked(self._storage, self.directory, entry)
+        data = read_checked(self._storage, self.directory, entry, catalogs.MAX_BYTES)
         advance(len(data))
         try:
             catalog = self._shards[number] = catalogs.decode(data, path, self.manifest, number)
@@ -161,8 +171,8 @@ def _read(path: str, check: Job) -> Errors:
         yield from check()
     except CorruptCheckpointError as error:
         yield error
-    except FileNotFoundError:
-        yield CorruptCheckpointError(path, "", found="no such file", expected="one that can be read")
+    except FileNotFoundError as error:
+        yield missing(path, error, "a file that can be read")
     except OSError as error:
         yield CorruptCheckpointError(path, "", found=f"an error: {error}", expected="a file that can be read")
 

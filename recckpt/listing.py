@@ -11,7 +11,7 @@ from recckpt import layout, manifest
 from recckpt.epochs import NO_TAKEOVER, Takeover, last_takeover
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.manifest import Manifest
-from recckpt.storage import Storage, open_parent, open_storage
+from recckpt.storage import Storage, UnsafeLinkError, missing, open_parent, open_storage
 
 log = logging.getLogger("recckpt")
 
@@ -152,6 +152,8 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
     path = layout.join(directory, layout.MANIFEST)
     try:
         data = storage.read(path, manifest.MAX_BYTES + 1)
+    except UnsafeLinkError as error:
+        raise missing(path, error, "a manifest") from error
     except (FileNotFoundError, NotADirectoryError):
         return None
     return manifest.decode(data, path)
@@ -163,8 +165,8 @@ def file_problems(storage: Storage, directory: str, record: Manifest) -> Iterato
         name = layout.join(directory, file.name)
         try:
             size = storage.size(name)
-        except (FileNotFoundError, NotADirectoryError):
-            yield CorruptCheckpointError(name, "", found="no such file", expected=f"{file.n_bytes} bytes")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            yield missing(name, error, f"{file.n_bytes} bytes")
             continue
         if size != file.n_bytes:
             yield CorruptCheckpointError(name, "its size", found=f"{size} bytes", expected=f"{file.n_bytes} bytes")

@@ -10,7 +10,7 @@ from typing import Any
 from recckpt import layout
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.sealed import check_seal, seal
-from recckpt.strict_json import Fields, parse
+from recckpt.strict_json import Fields, first_repeat, parse
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
 FORMAT = "recckpt"  # part of the format
@@ -242,9 +242,9 @@ def _check_consistent(manifest: Manifest, fields: Fields) -> None:
     tables = [table.name for table in manifest.tables]
     files = [file.name for file in manifest.files]
     for key, names in (("tables", tables), ("files", files)):
-        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        if twice:
-            raise fields.wrong(key, f"{twice[0]!r} twice", "different names")
+        twice = first_repeat(names)
+        if twice is not None:
+            raise fields.wrong(key, f"{twice!r} twice", "different names")
     count = len(manifest.shards)
     if not count:
         raise fields.wrong("shards", "none", "at least one")

@@ -20,7 +20,7 @@ from recckpt.sparse.buckets import N_BUCKETS
 from recckpt.sparse.catalog import Catalog, Part
 from recckpt.sparse.codec import ID_SPEC, slot_field
 from recckpt.sparse.remains import Remains, unverified_batches
-from recckpt.storage import Sink, Storage, open_parent
+from recckpt.storage import Sink, Storage, missing, open_parent
 from recckpt.storage.spool import mapped
 from recckpt.text import escaped
 
@@ -148,10 +148,10 @@ class _Table:
         assert file is not None  # the manifest was checked for that
         path = self._path(file.name)
         try:
-            data = self._storage.read(path, file.n_bytes + 1)
+            data = self._storage.read(path, min(file.n_bytes, catalogs.MAX_BYTES) + 1)
             catalog = catalogs.decode(data, path, self._manifest, number)
-        except FileNotFoundError:
-            return None, "no such file"
+        except FileNotFoundError as error:
+            return None, missing(path, error, "").found
         except (CorruptCheckpointError, FormatVersionError, OSError) as error:
             return None, f"unreadable ({getattr(error, 'found', error)})"
         digest = xxhash.xxh3_64_intdigest(data)
@@ -183,8 +183,8 @@ class _Table:
         """Return the bytes of a file, or why there are none."""
         try:
             return mapped(self._storage, self._path(name))
-        except FileNotFoundError:
-            return "no such file"
+        except FileNotFoundError as error:
+            return missing(name, error, "").found
         except OSError as error:
             return f"an error: {error}"
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 from recckpt.errors import CorruptCheckpointError
 
 MAX_DEPTH = 16  # part of the format
+_MAX_DIGITS = 40  # 63 bits have 19, and what is longer is no count; Python may take a day for a million of them
 _HEX = re.compile(r"[0-9a-f]+")
 _NO_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, left open it may be, or text
 _T = TypeVar("_T")
@@ -26,10 +28,15 @@ def parse(data: bytes, path: str) -> Fields:
         text = data.decode("utf-8")
         _check_depth(text)
         value = json.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant, parse_float=_finite
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_short,
         )
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(path, "", found=f"invalid JSON ({error})", expected="a JSON object") from error
+        found = f"invalid JSON ({error!s:.200})"
+        raise CorruptCheckpointError(path, "", found=found, expected="a JSON object") from error
     if not isinstance(value, dict):
         raise CorruptCheckpointError(path, "", found=type(value).__name__, expected="a JSON object")
     return Fields(value, path, "")
@@ -131,13 +138,28 @@ class Fields:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
+        raise ValueError(f"duplicate key {first_repeat(key for key, _ in pairs)!r}")
     return values
+
+
+def first_repeat(names: Iterable[str]) -> str | None:
+    """Return the first name that was there before, None where there is none."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _short(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -14,7 +14,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.listing import locate_path
 from recckpt.manifest import Manifest
 from recckpt.progress import Progress
-from recckpt.storage import Storage, open_parent, open_storage
+from recckpt.storage import Storage, UnsafeLinkError, open_parent, open_storage
 
 _THREADS = 8
 
@@ -171,6 +171,8 @@ def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
 def _has_manifest(storage: Storage, directory: str) -> bool:
     try:
         storage.size(layout.join(directory, layout.MANIFEST))
+    except UnsafeLinkError:
+        return True
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True

@@ -12,6 +12,7 @@ import pytest
 import torch
 from builders import Run, state_of, tree
 from forge import Forge, empty, filled, load, save_tables
+from forked import outcomes
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -22,10 +23,12 @@ from recckpt.errors import (
     LoadConfError,
     StateMismatchError,
 )
+from recckpt.salvage import salvage
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 from recckpt.verify import verify
 
+UNSAFE = "unsafe path: a symbolic link out of its directory"
 SMALL = ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt", "sparse/00000-of-00001.json"]
 
 
@@ -191,6 +194,29 @@ def test_numbers_of_rows_that_no_file_could_hold_make_no_room(tmp_path):
     assert corrupt(storage).where == "parts[0].batches"
 
 
+def test_a_catalog_that_is_larger_than_any_may_be_is_not_read(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.prepare()
+    save_tables(storage, [filled("t", range(5))])
+    forge, size = Forge(f"{storage.url}/ckpt_1"), 3 << 30
+    os.truncate(forge.path(catalog_name(0, 1)), size)  # takes no room on the disk
+    forge.edit_manifest(lambda values: [f.update(bytes=size) for f in values["files"] if f["name"].endswith(".json")])
+
+    def read(look):
+        try:
+            return look() or "nothing"
+        except CorruptCheckpointError as error:
+            return f"{error.where} {error.found}"
+
+    def salvaged():
+        return salvage(str(forge.directory), "t", str(tmp_path / "t.arrow")).lost[0].reason
+
+    mapped = outcomes(read, [lambda: load(storage, [empty("t")])], more_bytes=size * 3 // 2)  # but not read
+    found = outcomes(read, [lambda: verify(str(forge.directory))[0].found, salvaged], more_bytes=size * 3 // 4)
+    assert mapped + found == [f"its size {size} bytes", f"{size} bytes", found[1]]
+    assert found[1].startswith("unreadable")
+
+
 # The manifest
 
 
@@ -269,15 +295,45 @@ def test_a_name_that_leads_out_is_refused_and_never_opened(live, output_dir, for
     assert all(path.is_relative_to(output_dir) and path.name != "secret" for path in opened)
 
 
-@pytest.mark.parametrize("name", ["part", *SMALL])
+@pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
 def test_a_link_that_leaves_the_checkpoint_is_not_followed_though_the_bytes_are_right(live, output_dir, forge, name):
     path = forge.path(forge.parts[0] if name == "part" else name)
     for outside in (output_dir.parent / "outside", output_dir / "outside"):
         path.rename(outside)
         path.symlink_to(outside)
-        refused(live, output_dir)
+        error = refused(live, output_dir)
+        assert (error.path, error.found) == (f"ckpt_10/{path.relative_to(forge.directory)}", UNSAFE)
+        assert verify(str(output_dir))[0].found == verify(str(forge.directory), deep=False)[0].found == UNSAFE
         path.unlink()
         outside.rename(path)
+    assert live.manager.restore(10) == 10
+
+
+@pytest.mark.parametrize("target", ["/nowhere", "../../nowhere", "../ckpt_5/model.pt", "model.pt"])
+def test_a_link_that_leads_out_or_nowhere_is_unsafe_whether_its_target_is_there_or_not(live, output_dir, forge, target):
+    forge.path("model.pt").unlink()
+    forge.path("model.pt").symlink_to(target)
+    assert refused(live, output_dir).found == UNSAFE
+
+
+def test_a_directory_of_parts_that_is_a_link_is_not_followed(live, output_dir, forge):
+    forge.path("sparse").rename(output_dir.parent / "sparse")
+    forge.path("sparse").symlink_to(output_dir.parent / "sparse")
+    assert refused(live, output_dir).found == UNSAFE
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_no_file_is_not_opened(live, output_dir, forge, make):
+    """To open a pipe would take for ever."""
+    for name in ("model.pt", "manifest.json"):
+        path = forge.path(name)
+        data = path.read_bytes()
+        path.unlink()
+        make(path)
+        with pytest.raises((CorruptCheckpointError, CheckpointNotFoundError)):
+            live.manager.restore(10)
+        path.rmdir() if path.is_dir() else path.unlink()
+        path.write_bytes(data)
     assert live.manager.restore(10) == 10
 
 

@@ -1,11 +1,12 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from forge import Forge, filled, save_tables
+from forge import Forge, empty, filled, load, save_tables
 
 from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError
 from recckpt.storage import open_storage
+from recckpt.verify import verify
 
 
 def replaced(batch, name, array, field=None):
@@ -52,7 +53,32 @@ def with_a_strange_column(batch):
     return batch.append_column("strange", pa.array(np.zeros(batch.num_rows, np.int8)))
 
 
+class Strange(pa.ExtensionType):
+    """A type that nobody has registered."""
+
+    def __init__(self, storage):
+        super().__init__(storage, "tests.strange")
+
+    def __arrow_ext_serialize__(self):
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage, serialized):
+        return cls(storage)
+
+
+def with_a_strange_type(name):
+    def edit(batch):
+        values = batch.column(name)
+        values = values.storage if isinstance(values, pa.ExtensionArray) else values
+        return replaced(batch, name, pa.ExtensionArray.from_storage(Strange(values.type), values))
+
+    return edit
+
+
 BAD = {
+    "ids of an unknown extension": (with_a_strange_type("id"), "strange"),
+    "vectors of an unknown extension": (with_a_strange_type("embedding"), "strange"),
     "null ids": (with_nulls, "nulls"),
     "a null in a vector": (with_null_inside, "nulls"),
     "ids of float64": (with_ids_of(np.float64), "double.*int64"),
@@ -77,3 +103,48 @@ def test_a_part_of_another_schema_is_refused_with_what_was_found_and_expected(tm
         list(reader.table("item"))
     assert caught.value.found
     assert caught.value.expected
+
+
+def cut(data):
+    return {
+        "empty": b"",
+        "magic": b"ARROW1",
+        "magic, padded": b"ARROW1\0\0",
+        "magic at both ends": b"ARROW1\0\0ARROW1",
+        "no footer": b"ARROW1\0\0" + bytes(len(data)) + b"ARROW1",
+        "a footer without end": data[:-10] + b"\xff\xff\xff\x7fARROW1",
+        "a footer of nothing": data[:-10] + b"\0\0\0\0ARROW1",
+        "one byte less": data[:-1],
+        "half": data[: len(data) // 2],
+        "garbage behind": data + b"garbage",
+        "twice": data + data,
+        "a stream": data[8:],
+        "Parquet": b"PAR1" + data[4:-4] + b"PAR1",
+        "text": b"id,embedding\n1,2\n" * 99,
+    }
+
+
+@pytest.mark.parametrize("name", cut(bytes(100)))
+def test_a_part_that_is_no_whole_arrow_file_is_refused_though_its_size_is_as_the_manifest_says(tmp_path, name):
+    save_tables(open_storage(str(tmp_path)), [filled("item", range(20))], concurrency=1)
+    forge = Forge(tmp_path / "ckpt_1")
+    data = cut(forge.path(forge.parts[0]).read_bytes())[name]
+    forge.write(forge.parts[0], data)
+    forge.edit_catalog(lambda values: values["parts"][0].update(bytes=len(data)))
+    with CheckpointReader(str(tmp_path)) as reader:
+        if name in ("twice", "a stream"):  # Arrow finds a whole file at the end of it, or a footer that fits
+            rows = sum(batch.num_rows for batch in reader_or_nothing(reader))
+            assert rows in (0, 20)
+        else:
+            with pytest.raises(CorruptCheckpointError):
+                list(reader.table("item"))
+    assert verify(str(tmp_path))
+    with pytest.raises(CorruptCheckpointError):
+        load(open_storage(str(tmp_path)), [empty("item")])
+
+
+def reader_or_nothing(reader):
+    try:
+        return list(reader.table("item"))
+    except CorruptCheckpointError:
+        return []

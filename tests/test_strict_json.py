@@ -143,3 +143,24 @@ def test_a_long_value_is_cut_in_the_message():
     with pytest.raises(CorruptCheckpointError) as caught:
         fields(a="x" * 100_000).count("a")
     assert len(str(caught.value)) < 1000
+
+
+def test_a_key_twice_among_very_many_is_found_at_once():
+    pairs = ", ".join(f'"{number}": 0' for number in (*range(200_000), 199_999))
+    assert "duplicate key '199999'" in wrong(f"{{{pairs}}}".encode()).found
+
+
+@pytest.mark.parametrize("digits", [41, 5_000, 3_000_000])
+def test_a_number_longer_than_any_count_is_refused_before_it_is_computed(digits):
+    error = wrong(b'{"a": ' + b"9" * digits + b"}")
+    assert f"{digits} digits" in error.found
+
+
+def test_what_is_wrong_is_said_in_a_few_words_however_long_it_is():
+    assert len(str(wrong(b'{"' + b"x" * 10**6 + b'": 1, "' + b"x" * 10**6 + b'": 1}'))) < 1000
+
+
+def wrong(data):
+    with pytest.raises(CorruptCheckpointError) as caught:
+        parse(data, "f.json")
+    return caught.value

@@ -1,4 +1,5 @@
 import errno
+import logging
 import shutil
 
 import pyarrow as pa
@@ -109,14 +110,17 @@ def test_a_number_of_threads_that_is_none_is_refused(tmp_path, threads):
 def test_a_file_that_cannot_be_read_is_a_problem_and_the_others_are_read(tmp_path, monkeypatch):
     Run(tmp_path).train(10)
     flip_bit(tmp_path / "ckpt_10" / "rng_0.pt")
-    real = LocalStorage.open
 
-    def failing(storage, name):
-        if name.endswith(("extra.pt", ".arrow", "00000-of-00001.json")):
-            raise OSError(errno.EIO, "Input/output error", name)
-        return real(storage, name)
+    def failing(real):
+        def reach(storage, name, *args):
+            if name.endswith(("extra.pt", ".arrow", "00000-of-00001.json")):
+                raise OSError(errno.EIO, "Input/output error", name)
+            return real(storage, name, *args)
 
-    monkeypatch.setattr(LocalStorage, "open", failing)
+        return reach
+
+    for name in ("open", "read", "map"):
+        monkeypatch.setattr(LocalStorage, name, failing(getattr(LocalStorage, name)))
     problems = {problem.file: problem.found for problem in verify(str(tmp_path))}
     assert "Input/output error" in problems["ckpt_10/extra.pt"]
     assert "Input/output error" in problems["ckpt_10/sparse/00000-of-00001.json"]
@@ -231,11 +235,16 @@ def test_damage_to_what_says_who_owns_the_output_dir_is_found(tmp_path, name, de
     assert verify(str(tmp_path / "ckpt_10"), deep=deep) == []
 
 
-def test_files_that_nobody_listed_are_no_problem(tmp_path):
+def test_files_that_nobody_listed_are_no_problem_and_named_to_who_wants_to_know(tmp_path, caplog):
     forge = saved(tmp_path, two_tables())
     forge.path("sparse/00000-of-00001.g7.00.arrow").write_bytes(b"junk")
     forge.path("notes.txt").write_text("mine")
     assert verify(str(tmp_path)) == []
+    assert caplog.text == ""
+    with caplog.at_level(logging.DEBUG, "recckpt"):
+        assert verify(str(tmp_path)) == []
+    named = [record.args[0] for record in caplog.records if record.levelno == logging.DEBUG]
+    assert named == ["ckpt_1/notes.txt", "ckpt_1/sparse/00000-of-00001.g7.00.arrow"]
 
 
 def test_a_problem_says_where_what_was_found_and_what_was_expected(tmp_path):

@@ -14,11 +14,13 @@ import xxhash
 from recckpt.errors import CorruptCheckpointError
 from recckpt.sparse.catalog import Part
 from recckpt.sparse.messages import Messages, check_message
+from recckpt.storage import missing
 from recckpt.storage.held import Files
 from recckpt.types import SlotSpec
 
 TABLE, ID = "table", "id"  # part of the format
 _DTYPE_KEY = b"recckpt.dtype"  # part of the format
+_EXTENSION = b"ARROW:extension:name"  # of Arrow
 _ARROW = {
     "float16": pa.float16(),
     "bfloat16": pa.uint16(),
@@ -142,7 +144,7 @@ class PartReader:
             mapped = storage.map(self.path) if mapped is None else mapped
             found = len(mapped) if mapped is not None else storage.size(self.path)
         except FileNotFoundError as error:
-            raise self._corrupt("", "no such file", f"{part.n_bytes} bytes") from error
+            raise missing(self.path, error, f"{part.n_bytes} bytes") from error
         if found != part.n_bytes:
             raise self._corrupt("its size", f"{found} bytes", f"{part.n_bytes} bytes")
         self.mapped = mapped
@@ -271,6 +273,9 @@ class PartReader:
             raise self._corrupt("its columns", str(found.names), str(expected.names))
         for field in expected:
             other = found.field(field.name)
+            if _EXTENSION in (other.metadata or {}):  # of a type that is not registered here
+                kind = other.metadata[_EXTENSION].decode(errors="replace")
+                raise self._corrupt(f"column {field.name!r}", f"the extension {kind!r:.200}", str(field.type))
             if other.type != field.type or (other.metadata or {}).get(_DTYPE_KEY) != (field.metadata or {}).get(
                 _DTYPE_KEY
             ):

@@ -24,7 +24,9 @@ def read_parts(checkpoint: Checkpoint, storage: Files) -> list[Part]:
         entry = manifest.file(shard.catalog)
         assert entry is not None  # the manifest was checked for that
         path = layout.join(checkpoint.directory, shard.catalog)
-        catalog = catalogs.decode(read_checked(storage, checkpoint.directory, entry), path, manifest, number)
+        catalog = catalogs.decode(
+            read_checked(storage, checkpoint.directory, entry, catalogs.MAX_BYTES), path, manifest, number
+        )
         parts += catalog.parts
         for name, count in catalog.rows.items():
             rows[name] += count

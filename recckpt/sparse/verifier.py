@@ -154,7 +154,7 @@ def repeated_between_shards(
     """
     if not _shards_overlap(catalogs, table):
         return
-    for window in _windows(table.rows):
+    for window in _windows(sum(catalog.rows.get(table.name, 0) for catalog in catalogs)):
         shards = [np.unique(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
         for found, expected in _repeats(np.concatenate(shards)):
             path, where = layout.join(directory, layout.SPARSE_DIR), f"table {table.name!r}, between shards"

@@ -8,6 +8,25 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from recckpt.errors import CorruptCheckpointError
+
+
+class UnsafeLinkError(FileNotFoundError):
+    """A symbolic link leads out of the directory it is in, or nowhere; it is not followed."""
+
+
+def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
+    """Return the error for a file that a checkpoint should have.
+
+    Args:
+        path: the file, as named under the output dir.
+        error: what reaching for it raised.
+        expected: what should be there.
+    """
+    unsafe = isinstance(error, UnsafeLinkError)
+    found = "unsafe path: a symbolic link out of its directory" if unsafe else "no such file"
+    return CorruptCheckpointError(path, "", found=found, expected=expected)
+
 
 class Sink(ABC):
     """A file that is being written for the first time; as a context manager it is published or gone.

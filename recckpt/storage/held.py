@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from typing import BinaryIO, Protocol, TypeVar, cast
 
 from recckpt import layout
-from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
-from recckpt.storage.base import Storage
+from recckpt.errors import CheckpointRemovedError, RecckptError
+from recckpt.storage.base import Storage, UnsafeLinkError, missing
 
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
 _T = TypeVar("_T")
@@ -67,7 +68,7 @@ class HeldFiles:
         held = self._maps.get(name)
         if held is not None:
             return cast(BinaryIO, _MappedFile(held))
-        return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), lambda: self._missing(name)))
+        return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), partial(self._missing, name)))
 
     def map(self, name: str) -> memoryview | None:
         """Return a file's bytes as a memory map, None where the storage has no such thing."""
@@ -94,17 +95,17 @@ class HeldFiles:
         try:
             return reach(path)
         except FileNotFoundError as error:
-            raise self._missing(path) from error
+            raise self._missing(path, error) from error
 
-    def _missing(self, path: str) -> RecckptError:
+    def _missing(self, path: str, error: FileNotFoundError) -> RecckptError:
         """Say why a file is not there: rotation removes the manifest first, so that one without it was removed."""
         try:
-            self._storage.size(layout.join(self._directory, layout.MANIFEST))
+            if not isinstance(error, UnsafeLinkError):
+                self._storage.size(layout.join(self._directory, layout.MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
             return CheckpointRemovedError(layout.join(self.url.removesuffix("/"), self._directory))
         n_bytes = self._sizes.get(path)
-        expected = "a file" if n_bytes is None else f"{n_bytes} bytes"
-        return CorruptCheckpointError(path, "", found="no such file", expected=expected)
+        return missing(path, error, "a file" if n_bytes is None else f"{n_bytes} bytes")
 
 
 class _MappedFile(io.RawIOBase):
@@ -139,7 +140,7 @@ class _MappedFile(io.RawIOBase):
 class _RemovableFile(io.RawIOBase):
     """A file of a storage that may be gone in the middle of it."""
 
-    def __init__(self, file: BinaryIO, missing: Callable[[], RecckptError]) -> None:
+    def __init__(self, file: BinaryIO, missing: Callable[[FileNotFoundError], RecckptError]) -> None:
         self._file, self._missing = file, missing
 
     def readable(self) -> bool:
@@ -158,7 +159,7 @@ class _RemovableFile(io.RawIOBase):
         try:
             return self._file.read(-1 if size is None else size)
         except FileNotFoundError as error:
-            raise self._missing() from error
+            raise self._missing(error) from error
 
     def close(self) -> None:
         if not self.closed:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from recckpt.storage.base import Draft, Sink, Storage
+from recckpt.storage.base import Draft, Sink, Storage, UnsafeLinkError
 from recckpt.storage.mapping import map_file
 
 
@@ -148,14 +148,18 @@ class LocalStorage(Storage):
             target = Path(os.path.realpath(path, strict=True))
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise FileNotFoundError(errno.ENOENT, "a link that leads nowhere", str(path)) from error
+                raise UnsafeLinkError(errno.ENOENT, "a link that leads nowhere", str(path)) from error
+            self._check_inside(name, Path(os.path.realpath(path)))
             raise
-        if not target.is_relative_to((self._root / name.split("/", maxsplit=1)[0]).resolve()):
-            problem = "a link that leads out of its directory; it is not followed"
-            raise FileNotFoundError(errno.ENOENT, problem, str(path))
+        self._check_inside(name, target)
         if not target.is_file():
             raise FileNotFoundError(errno.ENOENT, "not a plain file", str(path))
         return target
+
+    def _check_inside(self, name: str, target: Path) -> None:
+        if not target.is_relative_to((self._root / name.split("/", maxsplit=1)[0]).resolve()):
+            problem = "a link that leads out of its directory; it is not followed"
+            raise UnsafeLinkError(errno.ENOENT, problem, str(self._root / name))
 
     def _is_plain(self, name: str) -> bool:
         """Say whether a name is a file in a directory of the root that no link within it leads to."""
