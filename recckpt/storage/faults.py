@@ -63,8 +63,12 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
 
 def is_conflict(error: BaseException) -> bool:
     """Say whether a conditional put was refused because of its condition: 409, 412, or what backends make of them."""
-    statuses = (_answer(link)[0] for link in _chain(error))
-    return isinstance(error, FileExistsError) or next((s for s in statuses if s is not None), None) in (409, 412)
+    return isinstance(error, FileExistsError) or status_of(error) in (409, 412)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that led to an error."""
+    return next((status for link in _chain(error) if (status := _answer(link)[0]) is not None), None)
 
 
 def os_error(error: BaseException, operation: str, url: str) -> OSError:
@@ -81,7 +85,7 @@ def _errno(error: BaseException) -> int:
     for kind, number in _ERRNO_OF_TYPE:
         if isinstance(error, kind):
             return number
-    status = next((status for link in _chain(error) if (status := _answer(link)[0]) is not None), None)
+    status = status_of(error)
     if status is None and "Timeout" in type(error).__name__:
         return errno.ETIMEDOUT
     return _ERRNO_OF_STATUS.get(status or 0, errno.EIO)

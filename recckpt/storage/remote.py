@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 import fsspec
 
 from recckpt.storage.base import Storage
-from recckpt.storage.faults import TryAgainError, is_conflict, os_error
+from recckpt.storage.faults import os_error, status_of
 from recckpt.storage.ranged import RangedFile
 from recckpt.storage.retry import Retries, RetryPolicy
 
@@ -49,18 +49,8 @@ class RemoteStorage(Storage):
         return None
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` of a file, of one version of it."""
-
-        def read() -> bytes:
-            try:
-                with self._open(name) as file:
-                    return file.read(max_bytes)
-            except Exception as error:
-                if is_conflict(error):
-                    raise TryAgainError(errno.EBUSY, "it was replaced meanwhile") from error
-                raise
-
-        return self._call("reading", name, read)
+        """Return at most ``max_bytes`` of a file, of one version of it, in one request."""
+        return self._call("reading", name, lambda: self._read(name, max_bytes))
 
     def size(self, name: str) -> int:
         """Return the bytes of a file."""
@@ -73,6 +63,14 @@ class RemoteStorage(Storage):
         """Delete a file."""
         with suppress(FileNotFoundError):
             self._call("removing", name, lambda: self._fs.rm_file(self._path(name)))
+
+    def _read(self, name: str, max_bytes: int) -> bytes:
+        try:
+            return bytes(self._fs.cat_file(self._path(name), start=0, end=max_bytes))
+        except Exception as error:
+            if status_of(error) == 416:  # of an empty file there is no range
+                return b""
+            raise
 
     def _open(self, name: str) -> BinaryIO:
         file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)

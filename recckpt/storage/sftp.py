@@ -122,6 +122,10 @@ class SftpStorage(RemoteStorage):
         """Return 1: there is one connection."""
         return 1
 
+    def _read(self, name: str, max_bytes: int) -> bytes:
+        with self._open(name) as file:
+            return file.read(max_bytes)
+
     def _open(self, name: str) -> BinaryIO:
         _file_size(self._fs, self._path(name))
         return cast(BinaryIO, self._fs.ftp.open(self._path(name)))
