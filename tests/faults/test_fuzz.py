@@ -115,7 +115,7 @@ class Target:
         return "equal"
 
     def command(self, _):
-        for args in (("ls",), ("show",), ("head", "item")):
+        for args in (("ls",), ("show",), ("head", "item"), ("repair", "--clean", "--dry-run")):
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 code = main([args[0], str(self.root), *args[1:]])
             assert code in (0, 1), args
@@ -238,14 +238,27 @@ def catalog(target, name, rng):
     return target.resealed(name, mutated_json(target.values(name), rng))
 
 
+def beside(target, name, rng):
+    return {target.root / name: mutated(target.whole[target.root / name], rng)}
+
+
+def owner(target, name, rng):
+    values = json.loads(target.whole[target.root / name])
+    del values["owner_xxh3"]
+    return {target.root / name: sealed(mutated_json(values, rng)).replace(b"manifest_xxh3", b"owner_xxh3")}
+
+
 def pickled(target, name, rng):
     return target.resealed(name, with_pickle(target.data(name), rng))
 
 
 CATALOG, PART = "sparse/00000-of-00001.json", "sparse/00000-of-00001.g0.00.arrow"
 PICKLED = ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt"]
+CLAIM, LIST = ".recckpt/owner/1.json", ".recckpt/owner/1.list.json"
 KINDS = [  # how, what, number of cases
     *((raw, name, 8) for name in ("manifest.json", CATALOG, PART, *PICKLED)),
+    *((beside, name, 4) for name in ("checkpoint", CLAIM, LIST)),
+    *((owner, name, 6) for name in (CLAIM, LIST)),
     (manifest, "manifest.json", 40),
     (catalog, CATALOG, 30),
     (sizes_resealed, PART, 20),
