@@ -34,14 +34,15 @@ def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, ove
             "id, or pass overwrite=True to supersede it"
         )
     taken = set(storage.list_dirs())
-    for directory in layout.attempt_dirs(ckpt_id, fence.epoch, fresh=fence.is_fresh(step)):
-        if directory not in taken:
+    for directory in layout.attempt_dirs(ckpt_id, fence.epoch):
+        if directory not in taken and not fence.is_spent(directory):
             intent = Intent(directory, fence.epoch, secrets.token_hex(16), step)
             try:
                 storage.make_dir(directory)
                 write_intent(storage, intent)
             except FileExistsError:
                 continue  # another attempt was faster
+            fence.check()  # a later owner has seen this directory, or this writer goes no further
             return intent, listing.next_seq
     raise AssertionError("the names of attempts have no end")
 

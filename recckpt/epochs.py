@@ -46,12 +46,15 @@ class Takeover:
     Attributes:
         epoch: of the writer.
         save_ids: what was committed: a manifest of an older epoch counts only if it is listed here.
-        highest_step: the highest step that anybody ever saved or began to save; -1 where there was none.
+        highest_step: of all directories for ``ckpt_<step>`` that were there at a takeover, this one or any before; -1
+            where there was none.
+        directories: the names of all others.
     """
 
     epoch: int
     save_ids: frozenset[str]
     highest_step: int
+    directories: frozenset[str]
 
     def excludes(self, record: Manifest) -> str | None:
         """Say why a manifest does not count; None where it does."""
@@ -63,7 +66,7 @@ class Takeover:
         )
 
 
-NO_TAKEOVER = Takeover(0, frozenset(), -1)  # nobody ever took over, or the checkpoint was copied: all count
+NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset())  # nobody took over, or the checkpoint was copied: all count
 
 
 def claimed_epochs(storage: Storage) -> list[int]:
@@ -83,7 +86,12 @@ def last_takeover(storage: Storage) -> Takeover:
         return NO_TAKEOVER
     epoch = max(published)
     fields = _read(storage, layout.takeover(epoch), epoch)
-    return Takeover(epoch, frozenset(fields.texts("committed")), fields.count("highest_step", low=-1))
+    return Takeover(
+        epoch,
+        frozenset(fields.texts("committed")),
+        fields.count("highest_step", low=-1),
+        frozenset(fields.texts("directories")),
+    )
 
 
 def read_claim(storage: Storage, epoch: int) -> Claim:
@@ -106,7 +114,12 @@ def encode_claim(claim: Claim) -> bytes:
 
 def encode_takeover(claim: Claim, takeover: Takeover) -> bytes:
     """Return the bytes of the list that a writer publishes when it takes over."""
-    own = {"nonce": claim.nonce, "highest_step": takeover.highest_step, "committed": sorted(takeover.save_ids)}
+    own = {
+        "nonce": claim.nonce,
+        "committed": sorted(takeover.save_ids),
+        "highest_step": takeover.highest_step,
+        "directories": sorted(takeover.directories),
+    }
     return seal({**_head(claim.epoch), **own}, _SEAL)
 
 

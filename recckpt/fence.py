@@ -24,7 +24,7 @@ from recckpt.epochs import (
     read_claim,
 )
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
-from recckpt.listing import list_checkpoints
+from recckpt.listing import Listing, attempt_dirs, list_checkpoints
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
@@ -52,13 +52,22 @@ class Fence:
         """
         if self._claim is None:
             claim = _claim_next(self._storage)
-            self._takeover = _publish(self._storage, claim)
+            listing = list_checkpoints(self._storage)
+            left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
+            self._takeover = _publish(self._storage, claim, listing)
             self._claim = claim  # only now: a claim without a list is harmless, and is followed by another
-        self.check()
+            self.check()  # whoever has taken over since may have listed what was committed too late for this list
+            for intent in left:
+                rotation.remove_leftover(self._storage, intent.directory)
+        else:
+            self.check()
 
-    def is_fresh(self, step: int | None) -> bool:
-        """Say whether no earlier writer can have begun a save of this step; those without a step are trusted."""
-        return step is None or step > self._takeover.highest_step
+    def is_spent(self, directory: str) -> bool:
+        """Say whether an earlier writer may be at work in a directory of this name, though it is gone by now."""
+        step = layout.parse_step(directory)
+        if step is None:
+            return directory in self._takeover.directories
+        return directory == layout.step_id(step) and step <= self._takeover.highest_step
 
     def check(self) -> None:
         """Do nothing while nobody has taken the output dir over.
@@ -102,20 +111,22 @@ def _claim_next(storage: Storage) -> Claim:
         return claim
 
 
-def _publish(storage: Storage, claim: Claim) -> Takeover:
-    """Say what is committed: from now on late commits of older writers are ignored; sweep what they left."""
-    listing = list_checkpoints(storage)
-    left = rotation.leftovers(storage, listing, claim.epoch - 1)
-    steps = [listing.highest_step, *(intent.step for intent in left if intent.step is not None)]
+def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
+    """Say what is committed: from now on late commits of older writers are ignored."""
     save_ids = frozenset(checkpoint.manifest.save_id for checkpoint in listing.committed)
-    with suppress(CorruptCheckpointError):  # what the list before this one knew of steps is lost then
-        steps.append(last_takeover(storage).highest_step)
-    takeover = Takeover(claim.epoch, save_ids, max(steps))
+    steps = {directory: layout.parse_step(directory) for directory in attempt_dirs(storage)}
+    before = NO_TAKEOVER
+    with suppress(CorruptCheckpointError):  # what the list before this one knew of directories is lost then
+        before = last_takeover(storage)
+    takeover = Takeover(
+        claim.epoch,
+        save_ids,
+        highest_step=max([before.highest_step, *(step for step in steps.values() if step is not None)]),
+        directories=before.directories.union(directory for directory, step in steps.items() if step is None),
+    )
     storage.put_if_absent(layout.takeover(claim.epoch), encode_takeover(claim, takeover))
     if claim.epoch > 1:
         log.info("%s: taken over as epoch %d, with %d checkpoints", storage.url, claim.epoch, len(save_ids))
-    for intent in left:
-        rotation.remove_leftover(storage, intent.directory)
     return takeover
 
 

@@ -26,6 +26,7 @@ MAX_ID_BYTES = 200
 _MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE})
+_STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
@@ -63,18 +64,10 @@ def decode_id(encoded: str) -> str:
     return unquote(encoded)
 
 
-def attempt_dirs(ckpt_id: str, epoch: int, *, fresh: bool) -> Iterator[str]:
-    """Yield the directory names for attempts at a checkpoint, best first.
-
-    Args:
-        ckpt_id: the checkpoint.
-        epoch: of the writer.
-        fresh: whether no earlier writer can have made a directory for this id; only then it may have the plain name,
-            since a writer that lost the output dir may still be about to write or remove something by that name.
-    """
+def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
+    """Yield the directory names for attempts at a checkpoint by the writer of an epoch, best first."""
     encoded = encode_id(ckpt_id)
-    if fresh:
-        yield encoded
+    yield encoded
     yield f"{encoded}.{epoch}"
     yield from (f"{encoded}.{epoch}.{n}" for n in count(1))
 
@@ -113,6 +106,12 @@ def parse_pin(name: str) -> str | None:
 def step_id(step: int) -> str:
     """Return the id that the manager gives the checkpoint of a step."""
     return f"ckpt_{step}"
+
+
+def parse_step(directory: str) -> int | None:
+    """Return the step of a directory for an id that :func:`step_id` gave, None for others."""
+    found = _STEP_DIR.fullmatch(directory)
+    return int(found[1]) if found else None
 
 
 def io_state(shard: int) -> str:

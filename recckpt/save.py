@@ -178,7 +178,8 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
                 fence.check()
                 rotation.remove(storage, victim)
             for left in rotation.leftovers(storage, listing, fence.epoch):
-                rotation.remove_leftover(storage, left.directory)
+                if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
+                    rotation.remove_leftover(storage, left.directory)
             fence.check()
             write_index(storage, list_checkpoints(storage) if victims else listing)
         timeline.append(storage, info)

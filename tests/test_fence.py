@@ -11,11 +11,13 @@ from builders import tree
 from forge import filled, save_tables
 from torch import nn
 
-from recckpt import CheckpointManager, Saver, WriterFencedError
+from recckpt import CheckpointManager, Saver, WriterFencedError, rotation
 from recckpt import fence as fencing
+from recckpt.commit import begin
 from recckpt.epochs import last_takeover, read_claim
 from recckpt.errors import FormatVersionError
 from recckpt.fence import Fence
+from recckpt.intent import Intent, write_intent
 from recckpt.listing import list_checkpoints, locate, newest
 from recckpt.sealed import seal
 from recckpt.storage import Storage, open_storage
@@ -88,7 +90,7 @@ def test_a_claim_that_another_is_faster_with_takes_the_next_number(storage, monk
 def test_a_claim_without_a_list_is_harmless_and_the_next_writer_takes_the_next_number(storage, monkeypatch):
     save_tables(storage, [filled("item", [1])], ckpt_id="a")
     with monkeypatch.context() as patch:
-        patch.setattr(fencing, "_publish", lambda storage, claim: 1 / 0)
+        patch.setattr(fencing, "_publish", lambda *args: 1 / 0)
         dying = Fence(storage)
         with pytest.raises(ZeroDivisionError):
             dying.hold()
@@ -183,7 +185,7 @@ def test_a_copied_in_checkpoint_of_a_higher_epoch_is_taken_over_too(tmp_path):
         elsewhere = writer(tmp_path / "elsewhere")
         elsewhere.save("x", overwrite=True)
     saver = writer(tmp_path / "runs", max_keep=None)
-    (tmp_path / "elsewhere" / "x").rename(tmp_path / "runs" / "x")
+    (tmp_path / "elsewhere" / "x.3").rename(tmp_path / "runs" / "x")
     saver.save("a")
     assert newest(saver.storage).ckpt_id == "a"
     assert newest(saver.storage).manifest.epoch == 4
@@ -205,7 +207,70 @@ def test_the_highest_step_is_that_of_any_attempt_and_is_handed_on(storage):
     for _ in range(2):
         fence = Fence(storage)
         fence.hold()
-        assert [fence.is_fresh(step) for step in (5, 9, 10, None)] == [False, False, True, True]
+        assert [fence.is_spent(f"ckpt_{step}") for step in (5, 9, 10)] == [True, True, False]
+
+
+def test_a_name_that_an_earlier_writer_may_be_at_work_in_is_never_used_again(storage):
+    for ckpt_id in ("best", "ckpt_3.2"):
+        save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
+        storage.remove(f"{ckpt_id}/manifest.json")
+    fence = Fence(storage)
+    fence.hold()
+    assert storage.list_dirs() == [".recckpt"]
+    for _ in range(2):
+        intent, _ = begin(storage, fence, "best", step=None, overwrite=False)
+        assert intent.directory == f"best.{fence.epoch}"
+        assert [fence.is_spent(name) for name in ("best", "last", "ckpt_3", "ckpt_4")] == [True, False, True, False]
+        fence = Fence(storage)
+        fence.hold()
+
+
+def test_a_writer_that_is_overtaken_while_it_makes_its_directory_goes_no_further(storage):
+    first, second = Fence(storage), Fence(storage)
+    first.hold()
+    real = storage.make_dir
+
+    def slow(name):
+        storage.make_dir = real
+        second.hold()
+        real(name)
+
+    storage.make_dir = slow
+    with pytest.raises(WriterFencedError):
+        begin(storage, first, "ckpt_1", step=1, overwrite=False)
+    assert storage.list_files("ckpt_1") == ["INTENT"]
+
+
+def test_leftovers_are_not_swept_by_a_writer_that_is_overtaken_while_it_takes_over(storage, monkeypatch):
+    save_tables(storage, [filled("item", [1])], ckpt_id="a")
+    storage.remove("a/manifest.json")
+    first, second = Fence(storage), Fence(storage)
+    real = storage.put_if_absent
+
+    def late(name, data):
+        real(name, data)
+        if name.endswith("2.list.json"):
+            with monkeypatch.context() as patch:
+                patch.setattr(rotation, "remove_leftover", lambda *args: None)
+                second.hold()
+
+    storage.put_if_absent = late
+    with pytest.raises(WriterFencedError):
+        first.hold()
+    assert "INTENT" in storage.list_files("a")
+
+
+def test_a_writer_leaves_to_the_next_takeover_what_an_earlier_one_makes_late(url):
+    first, second = Fence(open_storage(url)), writer(url)
+    second.storage.prepare()
+    first.hold()
+    second.save("ckpt_1")
+    second.storage.make_dir("ckpt_2.1")
+    write_intent(second.storage, Intent("ckpt_2.1", 1, "0" * 32, 2))
+    second.save("ckpt_3")
+    assert second.storage.list_files("ckpt_2.1") == ["INTENT"]
+    writer(url).save("ckpt_4")
+    assert second.storage.list_files("ckpt_2.1") == []
 
 
 @pytest.mark.parametrize(

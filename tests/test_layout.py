@@ -52,9 +52,14 @@ def test_what_cannot_be_an_id_is_refused(ckpt_id):
 
 
 def test_attempts_after_the_first_have_their_writer_in_their_name():
-    names = layout.attempt_dirs("a/b", 7, fresh=True)
+    names = layout.attempt_dirs("a/b", 7)
     assert [next(names) for _ in range(4)] == ["a%2Fb", "a%2Fb.7", "a%2Fb.7.1", "a%2Fb.7.2"]
-    assert next(layout.attempt_dirs("a/b", 7, fresh=False)) == "a%2Fb.7"
+
+
+def test_the_step_of_a_directory_is_told_where_its_id_is_that_of_a_step():
+    steps = {"ckpt_0": 0, "ckpt_12": 12, "ckpt_12.3": 12, "ckpt_12.3.4": 12}
+    steps |= dict.fromkeys(["ckpt_", "ckpt_012", "ckpt_1.2.3.4", "ckpt_1.0", "ckpt_\u0661", "xckpt_1", "ckpt_1x", "1"])
+    assert {name: layout.parse_step(name) for name in steps} == steps
 
 
 def test_the_files_of_the_owner_and_of_pins_are_told_apart():
