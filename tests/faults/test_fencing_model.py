@@ -1,0 +1,88 @@
+"""The model of the fencing, in every state that its writers can bring about; and that it needs each of its rules."""
+
+import os
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+from faults.fencing_model import Model, Rules
+from faults.fencing_states import NO_STEP, Lost
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
+
+# the steps that each writer saves: a later writer that saves a step again has rolled back
+ONE_EACH = ((1,), (1,), (1,))
+TWO_OF_TWO = ((1, 2), (1, 2))
+ONE_ID = ((NO_STEP, NO_STEP), (NO_STEP, NO_STEP))
+
+# rule -> what the writers save when it is dropped, and what becomes of it
+NEEDED = {
+    "claim_before_list": (((1,), (1,)), "was acknowledged, and readers get"),
+    "list_before_sweep": (((1,), (1,)), "counts, and its data is None"),
+    "check_before_sweep": (ONE_EACH, "counts, and its data is None"),
+    "hand_on_steps": (ONE_EACH, "writes {'data'} into .* which is that of"),
+    "sweep_dead_epochs_only": (((1,), (1,)), "writer 1 removes intent of .* which is that of"),
+    "names_not_reused": (((1,), (1,)), "writes {'data'} into .* which is that of"),
+    "no_step_is_not_fresh": (((NO_STEP,), (NO_STEP,)), "writes {'data'} into .* which is that of"),
+    "check_after_intent": (ONE_EACH, "writes {'data'} into .* which is that of"),
+    "check_after_commit": (((1,), (1,)), "was acknowledged, and readers get"),
+    "check_before_removal": (((1,), (1, 2)), "writer 1 removes manifest of .* which is that of"),
+    "readers_know_epochs": (((1,), (1,)), "counts, though epoch 2 had taken over"),
+    "order_by_seq": (((1, 2), (1,)), "was acknowledged, and readers get"),
+}
+NEEDED_BY_THREE = {"tidy_own_epoch_only": (((2,), (1,), (1, 2)), "writer 2 removes intent of .* which is that of")}
+
+
+def check(figures, scripts, failures, objects):
+    figures.add("model", states=Model(Rules(objects=objects), scripts, failures).check(), lost=0)
+
+
+def is_caught(figures, rule, scripts, what):
+    with pytest.raises(Lost, match=what) as lost:
+        Model(replace(Rules(), **{rule: False}), scripts).check()
+    figures.add("model, a rule dropped", rules=1, steps_to_the_loss=len(str(lost.value).splitlines()) - 1)
+
+
+@pytest.mark.parametrize("objects", [False, True], ids=["local", "objects"])
+@pytest.mark.parametrize(
+    ("scripts", "failures"),
+    [(ONE_EACH, 0), (TWO_OF_TWO, 0), (ONE_ID, 1)],
+    ids=["three writers", "two writers", "two writers of one id"],
+)
+def test_nothing_is_lost_however_writers_come_between_each_other(figures, scripts, failures, objects):
+    check(figures, scripts, failures, objects)
+
+
+@pytest.mark.parametrize("rule", NEEDED)
+def test_without_any_one_rule_something_is_lost(figures, rule):
+    is_caught(figures, rule, *NEEDED[rule])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", NEEDED_BY_THREE)
+def test_without_a_rule_that_only_three_writers_need_something_is_lost(figures, rule):
+    is_caught(figures, rule, *NEEDED_BY_THREE[rule])
+
+
+def test_no_rule_is_in_the_model_without_need():
+    assert {*NEEDED, *NEEDED_BY_THREE} == {field.name for field in fields(Rules)} - {"objects"}
+
+
+STEPS = [
+    *product(product((1, 2)), repeat=3),
+    *product(product((1, 2), repeat=2), repeat=2),
+    (ONE_ID[0][:1],) * 3,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objects", [False, True], ids=["local", "objects"])
+@pytest.mark.parametrize("scripts", STEPS[::SWEEP_STRIDE], ids=str)
+def test_nothing_is_lost_in_any_order_of_steps_and_with_a_failure(figures, scripts, objects):
+    check(figures, scripts, 1, objects)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scripts", [((2,), (1,), (1, 2)), ((1, 2), (1,), (1,))][:: 1 + SWEEP_STRIDE // 10], ids=str)
+def test_nothing_is_lost_when_one_of_three_writers_saves_twice(figures, scripts):
+    check(figures, scripts, 0, objects=False)
