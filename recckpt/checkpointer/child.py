@@ -38,10 +38,10 @@ class Child:
 
     def __init__(self, setup: bytes) -> None:
         ours, theirs = socket.socketpair()
-        self._owner_pid, self._ready = os.getpid(), False
+        self._ready = False
         self._arena: Arena | None = None
         with ours, theirs:
-            self._process = _spawn(theirs.fileno(), self._owner_pid)
+            self._process = _spawn(theirs.fileno())
             self._connection = Connection(ours.detach())
         with suppress(OSError):  # it has died already, which whoever needs it will find
             self._connection.send_bytes(setup)
@@ -104,9 +104,7 @@ class Child:
         return message
 
     def end(self, timeout_sec: float) -> None:
-        """Let the process end, and kill it if it does not; a fork of the parent leaves it alone."""
-        if os.getpid() != self._owner_pid:
-            return
+        """Let the process end, and kill it if it does not."""
         self._connection.close()
         self._reap(timeout_sec)
 
@@ -134,9 +132,9 @@ def rebuilt(failure: tuple[Exception, BaseException | None, str]) -> Exception:
     return error
 
 
-def _spawn(fd: int, parent_pid: int) -> subprocess.Popen[bytes]:
+def _spawn(fd: int) -> subprocess.Popen[bytes]:
     path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    command = [sys.executable, "-c", _PROGRAM, str(fd), str(parent_pid), path]
+    command = [sys.executable, "-c", _PROGRAM, str(fd), str(os.getpid()), path]
     # An interrupt that comes before the child can say that it ignores it must not end it: signals that are blocked
     # here are blocked there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -32,5 +32,4 @@ class SaveFuture(Future[None]):
         """Wait, and raise an error that nobody has seen yet."""
         error = super().exception()
         if error is not None and not self.seen:
-            self.seen = True
             raise error
