@@ -52,13 +52,15 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
     if isinstance(error, TryAgainError):
         return True
     links = list(_chain(error, handled))
-    if any(isinstance(link, ssl.SSLCertVerificationError) for link in links):
+    if isinstance(error, _FINAL) or any(isinstance(link, ssl.SSLCertVerificationError) for link in links):
         return False
-    for link in links:
+    for link in links:  # the nearest that says something: aiohttp calls a broken answer a 400, behind a lost connection
         status, code = _answer(link)
+        if _is_of_the_network(link):
+            return True
         if status is not None:
             return code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS or (status >= 500 and status != 501)
-    return not isinstance(error, _FINAL) and any(map(_is_of_the_network, links))
+    return False
 
 
 def is_conflict(error: BaseException) -> bool:

@@ -63,8 +63,8 @@ class Scene:
             self.store.fs.pipe_file(f"{self.store.bucket}/{prefix}/{name}", data)
         return prefix
 
-    def check(self, prefix, outcome, note):
-        """Fail on any loss; then save on, and fail where that does not work.
+    def check_loss(self, prefix, outcome, note):
+        """Fail on any loss.
 
         Args:
             prefix: of the copy.
@@ -80,8 +80,11 @@ class Scene:
         assert step == 0 or job.is_of_step(step), f"{note}: the state is not that of step {step}"
         damaged = list_checkpoints(job.saver.storage).damaged
         assert not damaged, f"{note}: damaged {damaged}"
+        return job
 
-        if step != self.after:  # the same id once more, beside what is left of it
+    def check_next_save(self, prefix, job, note):
+        """Save the next step, fail where that does not work, and remove the copy."""
+        if job.manager.global_step != self.after:  # the same id once more, beside what is left of it
             job.manager.restore(self.restore_step)
         job.advance()
         job.manager.save()
@@ -92,6 +95,11 @@ class Scene:
         found = self.store.manifests(prefix)
         assert len(found) == min(self.max_keep, len({*range(1, self.before + 1), step})), f"{note}: {found}"
         self.store.fs.rm(f"{self.store.bucket}/{prefix}", recursive=True)
+
+    def new_files(self, prefix):
+        """Return (name in a checkpoint, size) of all that is not of this scene."""
+        found = self.store.objects(prefix).items()
+        return {(name.partition("/")[2], size) for name, size in found if name not in self._files}
 
     def _names(self):
         return self.store.objects(self.prefix)

@@ -94,7 +94,8 @@ class Deaths:
         note = f"death {'after' if arrives else 'before'} request {k}"
         assert killed or status == 0, f"{note}: wait status {status}"
         assert killed == (self.proxy.n_faults > 0), note
-        self.scene.check(prefix, "killed" if killed else "saved", note)
+        job = self.scene.check_loss(prefix, "killed" if killed else "saved", note)
+        self.scene.check_next_save(prefix, job, note)
         self.figures.add("T5", points=int(killed), lost=0)
         return killed
 

@@ -1,0 +1,220 @@
+"""T6: the network fails at each request of a save; it is made up for, or said, and nothing is ever lost."""
+
+import os
+import re
+from functools import partial
+
+import pytest
+from crash_worker import Job
+from faults.http_proxy import Message, Proxy
+from faults.store_scene import Scene, Store, options_of
+from faults.store_worker import LargeJob
+from fsspec.config import conf
+
+from recckpt import SaveFailedError
+from recckpt.storage import upload
+from recckpt.storage.retry import RetryPolicy
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth request
+NAMED = re.compile(r"\b[a-z ]+ failed: .*s3://faults-\d+/try-\d+")
+TIMEOUT_SEC = 0.5
+
+
+def reset_before(exchange):
+    exchange.reset()
+
+
+def reset_within(exchange):
+    exchange.pass_half()
+    exchange.reset()
+
+
+def reset_after(exchange):
+    exchange.ask()
+    exchange.reset()
+
+
+def stall_before(exchange):
+    exchange.stall()
+
+
+def stall_after(exchange):
+    exchange.ask()
+    exchange.stall()
+
+
+def truncated(exchange):
+    answer = exchange.ask()
+    whole = answer.head + answer.body
+    exchange.client.sendall(whole[: len(whole) - 1 - len(answer.body) // 2])
+
+
+def refused(status, code, exchange):
+    body = f"<Error><Code>{code}</Code><Message>for a test</Message></Error>".encode()
+    head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    exchange.answer(Message(head, b"" if exchange.request.head.startswith(b"HEAD ") else body))
+    return True
+
+
+FAULTS = {
+    "reset before": reset_before,
+    "reset within": reset_within,
+    "reset after": reset_after,
+    "stall before": stall_before,
+    "stall after": stall_after,
+    "truncated": truncated,
+    "500": partial(refused, 500, "InternalError"),
+    "503": partial(refused, 503, "SlowDown"),
+    "server killed": None,
+}
+FOR_EVER = ("reset before", "reset after", "truncated", "500", "server killed")
+
+
+class Network:
+    """A proxy to the store, and time that passes only while somebody waits; a killed server is back after a while."""
+
+    def __init__(self, server, monkeypatch):
+        self.proxy = Proxy(int(server["endpoint_url"].rpartition(":")[2]))
+        self.through = {**options_of(server, self.proxy.port), "config_kwargs": {"read_timeout": TIMEOUT_SEC}}
+        self._monkeypatch, self._server = monkeypatch, server
+        self._now, self._back_at = 0.0, None
+        self.policy = RetryPolicy(deadline_sec=30, sleep=self._sleep, clock=lambda: self._now)
+
+    def run(self, make, url, max_keep):
+        """Return a job that reaches the store through the proxy."""
+        self._monkeypatch.setitem(conf, "s3", self.through)
+        job = make(url, max_keep)
+        self._monkeypatch.setitem(conf, "s3", self._server)
+        job.saver.storage.policy = self.policy
+        return job
+
+    def spoil(self, fault, at, times):
+        self.proxy.arm(FAULTS[fault] or self._killed(times), at, times)
+
+    def mend(self):
+        self._back_at = None
+        self.proxy.down()
+        self.proxy.up()
+        self.proxy.arm(None)
+
+    def _killed(self, times):
+        def kill(exchange):
+            self._back_at = self._now + (2 if times == 1 else 1000)
+            self.proxy.down()
+
+        return kill
+
+    def _sleep(self, seconds):
+        self._now += seconds
+        if self._back_at is not None and self._now > self._back_at:
+            self._back_at = None
+            self.proxy.up()
+
+
+class Faults:
+    """Disturbs saves into copies of one scene."""
+
+    def __init__(self, scene, network, figures):
+        self.scene, self.network, self.figures = scene, network, figures
+        self._whole = dict(self._undisturbed())  # the files of one process have the same size in each save
+
+    def disturb(self, fault, at, times):
+        """Spoil ``times`` requests of a save from the ``at``-th on, and check what is left.
+
+        Returns:
+            Whether there were so many requests.
+        """
+        note = f"{fault} {'once' if times == 1 else 'for ever'} from request {at}"
+        prefix, job = self._ready()
+        self.network.spoil(fault, at, times)
+        failure = failure_of(job.manager.save)
+        outcome = "saved" if failure is None else "failed"
+        n_faults = self.network.proxy.n_faults
+        self.network.mend()
+        assert failure is None or times > 1, f"{note}: the save failed: {failure}"
+        assert failure is None or NAMED.search(str(failure)), f"{note}: neither URL nor operation in {failure}"
+        published = self.scene.new_files(prefix)
+        half = {(name, size) for name, size in published if self._whole.get(name, size) != size}
+        assert not half, f"{note}: half published {half}"
+        self.scene.check_loss(prefix, outcome, note)
+
+        if outcome == "failed":
+            job.manager.save()
+        else:
+            job.advance()
+            job.manager.save()
+        step = job.manager.global_step
+        after = self.scene.make(self.scene.url(prefix), self.scene.max_keep)
+        assert after.manager.restore() == step, f"{note}: it did not recover"
+        assert after.is_of_step(step), note
+        self.figures.add("T6", points=int(n_faults > 0), failed=int(outcome == "failed"), lost=0)
+        self.scene.store.fs.rm(f"{self.scene.store.bucket}/{prefix}", recursive=True)
+        return n_faults > 0
+
+    def sweep(self, fault, times, first, stride):
+        at = first
+        while self.disturb(fault, at, times):
+            at += stride
+        assert at > first
+
+    def _ready(self):
+        prefix = self.scene.copy()
+        job = self.network.run(self.scene.make, self.scene.url(prefix), self.scene.max_keep)
+        job.manager.restore(self.scene.restore_step)
+        job.advance()
+        return prefix, job
+
+    def _undisturbed(self):
+        prefix, job = self._ready()
+        job.manager.save()
+        return self.scene.new_files(prefix)
+
+
+def failure_of(save):
+    try:
+        save()
+    except SaveFailedError as error:
+        return error
+    return None
+
+
+@pytest.fixture
+def faults(s3_options, monkeypatch, figures):
+    network = Network(s3_options, monkeypatch)
+
+    def make(scene, job=Job):
+        monkeypatch.setattr(upload, "BLOCK_BYTES", 5 << 20)  # the least that S3 takes
+        monkeypatch.setitem(conf, "s3", s3_options)
+        return Faults(Scene(Store(s3_options), scene, job), network, figures)
+
+    yield make
+    network.proxy.stop()
+
+
+def test_a_network_that_fails_is_made_up_for_or_said_and_loses_nothing(faults):
+    disturbed = faults("rotation")
+    for fault, at, times in (
+        ("reset after", 24, 1),
+        ("503", 31, 1),
+        ("server killed", 17, 1),
+        ("truncated", 25, 10**9),
+    ):
+        assert disturbed.disturb(fault, at, times), fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "fault"), [*enumerate(FAULTS)])
+def test_a_fault_at_any_request_is_made_up_for(faults, number, fault):
+    faults("rotation").sweep(fault, 1, 1 + number % 3, 3 * SWEEP_STRIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "fault"), [*enumerate(FAULTS)])
+def test_a_fault_while_a_large_file_goes_up_is_made_up_for(faults, number, fault):
+    faults("first", LargeJob).sweep(fault, 1, 1 + number, len(FAULTS) * SWEEP_STRIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FOR_EVER)
+def test_a_network_that_stays_away_from_any_request_on_loses_nothing(faults, fault):
+    faults("rotation").sweep(fault, 10**9, 1 + FOR_EVER.index(fault), len(FOR_EVER) * SWEEP_STRIDE)
