@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from recckpt.types import HashTable
 
 @dataclass(frozen=True)
 class Target:
-    """The live state of this rank."""
+    """The live state of this rank, for one load: what the model consists of is looked up once."""
 
     model: nn.Module
     sparse_optim: Optimizer | None
@@ -29,7 +30,11 @@ class Target:
     shards: int
 
     def state(self) -> tuple[dict[str, HashTable], dict[str, Any]]:
-        """Return the tables and the dense state as they are now."""
+        """Return the tables and the dense state."""
+        return self._state
+
+    @cached_property
+    def _state(self) -> tuple[dict[str, HashTable], dict[str, Any]]:
         return split_sparse_dense_state_dict(unwrap(self.model).state_dict())
 
     def inventory(self) -> Inventory:
