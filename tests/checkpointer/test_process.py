@@ -27,10 +27,6 @@ def gone(pid):
     return not Path(f"/proc/{pid}").exists()
 
 
-def in_shared_memory():
-    return sorted(Path("/dev/shm").iterdir())
-
-
 def works(checkpointer, path):
     state = everything()
     save(checkpointer, state, path)
@@ -220,14 +216,13 @@ def test_an_idle_process_ends_with_its_parent(tmp_path):
 
 
 def test_nothing_is_left_of_checkpointers_that_were_closed(tmp_path):
-    def n_open_files():
-        return len(list(Path("/proc/self/fd").iterdir()))
+    def held():
+        return len(list(Path("/proc/self/fd").iterdir())), maps("self").count("recckpt-staging")
 
     save_once(tmp_path)
-    before, in_memory = n_open_files(), in_shared_memory()
+    before = held()
     pids = [save_once(tmp_path) for _ in range(3)]
-    assert n_open_files() == before
-    assert in_shared_memory() == in_memory
+    assert held() == before
     assert all(map(gone, pids))
 
 
@@ -237,11 +232,16 @@ def save_once(path):
         return checkpointer._process.pid
 
 
+def maps(pid):
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def test_shared_memory_has_no_name_that_could_be_left_behind(make, tmp_path):
-    in_memory = in_shared_memory()
     checkpointer = make()
     save(checkpointer, {"w": torch.ones(1_000_000)}, tmp_path)
-    assert in_shared_memory() == in_memory
+    for pid in ("self", checkpointer._process.pid):
+        assert "/memfd:recckpt-staging (deleted)" in maps(pid)
+    assert "/dev/shm" not in maps(checkpointer._process.pid)
 
 
 def test_a_fork_of_the_trainer_leaves_the_writer_alone(make, tmp_path):
