@@ -1,8 +1,12 @@
 """Figures of the harnesses: what was tried and what was found, printed as JSON lines at the end of the run."""
 
+import os
+import tempfile
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import pytest
+from faults.tracing import Worker
 
 
 class Figures:
@@ -36,3 +40,33 @@ def pytest_runtest_makereport(item, call):
     """Send the counts along with the report of a test: with several processes, reports alone reach the summary."""
     if call.when == "teardown":
         item.user_properties += [("figures", taken) for taken in [_figures.take()] if taken]
+
+
+@pytest.fixture(scope="session")
+def worker():
+    """A process whose children save under strace."""
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def _in_memory(fallback):
+    """Yield a directory in memory, where there is one: a kill leaves the same there, and fsync takes no time."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield fallback
+        return
+    with tempfile.TemporaryDirectory(dir=shared, prefix="recckpt-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def ram(tmp_path):
+    """A directory for fast files."""
+    yield from _in_memory(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_ram(tmp_path_factory):
+    """A directory for fast files of all tests of a module."""
+    yield from _in_memory(tmp_path_factory.mktemp("shared"))

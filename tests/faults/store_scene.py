@@ -4,7 +4,7 @@ import json
 from itertools import count
 
 import fsspec
-from crash_worker import Job
+from faults.job import Job
 from fsspec.config import conf
 
 from recckpt import layout

@@ -11,7 +11,7 @@ import traceback
 
 import torch
 from aiobotocore.session import AioSession
-from crash_worker import Job
+from faults.job import Job
 from fsspec.config import conf
 
 from recckpt.storage import upload

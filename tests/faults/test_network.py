@@ -5,8 +5,8 @@ import re
 from functools import partial
 
 import pytest
-from crash_worker import Job
 from faults.http_proxy import Message, Proxy
+from faults.job import Job
 from faults.store_scene import Scene, Store, options_of
 from faults.store_worker import LargeJob
 from fsspec.config import conf
@@ -193,12 +193,8 @@ def faults(s3_options, monkeypatch, figures):
 
 def test_a_network_that_fails_is_made_up_for_or_said_and_loses_nothing(faults):
     disturbed = faults("rotation")
-    for fault, at, times in (
-        ("reset after", 24, 1),
-        ("503", 31, 1),
-        ("server killed", 17, 1),
-        ("truncated", 25, 10**9),
-    ):
+    once = {"reset after": 24, "503": 31, "server killed": 17}
+    for fault, at, times in (*((fault, at, 1) for fault, at in once.items()), ("truncated", 25, 10**9)):
         assert disturbed.disturb(fault, at, times), fault
 
 

@@ -1,0 +1,100 @@
+"""A process that forks children which save, and stop themselves right before it; driven by tracing.py.
+
+It runs no threads of ours, so that a fork is a whole process; those of Arrow, which it may have, know how to fork.
+One JSON line in is one child: its pid comes back once it has stopped itself, and once it is gone, its wait status and
+what it had to tell.
+"""
+
+import json
+import mmap
+import os
+import resource
+import signal
+import sys
+import traceback
+
+import torch
+from faults.job import Job
+
+import recckpt.save
+from recckpt import SaveFailedError, rotation
+from recckpt.errors import CommitNotDurableError
+from recckpt.listing import list_checkpoints
+
+SAVED, SAVE_FAILED, NOT_DURABLE = 0, 3, 4  # exit codes
+_TOLD_BYTES = 1 << 14
+
+
+def plant_rotation_before_the_commit():
+    commit = recckpt.save.commit
+
+    def rotate_and_commit(storage, *rest):
+        for victim in list_checkpoints(storage).committed:
+            rotation.remove(storage, victim)
+        return commit(storage, *rest)
+
+    recckpt.save.commit = rotate_and_commit
+
+
+PLANTS = {"rotation before the commit": plant_rotation_before_the_commit}
+
+
+def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, tell):
+    """Save each of the steps; stop before the one whose number is ``before``."""
+    job = Job.resumed(url, restore, max_keep, threads=threads)
+    if plant is not None:
+        PLANTS[plant]()
+    for number, step in enumerate(steps):
+        job.advance(branch)
+        assert job.manager.global_step == step
+        if number == before:
+            if file_limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            job.save(background=background)
+        except SaveFailedError as error:
+            cause = error.__cause__
+            tell(message=str(error), cause=type(cause).__name__, errno=getattr(cause, "errno", None))
+            return NOT_DURABLE if isinstance(error, CommitNotDurableError) else SAVE_FAILED
+        os.access(f"{url}/acknowledged/{step}.{branch}", os.F_OK)  # seen in the log of calls
+    return SAVED
+
+
+def run_child(order, told):
+    """Do as ordered and end; what is told goes by shared memory, since any system call may fail."""
+
+    def tell(**facts):
+        data = json.dumps(facts).encode()[: _TOLD_BYTES - 1]
+        told[: len(data) + 1] = data + b"\0"
+
+    status = 1
+    try:
+        status = save_in_child(**order, tell=tell)
+    except BaseException:
+        tell(message=traceback.format_exc()[-3000:])
+    finally:
+        os._exit(status)
+
+
+def main():
+    torch.set_num_threads(1)
+    warm = Job("memory://warm")  # compiles what there is to compile
+    warm.advance()
+    warm.save()
+    warm.manager.restore()
+    told = mmap.mmap(-1, _TOLD_BYTES)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        told[:1] = b"\0"
+        pid = os.fork()
+        if pid == 0:
+            run_child(json.loads(line), told)
+        os.waitpid(pid, os.WUNTRACED)
+        print(pid, flush=True)
+        status = os.waitpid(pid, 0)[1]
+        print(json.dumps([status, json.loads(told[: told.find(b"\0")] or "{}")]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A run whose whole state follows from its step and its branch, so that any checkpoint of it can be told."""
+
+import json
+from typing import NamedTuple
+
+import torch
+from builders import bits, table_state
+from torch import nn
+
+from recckpt import CheckpointManager, Saver
+from recckpt.listing import attempt_dirs, list_checkpoints
+from recckpt.sparse import HashTable, SparseAdagrad
+
+ROWS, DIM = 50, 4
+
+
+class State(NamedTuple):
+    """What a run is like after a step; runs that went back to an earlier step are on another branch."""
+
+    step: int
+    branch: int = 0
+
+
+NOTHING = State(0)  # where nothing restores
+
+
+class Job:
+    """A process of the run. With one thread, which is what it has unless told otherwise, its calls repeat exactly."""
+
+    def __init__(self, url, max_keep=1, *, threads=1, rows=ROWS):
+        self.rows = rows
+        self.table = HashTable(DIM, name="t")
+        self.top = nn.Linear(DIM, 1)
+        self.saver = Saver(
+            nn.ModuleDict({"t": self.table, "top": self.top}),
+            SparseAdagrad([self.table]),
+            str(url),
+            max_keep=max_keep,
+            concurrency=threads,
+        )
+        self.manager = CheckpointManager(self.saver, 10**9)
+
+    @classmethod
+    def resumed(cls, url, restore, max_keep=1, **options):
+        """Begin a process that has restored the ``newest`` checkpoint, ``nothing`` or that of a step."""
+        job = cls(url, max_keep, **options)
+        if restore != "nothing":
+            job.manager.restore(None if restore == "newest" else restore)
+        return job
+
+    def advance(self, branch=0):
+        """Train a step."""
+        self.manager.step()
+        self.set_state(self.manager.global_step, branch)
+
+    def set_state(self, step, branch=0):
+        ids, values, slots = contents(State(step, branch), self.rows)
+        self.table.clear()
+        self.table.insert(ids, values, slots)
+        with torch.no_grad():
+            self.top.weight.fill_(float(values[0, 0]))
+            self.top.bias.fill_(-float(values[0, 0]))
+
+    def save(self, *, background=False):
+        """Save, and return once that is acknowledged."""
+        if not background:
+            self.manager.save()
+            return
+        step = self.manager.global_step
+        self.saver.save(f"ckpt_{step}", step=step, overwrite=True, blocking=False).wait()
+
+    def holds(self, state):
+        """Say whether every bit, and the step, is that of a state."""
+        if self.manager.global_step != state.step:
+            return False
+        return len(self.table) == 0 if state == NOTHING else self.is_of_step(*state)
+
+    def is_of_step(self, step, branch=0):
+        """Say whether every bit is that of a step."""
+        ids, values, slots = contents(State(step, branch), self.rows)
+        rows = {"id": bits(ids), "embedding": bits(values), **{name: bits(slot) for name, slot in slots.items()}}
+        dense = torch.full((DIM,), float(values[0, 0])), torch.full((1,), -float(values[0, 0]))
+        return table_state(self.table) == rows and [bits(self.top.weight), bits(self.top.bias)] == [*map(bits, dense)]
+
+
+def contents(state, rows):
+    """Return the ids, the embeddings and the slots of a state."""
+    values = torch.full((rows, DIM), state.step + state.branch / 2)
+    return torch.arange(state.step, state.step + rows), values, {"sparse_adagrad_sum": values + 1}
+
+
+def restored(url, candidates, **options):
+    """Restore the newest checkpoint, and return the job and which of the candidates it is; fail if it is none."""
+    job = Job(url, **options)
+    step = job.manager.restore()
+    found = [state for state in candidates if job.holds(state)]
+    assert found, f"restored step {step}, which is none of {sorted(candidates)}, or not whole"
+    return job, found[0]
+
+
+def check_tidy(storage, n_checkpoints, newest):
+    """Check that as many checkpoints are there as shall be kept, and nothing of attempts that are over."""
+    listing = list_checkpoints(storage)
+    assert (listing.damaged, listing.fenced) == ({}, {})
+    assert len(listing.committed) == n_checkpoints
+    assert storage.read("checkpoint", 1 << 20).decode() == "".join(f"{c.ckpt_id}\n" for c in listing.current)
+    timeline = [json.loads(line) for line in storage.read("timeline.jsonl", 1 << 20).splitlines()]
+    assert timeline[-1]["step"] == newest.step
+    for directory in set(attempt_dirs(storage)) - {c.directory for c in listing.committed}:
+        files = storage.list_files(directory)  # a death beside INTENT leaves a directory that nobody can be told to own
+        assert all(name.startswith("INTENT.") for name in files), f"{directory} is left with {files}"

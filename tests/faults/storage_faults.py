@@ -1,0 +1,77 @@
+"""Faults at the door of a storage: the k-th operation of a save fails, once or with all that follow."""
+
+import os
+import threading
+from contextlib import contextmanager
+
+from recckpt.storage import Storage
+
+OPERATIONS = Storage.__abstractmethods__ | {"read", "free_bytes"} - {"prepare"}
+WHEN = ("before", "after", "half")  # nothing is done, all is done, or half of a write
+
+
+class Faults:
+    """Counts the operations of a storage and of the files that it opens for writing, and fails one of them.
+
+    Attributes:
+        log: what was done since the last fault was planted, in order, such as ``put_if_absent`` and ``file.write``.
+    """
+
+    def __init__(self, storage):
+        self._url, self._depth = storage.url, threading.local()
+        self._number, self._code, self._for_ever, self._when = 0, 0, False, ""
+        self.log = []
+        for name in OPERATIONS:
+            setattr(storage, name, self._counted(name, getattr(storage, name)))
+
+    def plant(self, number, code, *, for_ever=False, when="before"):
+        """Fail the operation of a number, and those after it where it is for ever; 0 fails none."""
+        self._number, self._code, self._for_ever, self._when = number, code, for_ever, when
+        self.log = []
+
+    @property
+    def has_struck(self):
+        return 0 < self._number <= len(self.log)
+
+    def _counted(self, name, real):
+        def call(*args):
+            with self._inside() as is_inside:
+                if is_inside:
+                    return real(*args)
+                self.log.append(name)
+                if self._strikes:
+                    if self._when == "after":
+                        self._drop(real(*args))
+                    elif self._when == "half" and name == "file.write":
+                        real(bytes(args[0])[: len(args[0]) // 2])
+                    raise OSError(self._code, os.strerror(self._code), "/".join([self._url, *map(str, args[:1])]))
+                result = real(*args)
+            if name in ("create", "draft"):
+                for method in ("write", "close", "seal"):
+                    if hasattr(result, method):
+                        setattr(result, method, self._counted(f"file.{method}", getattr(result, method)))
+            return result
+
+        return call
+
+    @property
+    def _strikes(self):
+        count = len(self.log)
+        return count == self._number or (self._for_ever and count > self._number > 0)
+
+    def _drop(self, result):
+        """Let go of what an operation returned whose answer is lost."""
+        if hasattr(result, "discard"):
+            result.discard()
+        elif hasattr(result, "close"):
+            result.close()
+
+    @contextmanager
+    def _inside(self):
+        """Say whether this is an operation within another, which does not count."""
+        was = getattr(self._depth, "is_inside", False)
+        self._depth.is_inside = True
+        try:
+            yield was
+        finally:
+            self._depth.is_inside = was

@@ -1,0 +1,160 @@
+"""T2: the power fails after any operation of a save; what was acknowledged restores, and the next save works.
+
+What a save does is recorded by strace, from real processes, and is replayed on a model of a disk.
+"""
+
+import json
+import os
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builders import tree
+from faults.disk_model import Disk, cuts, digest, put
+from faults.job import NOTHING, State, restored
+from faults.scenes import SCENES
+from faults.strace_log import read_log, recording
+
+from recckpt.listing import list_checkpoints
+from recckpt.verify import verify
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
+HISTORIES = ("first", "rotation", "same writer", "again", "takeover", "takeover in rotation")
+
+
+class History:
+    """All that the processes of a scene did to the output dir, from when it was empty.
+
+    Attributes:
+        ops: what they did, in order.
+        states: what they saved or were killed at, in order.
+    """
+
+    def __init__(self, worker, ram, name):
+        scene, self.url, log = SCENES[name], ram / "recorded", ram / "log"
+        self.url.mkdir()
+        self.ops, self.states = [], [NOTHING]
+        for save, kill in scene.saves:
+            inject = ("-e", f"inject={kill[0]}:signal=KILL:when={kill[1]}") if kill else ()
+            outcome = worker.run(self.url, scene.max_keep, replace(save, before=0), *recording(log), *inject)
+            assert outcome.word == ("killed" if kill else "saved"), outcome
+            self.ops += read_log(log, self.url, len(self.ops))
+            self.states += save.states
+
+    def without(self, is_dropped):
+        """Return the operations but for some syncs."""
+        return [op for op in self.ops if op.kind != "sync" or not is_dropped(op)]
+
+    def trials(self, ops, indexes, n_random):
+        """Yield the operation that was the last, what is left and what may restore, each state once."""
+        disk, chance, seen, acknowledged = Disk(), random.Random(0), set(), NOTHING
+        for index, op in enumerate(ops):
+            disk.do(op)
+            if op.kind == "acknowledged":
+                acknowledged = State(*op.state)
+            if index not in indexes:
+                continue
+            allowed = self.states[max(i for i, state in enumerate(self.states) if state == acknowledged) :]
+            for left in cuts(disk, chance, n_random):
+                key = digest(left), acknowledged
+                if key not in seen:
+                    seen.add(key)
+                    yield op, left, allowed
+
+
+def check(left, allowed, ram):
+    """Check that the newest acknowledged checkpoint, or a later one, restores from what is left, and go on from it."""
+    with tempfile.TemporaryDirectory(dir=ram) as directory:
+        url = Path(directory)
+        put(left, url)
+        job, found = restored(url, allowed)
+        listing = list_checkpoints(job.saver.storage)
+        assert listing.damaged == {}
+        assert not listing.committed or verify(str(url), threads=1) == []
+        check_index(url, allowed)
+        job.advance(found.branch)
+        job.save()
+        restored(url, [State(found.step + 1, found.branch)])
+
+
+def check_index(url, allowed):
+    """Check that the index file and the timeline are whole, if they are there."""
+    if (url / "checkpoint").exists():
+        known = [f"ckpt_{state.step}\n" for state in allowed]
+        assert (url / "checkpoint").read_text() in ["", *known][1:], "the index file is torn"
+    if (url / "timeline.jsonl").exists():
+        for line in (url / "timeline.jsonl").read_text().splitlines():
+            json.loads(line)
+
+
+def first_violation(history, ops, indexes, ram, n_random=0):
+    """Return the first state that does not restore as it should, in words; None where all do."""
+    for op, left, allowed in history.trials(ops, indexes, n_random):
+        try:
+            check(left, allowed, ram)
+        except Exception as error:
+            return f"a power cut after {op.kind} {op.path}: {type(error).__name__}: {error}"
+    return None
+
+
+@pytest.fixture
+def record(worker, ram):
+    return lambda name: History(worker, ram, name)
+
+
+def try_all(history, figures, ram, indexes, n_random):
+    for op, left, allowed in history.trials(history.ops, indexes, n_random):
+        try:
+            check(left, allowed, ram)
+        except BaseException:
+            figures.add("T2", lost=1)
+            print(f"a power cut after {op}, and left is {sorted(left)}")
+            raise
+        figures.add("T2", states=1, lost=0)
+
+
+def test_the_model_keeps_all_that_the_file_system_keeps(record):
+    history, disk = record("takeover"), Disk()
+    for op in history.ops:
+        disk.do(op)
+    assert disk.left() == tree(history.url)
+    assert [op.state for op in history.ops if op.kind == "acknowledged"] == [(1, 0), (2, 0)]
+
+
+def test_a_power_cut_in_a_save_loses_nothing(record, figures, ram):
+    history = record("takeover")
+    steps = [i for i, op in enumerate(history.ops) if op.kind in ("link", "rename", "rmdir", "acknowledged")]
+    try_all(history, figures, ram, set(steps[::2]), n_random=0)
+
+
+def is_data(op):
+    return op.path.endswith((".arrow", ".pt"))
+
+
+OMISSIONS = {
+    "data": is_data,
+    "the manifest": lambda op: "manifest.json." in op.path,
+    "the index file": lambda op: op.path.startswith("checkpoint."),
+    "directories": lambda op: op.file < 0,
+    "the directory of a checkpoint": lambda op: op.file < 0 and op.path.startswith("ckpt_"),
+    "the output dir": lambda op: op.file < 0 and not op.path,
+}
+
+
+@pytest.mark.parametrize("name", OMISSIONS)
+def test_an_fsync_that_is_left_out_would_be_found(record, ram, name):
+    history = record("same writer")
+    ops = history.without(OMISSIONS[name])
+    assert len(ops) < len(history.ops)
+    found = first_violation(history, ops, {len(ops) - 1}, ram)
+    print(name, found)
+    assert found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_power_cut_after_any_operation_loses_nothing(record, figures, ram, name):
+    history = record(name)
+    try_all(history, figures, ram, range(0, len(history.ops), SWEEP_STRIDE), n_random=6)
