@@ -397,7 +397,9 @@ class Evil:
 def test_a_pickle_that_calls_a_function_is_refused_and_nothing_runs(live, output_dir, forge, tmp_path, name, deep):
     marker = tmp_path / "ran"
     forge.save(name, {"torch": [Evil(marker)]} if deep else Evil(marker))
-    refused(live, output_dir)
+    error = refused(live, output_dir)
+    assert "posix.system" in error.found
+    assert "will likely succeed" not in str(error), "torch's advice to run it all the same"
     assert not marker.exists()
 
 

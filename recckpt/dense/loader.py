@@ -27,13 +27,20 @@ def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, An
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # its bytes are those that were written, so whoever wrote them meant harm
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        found, remedy = f"not loadable ({_reason(error)})", "do not load this file with weights_only=False"
         raise CorruptCheckpointError(
-            path, "", found=f"not loadable ({reason})", expected="tensors and plain data"
+            path, "", found=found, expected="tensors and plain data", remedy=f"nothing of it was run; {remedy}"
         ) from error
     if not isinstance(state, dict):
         raise CorruptCheckpointError(path, "", found=type(state).__name__, expected="a dict")
     return state
+
+
+def _reason(error: Exception) -> str:
+    """Return what torch says is wrong, without its advice to load the file all the same."""
+    said = [line.strip() for line in str(error).splitlines()]
+    said = [line.partition(" Please ")[0] for line in said if line and "weights_only" not in line]
+    return f"{type(error).__name__}: {said[0]:.200}" if said else type(error).__name__
 
 
 def check_fits(found: Mapping[str, Any], live: Mapping[str, Any], *, strict: bool) -> None:
