@@ -1,9 +1,13 @@
 """S3 against a real server process: large objects in parts, and a whole run."""
 
 import gc
+import os
+import subprocess
+import sys
 
 import pytest
 from builders import Run, state_of
+from forge import filled, save_tables
 
 from recckpt import CheckpointReader, WriterFencedError
 from recckpt.storage import open_storage
@@ -90,6 +94,15 @@ def test_a_large_draft_is_sealed_in_parts_and_replaces_at_the_end(storage):
 def test_a_bucket_that_is_not_there_is_not_made_but_named(s3_url):
     with pytest.raises(FileNotFoundError, match=r"putting failed: .*s3://no-such-bucket/runs"):
         open_storage("s3://no-such-bucket/runs").prepare()
+
+
+def test_the_command_line_finds_a_store_by_the_environment(s3_url, s3_options):
+    save_tables(open_storage(s3_url), [filled("item", range(3))])
+    options = {key: value for key, value in s3_options.items() if key != "session"}
+    environment = {**os.environ, **{f"FSSPEC_S3_{key.upper()}": value for key, value in options.items()}}
+    command = [sys.executable, "-m", "recckpt", "ls", s3_url]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "ckpt_1" in done.stdout) == (0, True), done.stderr
 
 
 def test_a_run_is_saved_rotated_and_restored(s3_url):
