@@ -201,7 +201,7 @@ def test_a_network_that_fails_is_made_up_for_or_said_and_loses_nothing(faults):
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "fault"), [*enumerate(FAULTS)])
 def test_a_fault_at_any_request_is_made_up_for(faults, number, fault):
-    faults("rotation").sweep(fault, 1, 1 + number % 3, 3 * SWEEP_STRIDE)
+    faults("rotation").sweep(fault, 1, 1 + number % 5, 5 * SWEEP_STRIDE)
 
 
 @pytest.mark.slow
@@ -213,4 +213,4 @@ def test_a_fault_while_a_large_file_goes_up_is_made_up_for(faults, number, fault
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FOR_EVER)
 def test_a_network_that_stays_away_from_any_request_on_loses_nothing(faults, fault):
-    faults("rotation").sweep(fault, 10**9, 1 + FOR_EVER.index(fault), len(FOR_EVER) * SWEEP_STRIDE)
+    faults("rotation").sweep(fault, 10**9, 1 + FOR_EVER.index(fault), 8 * SWEEP_STRIDE)
