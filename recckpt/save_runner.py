@@ -6,13 +6,13 @@ import atexit
 import logging
 import sys
 import threading
-import weakref
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
+from recckpt.errors import RecckptError, SaveFailedError
 from recckpt.fence import Fence
 from recckpt.group import Group
 from recckpt.keep import Keep
@@ -24,6 +24,8 @@ from recckpt.storage import Storage
 from recckpt.timeline import SaveInfo
 
 log = logging.getLogger("recckpt")
+
+OnSave = Callable[[SaveInfo], object]
 
 
 class SaveHandle:
@@ -40,7 +42,6 @@ class SaveHandle:
         self.staged: Future[None] = Future()
         self.committed: Future[Manifest] = Future()
         self.staged.set_result(None)
-        self.is_reported = False  # whether somebody has been given the error
 
     def done(self) -> bool:
         """Say whether the save has ended, well or not."""
@@ -53,10 +54,14 @@ class SaveHandle:
             TimeoutError: that takes longer; the save goes on.
             RecckptError: the save failed; the saver does not raise this again.
         """
-        try:
-            return self.committed.result(timeout_sec)
-        finally:
-            self.is_reported = self.committed.done()
+        futures.wait([self.committed], timeout_sec)
+        if not self.done():
+            raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; it goes on")
+        _untold.discard(self)
+        return self.committed.result()
+
+
+_untold: set[SaveHandle] = set()  # of saves that failed: somebody has to be told, or else the exit says it
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,20 @@ class Groups:
 
 
 class SaveRunner:
-    """Runs the saves to one output dir, at most one at a time; an error is raised once. Not thread-safe."""
+    """Runs the saves to one output dir, at most one at a time; an error is raised once. Not thread-safe.
 
-    def __init__(self, storage: Storage, concurrency: int) -> None:
-        self._storage, self._concurrency = storage, concurrency
+    Args:
+        storage: the output dir.
+        concurrency: threads that write.
+        on_save: called with each save that is committed, once it is over, in its thread.
+    """
+
+    def __init__(self, storage: Storage, concurrency: int, on_save: OnSave | None = None) -> None:
+        self._storage, self._concurrency, self._on_save = storage, concurrency, on_save
         self._fence = Fence(storage)
         self._sparse_saver = SparseSaver(concurrency)
         self._handle: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        atexit.register(_report_at_exit, weakref.ref(self))  # the interpreter has waited for the thread by then
 
     @property
     def is_running(self) -> bool:
@@ -105,17 +115,21 @@ class SaveRunner:
             RecckptError: it raised on another rank; or the save before failed, and nobody has been told yet.
         """
         handle = SaveHandle(info)
-        with info.timed("blocked"):
-            self.settle()
-            staged = stage_on_all_ranks(take, info.ckpt_id, ranks.front)
-            to = Destination(self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep)
-            if not info.background:
-                with closing(staged):
-                    handle.committed.set_result(save(staged, info, to, overwrite=overwrite))
-                return handle
-            self._handle = handle
-            self._thread = threading.Thread(target=_run, args=(handle, staged, to, overwrite), name="recckpt-save")
+        self.settle()
+        staged = stage_on_all_ranks(take, info.ckpt_id, ranks.front)
+        to = Destination(self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep)
+        if not info.background:
+            handle.committed.set_result(self._finish(staged, info, to, overwrite))
+            return handle
+        self._handle = handle
+        self._thread = threading.Thread(target=self._run, args=(handle, staged, to, overwrite), name="recckpt-save")
+        info.let_go()
+        try:
             self._thread.start()
+        except RuntimeError:  # no room for a thread, or the interpreter is about to end
+            self._handle = self._thread = None
+            staged.close()
+            raise
         return handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
@@ -132,31 +146,45 @@ class SaveRunner:
         if thread.is_alive():
             return False
         self._handle = self._thread = None
-        if not handle.is_reported:
+        if handle in _untold:
             handle.wait()
         return True
 
-    def report(self) -> None:
-        """Hand the error of a save that nobody has asked about to ``sys.excepthook``."""
-        handle = self._handle
-        if handle is not None and handle.done() and not handle.is_reported:
-            error = handle.committed.exception()
-            if error is not None:
-                log.error("the last save of this process failed: %s", error)
-                sys.excepthook(type(error), error, error.__traceback__)
+    def _run(self, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:
+        """Be the thread of a save."""
+        try:
+            record = self._finish(staged, handle.info, to, overwrite)
+        except BaseException as error:
+            _untold.add(handle)
+            handle.committed.set_exception(_failure(error, handle.info.ckpt_id, to.group.rank))
+        else:
+            handle.committed.set_result(record)
 
-
-def _run(handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:
-    try:
+    def _finish(self, staged: Staged, info: SaveInfo, to: Destination, overwrite: bool) -> Manifest:
         with closing(staged):
-            record = save(staged, handle.info, to, overwrite=overwrite)
-    except BaseException as error:
-        handle.committed.set_exception(error)
-    else:
-        handle.committed.set_result(record)
+            record = save(staged, info, to, overwrite=overwrite)
+        info.let_go()
+        if self._on_save is not None:
+            try:
+                self._on_save(info)
+            except Exception:
+                log.exception("%s is saved, but on_save=%r failed", info.ckpt_id, self._on_save)
+        return record
 
 
-def _report_at_exit(reference: weakref.ref[Any]) -> None:
-    in_flight = reference()
-    if in_flight is not None:
-        in_flight.report()
+def _failure(error: BaseException, ckpt_id: str, rank: int) -> BaseException:
+    """Return the error of a save in the background: one of ours, whatever went wrong between the ranks."""
+    if isinstance(error, RecckptError) or not isinstance(error, Exception):
+        return error
+    failure = SaveFailedError(ckpt_id, rank, f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+@atexit.register  # the interpreter has waited for the threads by then
+def _tell_at_exit() -> None:
+    for handle in list(_untold):
+        error = handle.committed.exception()
+        if error is not None:
+            log.error("the last save of this process failed: %s", error)
+            sys.excepthook(type(error), error, error.__traceback__)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Literal, overload
 
 from torch import nn
@@ -15,9 +17,11 @@ from recckpt.keep import Keep, as_keep
 from recckpt.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
 from recckpt.room import check_room
-from recckpt.save_runner import Groups, SaveHandle, SaveRunner
+from recckpt.save_runner import Groups, OnSave, SaveHandle, SaveRunner
 from recckpt.stage import Staged, estimated_bytes, stage
 from recckpt.timeline import SaveInfo
+
+log = logging.getLogger("recckpt")
 
 
 class Saver(ModelState):
@@ -34,6 +38,8 @@ class Saver(ModelState):
         concurrency: threads that read and write tables.
         min_free_bytes: a save that would leave less room than this, by an estimate, is refused before it begins;
             where the storage knows its room.
+        on_save: called with the :class:`recckpt.timeline.SaveInfo` of each save that is committed, once rotation is
+            over, in the thread of the save; what it raises is logged and fails nothing.
 
     Raises:
         ValueError: a number is not one, or two tables share a name.
@@ -49,6 +55,7 @@ class Saver(ModelState):
         concurrency: int = 4,
         *,
         min_free_bytes: int = 0,
+        on_save: OnSave | None = None,
     ) -> None:
         as_keep(max_keep)
         if type(min_free_bytes) is not int or min_free_bytes < 0:
@@ -58,7 +65,7 @@ class Saver(ModelState):
         self._min_free_bytes = min_free_bytes
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
-        self._runner = SaveRunner(self.storage, self._concurrency)
+        self._runner = SaveRunner(self.storage, self._concurrency, on_save)
 
     @overload
     def save(
@@ -143,7 +150,8 @@ class Saver(ModelState):
         buffers = None if blocking else self._buffers
 
         def take() -> Staged:
-            check_room(self.storage, estimated_bytes(self.model) * shard_num, self._min_free_bytes)
+            n_bytes = sum(ranks.front.all_gather(estimated_bytes(self.model, shard_id)))
+            check_room(self.storage, n_bytes, self._min_free_bytes)
             with info.timed("stage"):
                 return stage(
                     self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state, buffers=buffers
@@ -180,8 +188,15 @@ class Saver(ModelState):
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            log.error("%s", failure)  # what is being raised already goes first
 
     def group(self, shard_id: int, shard_num: int) -> Group:
         """Return the ranks that stage and restore together. Collective the first time, where there are several."""

@@ -109,12 +109,18 @@ def stage(
     return staged
 
 
-def estimated_bytes(model: nn.Module) -> int:
-    """Return about how many bytes a save of a model writes: its rows and its dense state."""
-    sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
-    sources = [source_of(table) for table in sparse.values()]
-    rows = sum(source.n_rows * (8 + sum(slot.row_bytes for slot in source.slots)) for source in sources)
-    return rows + sum(value.nbytes for value in dense.values() if isinstance(value, Tensor))
+def estimated_bytes(model: nn.Module, rank: int) -> int:
+    """Return about how many bytes a rank writes of a model: its rows, and as rank 0 the dense state.
+
+    0 where nothing can be said, of a state that staging refuses.
+    """
+    try:
+        sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
+        sources = [source_of(table) for table in sparse.values()]
+        rows = sum(source.n_rows * (8 + sum(slot.row_bytes for slot in source.slots)) for source in sources)
+        return rows + sum(value.nbytes for value in dense.values() if isinstance(value, Tensor) and rank == 0)
+    except Exception:
+        return 0
 
 
 def _scalar(name: Any, value: Any) -> Scalar:

@@ -31,7 +31,6 @@ class SaveInfo:
         agree_sec: waiting for the other ranks.
         commit_sec: making the checkpoint visible and durable.
         rotate_sec: index file and rotation.
-        blocked_sec: how long the caller of ``save`` waited for it.
         n_bytes: of all files.
         n_rows: of all tables.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
@@ -47,13 +46,13 @@ class SaveInfo:
     agree_sec: float = 0.0
     commit_sec: float = 0.0
     rotate_sec: float = 0.0
-    blocked_sec: float = 0.0
     n_bytes: int = 0
     n_rows: int = 0
     kept_rows: int = 0
     slowest_shard: int = 0
     time: str = ""
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
+    _blocked_sec: float | None = field(default=None, repr=False)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -65,6 +64,15 @@ class SaveInfo:
             name = f"{phase}_sec"
             setattr(self, name, getattr(self, name) + clock.perf_counter() - begin)
 
+    def let_go(self) -> None:
+        """Take note that the caller of ``save`` goes on now; the first time counts."""
+        self._blocked_sec = self.blocked_sec
+
+    @property
+    def blocked_sec(self) -> float:
+        """How long the caller of ``save`` waited for it, a save before it included."""
+        return self.seconds if self._blocked_sec is None else self._blocked_sec
+
     @property
     def seconds(self) -> float:
         """Seconds since the save was asked for."""
@@ -74,7 +82,8 @@ class SaveInfo:
         """Return one line."""
         values = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         seconds = self.seconds
-        values |= {"total_sec": seconds, "gb_per_sec": self.n_bytes / 1e9 / max(seconds, 1e-9)}
+        values |= {"blocked_sec": min(self.blocked_sec, seconds), "total_sec": seconds}
+        values["gb_per_sec"] = self.n_bytes / 1e9 / max(seconds, 1e-9)
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
         return json.dumps(rounded, allow_nan=False) + "\n"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fsspec.config import conf
 from fsspec.implementations.memory import MemoryFileSystem
+from gate import Gate
 from hypothesis import settings
 from servers.process import ServerProcess
 
@@ -55,6 +56,20 @@ def s3_url(s3_options, monkeypatch):
 def url(request, tmp_path):
     """An output dir on each kind of storage."""
     return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue("memory_url")
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Make gates, all of which are open at the end."""
+    gates = []
+
+    def make(owner, method, error=None):
+        gates.append(Gate(monkeypatch, owner, method, error))
+        return gates[-1]
+
+    yield make
+    for made in gates:
+        made.open()
 
 
 def pytest_terminal_summary(terminalreporter):

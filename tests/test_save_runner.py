@@ -9,40 +9,10 @@ import torch
 from builders import Run, checkpoints, state_of, table_state
 from torch import nn
 
-from recckpt import SaveFailedError, Saver
+from recckpt import SaveFailedError, Saver, save_runner
 from recckpt.save_runner import SaveHandle
 from recckpt.sparse import HashTable, SparseAdagrad
 from recckpt.storage.local import LocalStorage, _LocalSink
-
-
-class Gate:
-    """Holds a method of the storage until it is opened; knows when somebody waits at it."""
-
-    def __init__(self, monkeypatch, owner, method, error=None):
-        self.reached, self.opened = threading.Event(), threading.Event()
-        real = getattr(owner, method)
-
-        def held(*args, **kwargs):
-            self.reached.set()
-            assert self.opened.wait(60)
-            if error is not None:
-                raise error
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, method, held)
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    gates = []
-
-    def make(*args, **kwargs):
-        gates.append(Gate(monkeypatch, *args, **kwargs))
-        return gates[-1]
-
-    yield make
-    for made in gates:
-        made.opened.set()
 
 
 def build(url):
@@ -56,13 +26,13 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, gate):
     expected = state_of(run)
     writing = gate(LocalStorage, "create")
     handle = run.saver.save("c", step=5, blocking=False)
-    assert writing.reached.wait(60)
+    writing.wait()
     assert (handle.staged.done(), handle.done(), run.saver.is_saving) == (True, False, True)
     run.train(5)
     run.model.items.clear()
     with torch.no_grad():
         run.model.top.weight.zero_()
-    writing.opened.set()
+    writing.open()
     manifest = handle.wait(60)
     assert (manifest.step, handle.done(), handle.info.n_rows) == (5, True, sum(t.rows for t in manifest.tables))
     assert handle.info.kept_rows > 0
@@ -98,7 +68,7 @@ def test_wait_has_a_limit_and_the_save_goes_on(tmp_path, gate):
     with pytest.raises(TimeoutError):
         handle.wait(0.01)
     assert saver.settle(0.01) is False
-    writing.opened.set()
+    writing.open()
     assert handle.wait().ckpt_id == "c"
     assert saver.settle() is True
 
@@ -155,31 +125,147 @@ def test_an_error_that_the_handle_has_told_is_not_told_again(tmp_path, monkeypat
     saver.close()
 
 
-def test_an_interpreter_waits_for_the_save_that_is_under_way_and_says_if_it_failed(tmp_path):
-    code = f"""
-import torch
+AT_EXIT = """
+import os, sys, torch
 from torch import nn
 from recckpt import Saver
 from recckpt.sparse import HashTable
+from recckpt.storage.local import LocalStorage
+
 table = HashTable(8, name="t")
 table.insert(torch.arange(200_000), torch.ones(200_000, 8))
-saver = Saver(nn.ModuleDict({{"t": table}}), None, {str(tmp_path)!r})
-saver.save("a", overwrite=True, blocking=False)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert checkpoints(tmp_path) == ["a"]
-    broken = f"""{code}
-from recckpt.storage.local import LocalStorage
+
+def train(ckpt_id):
+    saver = Saver(nn.ModuleDict({"t": table}), None, sys.argv[1])
+    saver.save(ckpt_id, blocking=False)  # and the saver is forgotten
+
 def create(self, name):
     raise OSError(5, "broken")
-saver.settle()
-LocalStorage.create = create
-saver.save("b", blocking=False)
+
+child = os.fork()  # spares the start of another interpreter
+if child == 0:
+    train("a")
+else:
+    assert os.waitpid(child, 0)[1] == 0
+    print("the first has ended", file=sys.stderr)
+    LocalStorage.create = create
+    train("b")
 """
-    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=True)
-    assert "SaveFailedError: saving 'b' failed on rank 0: OSError: [Errno 5] broken" in done.stderr
-    assert checkpoints(tmp_path) == ["a.2"]
+
+
+def test_an_interpreter_waits_for_the_save_that_is_under_way_and_says_if_it_failed(tmp_path):
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, _, second = done.stderr.partition("the first has ended\n")
+    assert first == ""
+    assert checkpoints(tmp_path) == ["a"]
+    assert second.count("SaveFailedError: saving 'b' failed on rank 0: OSError: [Errno 5] broken") == 1
+
+
+def test_whatever_fails_in_the_background_is_a_failed_save(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    with monkeypatch.context() as patch:
+        lost = RuntimeError("connection closed by peer")  # as gloo says when another rank has died
+        patch.setattr(save_runner, "save", lambda *args, **kwargs: (_ for _ in ()).throw(lost))
+        saver.save("c", blocking=False)
+        with pytest.raises(SaveFailedError, match="'c' failed on rank 0: RuntimeError: connection closed") as raised:
+            saver.close()
+    assert raised.value.__cause__ is lost
+    saver.save("c")
+
+
+def test_an_error_that_came_after_the_limit_of_a_wait_is_still_told(tmp_path, gate):
+    _, saver = build(tmp_path)
+    writing = gate(LocalStorage, "create", OSError(5, "broken"))
+    handle = saver.save("c", blocking=False)
+    with pytest.raises(TimeoutError, match=r"saving 'c' has not ended after 0\.01 s; it goes on"):
+        handle.wait(0.01)
+    writing.open()
+    with pytest.raises(SaveFailedError):
+        saver.settle()
+
+
+def test_a_failed_save_does_not_hide_what_the_block_raised(tmp_path, monkeypatch, caplog):
+    _, saver = build(tmp_path)
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
+    saver.save("c", blocking=False)
+    with pytest.raises(KeyError), saver:
+        raise KeyError
+    assert "saving 'c' failed on rank 0" in caplog.text
+
+
+def test_where_no_thread_can_be_started_the_save_is_over(tmp_path, monkeypatch):
+    table, saver = build(tmp_path)
+    table(torch.arange(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no new thread")))
+        with pytest.raises(RuntimeError, match="no new thread"):
+            saver.save("c", blocking=False)
+    assert saver.is_saving is False
+    assert not any(reference() for reference in table.store._snapshots), "nothing is copied aside any more"
+    assert saver.save("c", blocking=False).wait().ckpt_id == "c"
+
+
+def test_a_load_waits_for_nobody_and_changes_no_save_that_is_under_way(tmp_path, gate):
+    table, saver = build(tmp_path)
+    table(torch.arange(10))
+    saver.save("old")
+    table.insert(torch.arange(5, 30), torch.ones(25, 2))
+    with torch.no_grad():
+        saver.model["top"].weight.fill_(3)
+    expected = table_state(table)
+    writing = gate(LocalStorage, "create")
+    handle = saver.save("new", blocking=False)
+    writing.wait()
+    saver.load(ckpt_id="old")
+    assert len(table) == 10
+    writing.open()
+    handle.wait()
+    saver.load(ckpt_id="new")
+    assert table_state(table) == expected
+    assert (saver.model["top"].weight == 3).all()
+
+
+# the callback
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_whoever_wants_to_know_is_told_of_each_save_when_all_of_it_is_over(tmp_path, blocking):
+    told = []
+
+    def on_save(info):
+        told.append((info.ckpt_id, info.n_rows, checkpoints(tmp_path), threading.current_thread().name))
+
+    table = HashTable(2, name="t")
+    table(torch.arange(7))
+    saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), on_save=on_save)
+    for ckpt_id in ("a", "b"):
+        handle = saver.save(ckpt_id, blocking=blocking)
+        assert blocking or handle.wait().ckpt_id == ckpt_id
+        assert checkpoints(tmp_path) == [ckpt_id]
+    thread = threading.current_thread().name if blocking else "recckpt-save"
+    assert told == [("a", 7, ["a"], thread), ("b", 7, ["b"], thread)]
+
+
+def test_a_save_ends_after_its_callback_and_nobody_is_told_of_one_that_failed(tmp_path, monkeypatch):
+    seen = []
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: seen.append(saver.is_saving))
+    saver.save("a", blocking=False).wait()
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
+    for blocking in (True, False):
+        with pytest.raises(SaveFailedError):
+            saver.save("b", blocking=blocking).wait()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_callback_that_fails_is_logged_and_the_save_counts(tmp_path, caplog, blocking):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: {}[info.ckpt_id])
+    saver.save("a", blocking=blocking)
+    saver.close()
+    assert checkpoints(tmp_path) == ["a"]
+    assert "a is saved, but on_save=" in caplog.text
+    assert "KeyError: 'a'" in caplog.text
 
 
 def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
