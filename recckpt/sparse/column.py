@@ -35,6 +35,7 @@ class Column:
         self.shift = max((BLOCK_BYTES // max(spec.row_bytes, 1)).bit_length() - 1, 6)
         self.blocks: list[Tensor] = []
         self._addresses: Int64s = np.empty(0, np.int64)
+        self._written: torch.cuda.Event | None = None  # behind all writes of the thread that made this
 
     @classmethod
     def over(cls, spec: SlotSpec, values: Tensor) -> Column:
@@ -75,6 +76,8 @@ class Column:
         if self.device.type == "cpu":
             gather_rows(self._addresses, self.shift, self.spec.row_bytes, rows, out.data_ptr())
         else:
+            if self._written is not None:
+                torch.cuda.current_stream(self.device).wait_event(self._written)
             for block, at, inside in self._by_block(rows):
                 out[at] = block[inside]
         return out
@@ -137,6 +140,8 @@ class Column:
         """Return a column over the blocks of now, which stay those when this one grows or is cleared."""
         twin = Column(self.spec, self.device)
         twin.shift, twin.blocks, twin._addresses = self.shift, self.blocks, self._addresses
+        if self.device.type == "cuda":  # readers work in streams of their own
+            twin._written = torch.cuda.current_stream(self.device).record_event()
         return twin
 
     def shrink(self, n_blocks: int) -> None:

@@ -48,6 +48,14 @@ class IdIndex:
             _rehash(self._cells, cells)
             self._cells = cells
 
+    def clear(self, keep_rows: int = 0) -> None:
+        """Forget all ids, and memory beyond what ``keep_rows`` need."""
+        self._n_rows = 0
+        if len(self._cells) * 7 <= max(keep_rows, _MIN_CAPACITY) * 20:
+            self._cells.fill(0)
+        else:
+            self._cells = _empty_cells(_MIN_CAPACITY)
+
     def copy(self) -> IdIndex:
         """Return an independent copy."""
         twin = IdIndex()

@@ -85,32 +85,39 @@ def lay_over(  # noqa: PLR0917  # compiled functions take positions only
 
 
 @njit(nogil=True, cache=True)
-def first_changes(rows: Any, state: Any) -> Any:
-    """Return those of ``rows`` that a snapshot has, still live and not read for good: state 0."""
+def unmarked_rows(rows: Any, n_rows: int, marks: Any) -> Any:
+    """Return those of ``rows`` below ``n_rows`` whose bit in ``marks`` is 0."""
     found = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
-        if rows[i] < len(state) and state[rows[i]] == 0:
-            found[n] = rows[i]
+        row = rows[i]
+        if row < n_rows and not (marks[row >> 3] >> (row & 7)) & 1:
+            found[n] = row
             n += 1
     return found[:n]
 
 
 @njit(nogil=True, cache=True)
-def pick_kept(  # compiled functions take positions only
-    rows: Any, state: Any, for_good: bool, at: Any, kept: Any
-) -> int:
-    """Find the rows that were copied aside: their positions in ``rows`` and in the log; mark the others as read."""
+def mark_rows(rows: Any, marks: Any) -> None:
+    """Set the bits of ``rows``."""
+    for i in range(len(rows)):
+        marks[rows[i] >> 3] |= 1 << (rows[i] & 7)
+
+
+@njit(nogil=True, cache=True)
+def pick_marked(rows: Any, marks: Any, mark_others: bool) -> Any:
+    """Return where in ``rows`` those are whose bit is set, and set the bits of the others if so wanted."""
+    found = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
-        row = rows[i]
-        if state[row] > 0:
-            at[n] = i
-            kept[n] = state[row] - 1
+        row = np.int64(rows[i])
+        bit = np.uint8(1 << (row & 7))
+        if marks[row >> 3] & bit:
+            found[n] = i
             n += 1
-        elif for_good:
-            state[row] = -1
-    return n
+        elif mark_others:
+            marks[row >> 3] |= bit
+    return found[:n]
 
 
 @njit(nogil=True, cache=True)
@@ -151,6 +158,6 @@ def place_rows(  # noqa: PLR0917  # compiled functions take positions only
     """Second half of a counting sort: put each row whose bucket is in [begin, end) at its bucket's cursor."""
     for i in range(len(ids)):
         bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
-        if begin <= bucket < end:
+        if begin <= bucket < end and cursors[bucket] < len(order):  # or ids have changed since they were counted
             order[cursors[bucket]] = first_row + i
             cursors[bucket] += 1

@@ -14,6 +14,8 @@ from torch import Tensor
 from recckpt.sparse.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse.kernels import count_buckets, place_rows
 
+_UINT32_ROWS = 1 << 32
+
 
 class Ids(Protocol):
     """Ids in row order, on the CPU."""
@@ -88,11 +90,13 @@ class BucketOrder:
 
     def _ordered(self, first: int, last: int) -> npt.NDArray[Any]:
         starts = self._bucket_starts()
-        kind = np.uint32 if self._n_rows <= 1 << 32 else np.int64
+        kind = np.uint32 if self._n_rows <= _UINT32_ROWS else np.int64
         order = np.empty(starts[last] - starts[first], kind)
         cursors = starts[:-1] - starts[first]
         row = 0
         for piece in self._ids.pieces(0, self._n_rows):
             place_rows(piece.numpy(), row, first, last, cursors, order)
             row += len(piece)
+        if not np.array_equal(cursors[first:last], starts[first + 1 : last + 1] - starts[first]):
+            raise RuntimeError(f"the ids of a table of {self._n_rows} rows changed while it was being saved")
         return order

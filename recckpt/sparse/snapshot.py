@@ -7,8 +7,9 @@ while it lives.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,21 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.column import Column
-from recckpt.sparse.kernels import first_changes, pick_kept
+from recckpt.sparse.pre_images import Log, PreImages
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 _PIECE_ROWS = 1 << 17  # ids read at a time: 1 MiB
-_ID = "id"
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Where a snapshot copies rows to; ids apart, since they seldom change."""
+
+    ids: Log
+    slots: Log
 
 
 class Snapshot:
@@ -38,21 +46,31 @@ class Snapshot:
         n_rows: rows of this moment.
         ids: their ids.
         columns: slot name -> column, in the order in which they are read.
-        log: where values are copied to, made by :func:`new_log`; memory that an earlier snapshot has used.
+        logs: where values are copied to, for the ids and for these columns; empty.
+        on_close: called once when the logs serve no longer, maybe from another thread; must not refer to this.
     """
 
     def __init__(
-        self, name: str, n_rows: int, ids: Column, columns: Mapping[str, Column], log: Mapping[str, Column]
+        self,
+        name: str,
+        n_rows: int,
+        ids: Column,
+        columns: Mapping[str, Column],
+        *,
+        logs: Logs,
+        on_close: Callable[[], object],
     ) -> None:
         self.name, self.n_rows = name, n_rows
         self.slots: tuple[SlotSpec, ...] = tuple(column.spec for column in columns.values())
-        self._slots = _PreImages(n_rows, columns, log)
-        self._ids = _PreImages(n_rows, {_ID: ids}, log)
+        self._slots = PreImages(n_rows, columns, logs.slots)
+        self._ids = PreImages(n_rows, {ids.spec.name: ids}, logs.ids)
+        self._on_close = weakref.finalize(self, on_close)
+        self._on_close.atexit = False
 
     @property
     def ids(self) -> SnapshotIds:
         """The ids, for the order in which the rows are written."""
-        return SnapshotIds(self._ids, self.n_rows)
+        return SnapshotIds(self)
 
     @property
     def n_kept(self) -> int:
@@ -68,27 +86,31 @@ class Snapshot:
         self._ids.keep(rows)
 
     def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
-        """Copy rows, each of which is read once in the life of a snapshot, into a target each for id and slots."""
-        self._ids.read(rows, targets[:1], for_good=False)  # the order may be looked up again
+        """Copy rows, each of which is read once in the life of a snapshot, into a target each for id and slots.
+
+        Raises:
+            RuntimeError: a row is read for the second time, or the snapshot is closed.
+            MemoryError: there was none to copy rows to that changed.
+        """
+        self.read_ids(rows, targets[0])
         self._slots.read(rows, targets[1:], for_good=True)
+
+    def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
+        """Copy the ids of rows; as often as one likes."""
+        self._ids.read(rows, [target], for_good=False)
 
     def close(self) -> None:
         """Let the table go: nothing is copied aside any more, and nothing may be read."""
         self._slots.close()
         self._ids.close()
-
-
-def new_log(ids: Column, columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Return empty columns to copy values aside to, on the CPU."""
-    cpu = torch.device("cpu")
-    return {_ID: Column(ids.spec, cpu), **{name: Column(column.spec, cpu) for name, column in columns.items()}}
+        self._on_close()
 
 
 class SnapshotIds:
     """The ids of a snapshot, read like a column."""
 
-    def __init__(self, images: _PreImages, n_rows: int) -> None:
-        self._images, self._n_rows = images, n_rows
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield copies that cover the rows [begin, end)."""
@@ -98,51 +120,9 @@ class SnapshotIds:
     def gather(self, rows: Int64s) -> Tensor:
         """Return the ids of ``rows``."""
         ids = np.empty(len(rows), np.int64)
-        self._images.read(rows, [ids.view(np.uint8)], for_good=False)
+        self._snapshot.read_ids(rows, ids.view(np.uint8))
         return torch.from_numpy(ids)
 
     def to_tensor(self, n_rows: int) -> Tensor:
         """Return the ids of the first rows."""
         return self.gather(np.arange(n_rows))
-
-
-class _PreImages:
-    """Columns as they were, put together from the live ones and the values copied aside.
-
-    Training copies aside before it writes; a reader reads the live values, and only then looks what was copied
-    aside meanwhile: whatever it may have read of a row that was changing is laid over.
-    """
-
-    def __init__(self, n_rows: int, columns: Mapping[str, Column], log: Mapping[str, Column]) -> None:
-        self._columns = [column.frozen() for column in columns.values()]
-        self._log = [log[name] for name in columns]
-        # 0: as it was; n + 1: copied aside, n-th of the log; -1: read for good. Pages come as they are touched.
-        self._state = np.zeros(n_rows, np.int32 if n_rows < 1 << 31 else np.int64)
-        self.n_kept = 0
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def keep(self, rows: Int64s) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            rows = first_changes(rows, self._state)
-            for column, log in zip(self._columns, self._log, strict=True):
-                log.reserve(self.n_kept + len(rows))
-                column.copy_rows(rows, log, self.n_kept)
-            self._state[rows] = np.arange(self.n_kept + 1, self.n_kept + len(rows) + 1)
-            self.n_kept += len(rows)
-
-    def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes], *, for_good: bool) -> None:
-        for column, target in zip(self._columns, targets, strict=True):
-            column.gather_into(rows, target)
-        at, kept = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-        with self._lock:  # what is not copied aside yet has not been written either, up to here
-            n_kept = pick_kept(rows, self._state, for_good, at, kept)
-            for log, target in zip(self._log, targets, strict=True):
-                log.lay_over(kept[:n_kept], at[:n_kept], target)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._columns, self._log = [], []

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.sparse.column import BLOCK_BYTES, Column
+from recckpt.sparse.column import Column
 from recckpt.sparse.index import IdIndex
-from recckpt.sparse.snapshot import Snapshot, new_log
+from recckpt.sparse.pre_images import Log
+from recckpt.sparse.snapshot import Logs, Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
 _ID_SPEC = SlotSpec("id", "int64", ())
-_SPARE_BYTES = 256 << 20  # of memory for snapshots, kept from one to the next: fresh memory is slow
+_SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # of logs, kept for the next: fresh memory is slow
 
 
 class RowStore:
@@ -36,7 +38,7 @@ class RowStore:
         self._index = IdIndex()
         self.generation = 0  # goes up when rows are renumbered
         self._snapshots: list[weakref.ref[Snapshot]] = []
-        self._spare_log: dict[str, Column] = {}
+        self._spare_logs: Logs | None = None
 
     def __len__(self) -> int:
         return len(self._index)
@@ -58,10 +60,12 @@ class RowStore:
             name: of the table.
         """
         columns = {slot: self.columns[slot] for slot in sorted(self.columns, key=lambda s: (s != EMBEDDING, s))}
-        log = {**new_log(self._ids, columns), **self._spare_log}
-        self._spare_log = {}
-        snapshot = Snapshot(name, len(self), self._ids, columns, log)
-        weakref.finalize(snapshot, self._take_back, log).atexit = False
+        specs = tuple(column.spec for column in columns.values())
+        logs, self._spare_logs = self._spare_logs, None
+        if logs is None or logs.slots.specs != specs:
+            logs = Logs(Log([self._ids.spec]), Log(specs))
+        on_close = partial(self._take_back, logs)
+        snapshot = Snapshot(name, len(self), self._ids, columns, logs=logs, on_close=on_close)
         self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
         return snapshot
 
@@ -157,12 +161,11 @@ class RowStore:
                 if with_ids:
                     snapshot.keep_ids(rows)
 
-    def _take_back(self, log: dict[str, Column]) -> None:
-        """Keep some of the memory of a snapshot that is gone for the next one."""
-        n_blocks = max(1, _SPARE_BYTES // BLOCK_BYTES // len(log))
-        for column in log.values():
-            column.shrink(n_blocks)
-        self._spare_log = log
+    def _take_back(self, logs: Logs) -> None:
+        """Keep some of the memory of a snapshot that is over for the next one."""
+        logs.ids.forget(_SPARE_ID_BYTES)
+        logs.slots.forget(_SPARE_BYTES)
+        self._spare_logs = logs
 
     def to(self, device: torch.device) -> RowStore:
         """Return a copy with the slots on ``device``; ids and index stay on the CPU."""

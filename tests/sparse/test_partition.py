@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recckpt.sparse import column as column_module
+from recckpt.sparse import partition as partition_module
 from recckpt.sparse.buckets import bucket_of
 from recckpt.sparse.column import Column
 from recckpt.sparse.partition import BucketOrder
@@ -98,3 +99,21 @@ def test_an_order_within_the_budget_takes_no_more_memory_than_that():
     ordered = order.rows(10_000, 15_000)
     assert ordered.dtype == np.uint32
     assert len(ordered.base) <= 5_000 + 2 * 10  # and the rest of the first and the last bucket
+
+
+@pytest.mark.parametrize("budget_rows", [100_000, 7000])
+def test_row_numbers_grow_wider_where_they_have_to(budget_rows, monkeypatch):
+    monkeypatch.setattr(partition_module, "_UINT32_ROWS", 69_999)
+    ids = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, 70_000)
+    assert order_of(ids, budget_rows).rows(0, 10).dtype == np.int64
+    check(ids, budget_rows)
+    assert order_of(ids[1:], budget_rows).rows(0, 10).dtype == np.uint32
+
+
+def test_ids_that_change_while_they_are_ordered_are_an_error_and_harm_nothing():
+    column = column_of(np.arange(1000))
+    order = BucketOrder(column, 1000, 100)
+    order.bucket_range(0, 10)
+    column.write(0, torch.full((1000,), 5))
+    with pytest.raises(RuntimeError, match="the ids of a table of 1000 rows changed"):
+        order.rows(0, 100)

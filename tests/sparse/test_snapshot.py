@@ -1,13 +1,20 @@
 """A snapshot holds the rows of its moment, whatever happens to the table afterwards."""
 
+import copy
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from recckpt.sparse import HashTable
+from recckpt.sparse import column as column_module
+from recckpt.sparse import pre_images as pre_images_module
+from recckpt.sparse import store as store_module
+from recckpt.sparse.column import Column
+from recckpt.sparse.index import IdIndex
 from recckpt.sparse.snapshot import Snapshot
 from recckpt.types import EMBEDDING
 
@@ -119,25 +126,175 @@ def test_two_snapshots_each_have_their_moment():
 
 
 def test_the_memory_of_a_snapshot_serves_the_next():
-    table = table_of(1000)
-    for _ in range(2):
-        snapshot = table.store.snapshot("t")
-        table.insert(torch.arange(1000), torch.zeros(1000, 3))
+    table, addresses = table_of(1000), set()
+    for value in range(3):
+        snapshot, expected = table.store.snapshot("t"), state_of(table)
+        table.insert(torch.arange(1000), torch.full((1000, 3), float(value)))
+        [block] = snapshot._slots._opened()[1].columns[EMBEDDING].blocks
+        addresses.add(block.data_ptr())
+        assert read(snapshot, np.arange(1000)) == expected
         snapshot.close()
-        del snapshot
-        gc.collect()
-        blocks = [block.data_ptr() for block in table.store._spare_log[EMBEDDING].blocks]
-    assert len(blocks) == 1
+    assert len(addresses) == 1
+    assert table.store._spare_logs.slots.columns[EMBEDDING].blocks[0].data_ptr() in addresses
+
+
+def test_memory_beyond_a_limit_goes_back_when_a_snapshot_is_over(monkeypatch):
+    monkeypatch.setattr(column_module, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(store_module, "_SPARE_BYTES", 5000)
+    table = table_of(5000)
     snapshot = table.store.snapshot("t")
-    assert not table.store._spare_log
-    table.insert(torch.arange(1000), torch.ones(1000, 3))
-    assert read(snapshot, np.arange(1000)) == {i: (np.zeros(3, np.float32).tobytes(), -float(i)) for i in range(1000)}
+    table.insert(torch.arange(5000), torch.zeros(5000, 3))
+    log = snapshot._slots._opened()[1]
+    used = sum(column.nbytes for column in log.columns.values())
+    snapshot.close()
+    assert sum(column.nbytes for column in log.columns.values()) <= 5000 + 2 * 1024 < used
+    assert log.places.nbytes < 5000 * 16
+
+
+def test_the_ids_of_a_snapshot_keep_it_alive():
+    table = table_of(100)
+    ids = table.store.snapshot("t").ids
+    gc.collect()
+    table.erase(torch.arange(50))
+    assert ids.to_tensor(100).tolist() == list(range(100))
+
+
+def test_a_row_cannot_be_read_for_the_second_time_since_it_may_have_changed():
+    table = table_of(100)
+    snapshot = table.store.snapshot("t")
+    read(snapshot, np.arange(50))
+    with pytest.raises(RuntimeError, match="row 49 of a snapshot is read for the second time"):
+        read(snapshot, np.arange(49, 60))
+
+
+def test_a_closed_snapshot_cannot_be_read():
+    snapshot = table_of(100).store.snapshot("t")
+    snapshot.close()
+    snapshot.close()
+    for attempt in (lambda: read(snapshot, np.arange(5)), lambda: snapshot.ids.to_tensor(5)):
+        with pytest.raises(RuntimeError, match="closed"):
+            attempt()
+
+
+def test_closing_under_a_reader_gives_it_no_rows_of_the_next_snapshot(monkeypatch):
+    table = table_of(100)
+    snapshot = table.store.snapshot("t")
+    table.insert(torch.arange(100), torch.zeros(100, 3))
+    lay_over = Column.lay_over
+
+    def closing(*args):
+        snapshot.close()
+        lay_over(*args)
+
+    monkeypatch.setattr(Column, "lay_over", closing)
+    with pytest.raises(RuntimeError, match="closed"):
+        read(snapshot, np.arange(100))
+
+
+def test_without_memory_to_copy_to_the_snapshot_is_lost_and_training_goes_on(monkeypatch):
+    table = table_of(100)
+    snapshot = table.store.snapshot("t")
+
+    def fail(*args):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Column, "copy_rows", fail)
+        table.insert(torch.arange(10), torch.zeros(10, 3))
+    assert table.embeddings()[:10].count_nonzero() == 0
+    with pytest.raises(MemoryError, match="no room"):
+        read(snapshot, np.arange(50, 60))
+    snapshot.close()
+    other, expected = table.store.snapshot("t"), state_of(table)
+    table.insert(torch.arange(10), torch.ones(10, 3))
+    assert read(other, np.arange(100)) == expected
+
+
+def test_who_is_interrupted_while_copying_aside_leaves_no_wrong_rows(monkeypatch):
+    table = table_of(100)
+    expected = state_of(table)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    for place in ("copy_rows", "mark_rows", "find_or_add"):
+        snapshot = table.store.snapshot("t")
+        with monkeypatch.context() as patch:
+            owner = {"copy_rows": Column, "mark_rows": pre_images_module, "find_or_add": IdIndex}[place]
+            target = "find_or_add" if place == "find_or_add" else place
+            patch.setattr(owner, target, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                snapshot.keep_rows(np.arange(10))
+        table.store.write(np.arange(20, 30), {"moment": torch.zeros(10)})
+        if place == "find_or_add":
+            with pytest.raises(RuntimeError, match="row 0 of a snapshot"):
+                read(snapshot, np.arange(100))
+        else:
+            assert read(snapshot, np.arange(100)) == expected
+        table.store.write(np.arange(20, 30), {"moment": -torch.arange(20, 30).float()})
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 7, 8, 9, 63, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float64])
+def test_tables_of_any_size_and_dtype_have_snapshots(n_rows, dtype):
+    table = HashTable((2, 1), name="t", dtype=dtype)
+    table.insert(torch.arange(n_rows), torch.full((n_rows, 2, 1), 5, dtype=dtype))
+    snapshot = table.store.snapshot("t")
+    table.insert(torch.arange(n_rows + 3), torch.full((n_rows + 3, 2, 1), 9, dtype=dtype))
+    table.erase(torch.arange(0, n_rows, 2))
+    ids, values = np.empty(n_rows, np.int64), torch.empty(n_rows, 2, 1, dtype=dtype)
+    snapshot.read(np.arange(n_rows), [ids.view(np.uint8), values.view(torch.uint8).numpy().reshape(-1)])
+    assert ids.tolist() == list(range(n_rows))
+    assert (values == 5).all()
+
+
+def test_a_store_that_goes_to_another_device_leaves_its_snapshots_whole():
+    table = table_of(100)
+    expected = state_of(table)
+    snapshot = table.store.snapshot("t")
+    table._store = table.store.to(torch.device("cpu"))
+    table.insert(torch.arange(100), torch.zeros(100, 3))
+    gc.collect()
+    assert read(snapshot, np.arange(100)) == expected
+
+
+def test_a_copy_of_a_table_is_no_concern_of_its_snapshots():
+    table = table_of(100)
+    expected = state_of(table)
+    snapshot = table.store.snapshot("t")
+    twin = copy.deepcopy(table)
+    twin.insert(torch.arange(100), torch.zeros(100, 3))
+    assert snapshot.n_kept == 0
+    table.insert(torch.arange(100), torch.ones(100, 3))
+    assert state_of(twin) != expected
+    assert read(snapshot, np.arange(100)) == expected
+
+
+def test_several_threads_may_change_a_table_that_is_being_saved():
+    table = table_of(20_000)
+    expected = state_of(table)
+    snapshot = table.store.snapshot("t")
+
+    def change(part):
+        for value in range(5):
+            table.store.write(part, {"moment": torch.full((len(part),), float(value))})
+
+    found = {}
+    with ThreadPoolExecutor(4) as pool:
+        changes = [
+            pool.submit(change, part) for part in np.array_split(np.random.default_rng(0).permutation(20_000), 3)
+        ]
+        for rows in np.array_split(np.arange(20_000), 20):
+            found |= read(snapshot, rows)
+        for change_ in changes:
+            change_.result()
+    assert found == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_readers_and_training_at_full_speed_never_mix_two_moments(seed):
-    table = table_of(20_000, dim=16)
-    for step in range(1, 6):
+    table = table_of(10_000, dim=16)
+    for step in range(1, 4):
         expected = state_of(table)
         snapshot = table.store.snapshot("t")
         order = np.random.default_rng(seed).permutation(snapshot.n_rows).astype(np.uint32)
@@ -155,8 +312,8 @@ def test_readers_and_training_at_full_speed_never_mix_two_moments(seed):
         round_ = 0
         while writer.is_alive():
             round_ += 1
-            ids = torch.from_numpy(np.random.default_rng(round_).integers(0, 21_000, 3000))
-            table.insert(ids, torch.full((3000, 16), float(step * 1000 + round_)))
+            ids = torch.from_numpy(np.random.default_rng(round_).integers(0, 11_000, 1500))
+            table.insert(ids, torch.full((1500, 16), float(step * 1000 + round_)))
             table.erase(ids[:10])
         writer.join()
         assert not failed
