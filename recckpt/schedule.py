@@ -98,18 +98,18 @@ class Schedule:
         """
         if due is None and self._pending is None:
             return None
+        self.counts.dropped += due is not None and self._pending is not None
+        wanted: Kind = "regular" if "regular" in (due, self._pending) else "ephemeral"
         if not is_running():
-            kind: Kind = "regular" if "regular" in (due, self._pending) else "ephemeral"
             self._pending = None
-            return kind
+            return wanted
         if self._backpressure == "latest":
-            self.counts.dropped += due is not None and self._pending is not None
-            self._pending = "regular" if "regular" in (due, self._pending) else "ephemeral"
+            self._pending = wanted
         elif self._backpressure == "skip":
             self.counts.skipped += 1
         else:
             self.counts.waited += 1
-            return due
+            return wanted
         return None
 
     def begun(self, kind: Kind, step: int, event_time: float | None) -> None:
