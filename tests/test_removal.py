@@ -193,9 +193,9 @@ def commands(memory_url, monkeypatch, capsys):
             run.save()
         return opened(storage, name)
 
-    def command(name, *args, saves):
+    def command(*args, saves):
         left.extend([None] * saves)
-        code = main([name, memory_url, *args, "--json"])
+        code = main([*map(str, args), "--json"])
         out, err = capsys.readouterr()
         assert not left
         return json.loads(out) if code == 0 else err
@@ -205,17 +205,26 @@ def commands(memory_url, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("args", [["head", "t"], ["get", "u", "50"], ["head", "u", "-n", "1000"]])
-def test_a_command_reads_what_is_there_by_then(commands, args):
+def test_a_command_reads_what_is_there_by_then(commands, memory_url, args):
     for step, saves in ((1, 0), (4, 3)):
-        rows = commands(*args, saves=saves)["rows"]
+        rows = commands(args[0], memory_url, *args[1:], saves=saves)["rows"]
         assert {value for row in rows for value in row["embedding"]} == {step}
-    assert "its writer removed this checkpoint" in commands(*args, saves=4)
+    assert "its writer removed this checkpoint" in commands(args[0], memory_url, *args[1:], saves=4)
 
 
-def test_show_describes_what_is_there_by_then(commands):
-    shown = commands("show", saves=2)
+def test_show_describes_what_is_there_by_then(commands, memory_url):
+    shown = commands("show", memory_url, saves=2)
     assert (shown["step"], len(shown["tensors"])) == (3, 2)
-    assert "its writer removed this checkpoint" in commands("show", saves=4)
+    assert "its writer removed this checkpoint" in commands("show", memory_url, saves=4)
+
+
+def test_a_plan_is_made_of_what_is_there_by_then(commands, memory_url, tmp_path):
+    names, bank = tmp_path / "names", tmp_path / "bank.json"
+    names.write_text("t@embedding\ntop.weight\n")
+    bank.write_text(json.dumps([{"path": memory_url, "strict": False}]))
+    planned = commands("plan", "--model-names", names, bank, saves=3)
+    assert planned["sources"] == [f"{memory_url}/ckpt_4"]
+    assert "its writer removed this checkpoint" in commands("plan", "--model-names", names, bank, saves=4)
 
 
 def test_a_bank_that_is_followed_is_offered_from_what_was_read(rotates, memory_url):

@@ -10,8 +10,8 @@ from typing import Any
 from recckpt.cli.outcome import CommandError, Outcome
 from recckpt.errors import LoadConfError, RecckptError
 from recckpt.inventory import listed_inventory
-from recckpt.problems import Problems
-from recckpt.sources import bank_sources
+from recckpt.removal import until_whole
+from recckpt.sources import located_bank
 from recckpt.text import one_line
 from recckpt.warm_start import plan_load
 
@@ -21,9 +21,9 @@ def plan(args: argparse.Namespace) -> Outcome:
     model = listed_inventory(_text(args.model_names).split("\n"))
     if not model:
         raise CommandError(f"{args.model_names}: found no names, expected the lines of Saver.names()")
-    bank, problems = _bank(args.bank), Problems()
+    bank = _bank(args.bank)
     try:
-        planned = plan_load(model, bank_sources(bank, problems), problems)
+        planned = until_whole(lambda: located_bank(bank), lambda found: plan_load(model, *found))
     except RecckptError as error:
         texts = error.problems if isinstance(error, LoadConfError) else [str(error)]
         return Outcome({"problems": texts}, [], texts)
