@@ -113,20 +113,19 @@ def _claim_next(storage: Storage) -> Claim:
 
 def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
     """Say what is committed: from now on late commits of older writers are ignored."""
-    save_ids = frozenset(checkpoint.manifest.save_id for checkpoint in listing.committed)
     steps = {directory: layout.parse_step(directory) for directory in attempt_dirs(storage)}
     before = NO_TAKEOVER
     with suppress(CorruptCheckpointError):  # what the list before this one knew of directories is lost then
         before = last_takeover(storage)
     takeover = Takeover(
         claim.epoch,
-        save_ids,
+        listing.save_ids,
         highest_step=max([before.highest_step, *(step for step in steps.values() if step is not None)]),
         directories=before.directories.union(directory for directory, step in steps.items() if step is None),
     )
     storage.put_if_absent(layout.takeover(claim.epoch), encode_takeover(claim, takeover))
     if claim.epoch > 1:
-        log.info("%s: taken over as epoch %d, with %d checkpoints", storage.url, claim.epoch, len(save_ids))
+        log.info("%s: taken over as epoch %d, with %d checkpoints", storage.url, claim.epoch, len(listing.committed))
     return takeover
 
 

@@ -41,7 +41,8 @@ class Listing:
             owns the output dir is here too, under its own name.
         fenced: directory -> reason, of those that a writer committed after it had lost the output dir.
         highest_seq: the highest sequence number that was seen, of a damaged one, it may be; 0 where there is none.
-        highest_epoch, highest_step: the same; -1 where there is no step.
+        highest_epoch: the same.
+        save_ids: of all whose manifest counts, whether their files are whole or not.
     """
 
     committed: tuple[Checkpoint, ...]
@@ -49,7 +50,7 @@ class Listing:
     fenced: dict[str, str]
     highest_seq: int = 0
     highest_epoch: int = 0
-    highest_step: int = -1
+    save_ids: frozenset[str] = frozenset()
 
     @property
     def current(self) -> list[Checkpoint]:
@@ -95,8 +96,8 @@ def _list(storage: Storage, directories: Sequence[str]) -> Listing:
             found.append(Checkpoint(directory, record))
     takeover = _takeover(storage, damaged)  # after the manifests: what is committed meanwhile is only not seen yet
     fenced = {c.directory: reason for c in found if (reason := takeover.excludes(c.manifest))}
-    committed = []
-    for checkpoint in [c for c in found if c.directory not in fenced]:
+    counted, committed = [c for c in found if c.directory not in fenced], []
+    for checkpoint in counted:
         problem = next(file_problems(storage, checkpoint.directory, checkpoint.manifest), None)
         if problem is None:
             committed.append(checkpoint)
@@ -108,7 +109,7 @@ def _list(storage: Storage, directories: Sequence[str]) -> Listing:
         fenced=fenced,
         highest_seq=max((c.manifest.seq for c in found), default=0),
         highest_epoch=max((c.manifest.epoch for c in found), default=0),
-        highest_step=max((c.manifest.step for c in found if c.manifest.step is not None), default=-1),
+        save_ids=frozenset(c.manifest.save_id for c in counted),
     )
 
 

@@ -15,7 +15,7 @@ from recckpt import CheckpointManager, Saver, WriterFencedError, rotation
 from recckpt import fence as fencing
 from recckpt.commit import begin
 from recckpt.epochs import last_takeover, read_claim
-from recckpt.errors import FormatVersionError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.fence import Fence
 from recckpt.intent import Intent, write_intent
 from recckpt.listing import list_checkpoints, locate, newest
@@ -189,6 +189,21 @@ def test_a_copied_in_checkpoint_of_a_higher_epoch_is_taken_over_too(tmp_path):
     saver.save("a")
     assert newest(saver.storage).ckpt_id == "a"
     assert newest(saver.storage).manifest.epoch == 4
+
+
+def test_a_damaged_checkpoint_is_still_a_damaged_one_after_a_takeover_and_counts_once_it_is_mended(storage):
+    save_tables(storage, [filled("item", [1])], ckpt_id="a")
+    [name] = [name for name in storage.list_files("a") if name.endswith(".arrow")]
+    data = storage.read(f"a/{name}", 1 << 20)
+    storage.remove(f"a/{name}")
+    Fence(storage).hold()
+    listing = list_checkpoints(storage)
+    assert (list(listing.damaged), listing.fenced) == (["a"], {})
+    with pytest.raises(CorruptCheckpointError):
+        newest(storage)
+    with storage.create(f"a/{name}") as sink:
+        sink.write(data)
+    assert newest(storage).ckpt_id == "a"
 
 
 def test_taking_over_removes_what_dead_writers_left(storage):
