@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from recckpt import layout
-from recckpt.errors import RecckptError
 from recckpt.manifest import Manifest, Scalar
 from recckpt.run import EVENT_TIME, Ranks, Run
 from recckpt.save_runner import SaveHandle
 from recckpt.saver import Saver
 from recckpt.schedule import Kind, SaveCounts, Schedule
-from recckpt.signals import SignalWatch
+from recckpt.signals import SignalWatch, goes_on, most_urgent
 
 log = logging.getLogger("recckpt")
 
@@ -51,6 +51,7 @@ class Autosave:
         self._schedule, self._signals = schedule, signals
         self._async_save, self._grace_sec = async_save, grace_sec
         self._reload = reload
+        self._in_flight: SaveHandle | None = None
 
     @property
     def counts(self) -> SaveCounts:
@@ -65,8 +66,8 @@ class Autosave:
         """Count a step, and save if it is time."""
         run = self._run
         run.global_step += 1
-        if event_time is not None and not math.isnan(event_time):
-            run.event_time = max(event_time, event_time if run.event_time is None else run.event_time)
+        if event_time is not None and math.isfinite(event_time):
+            run.event_time = _latest([run.event_time, float(event_time)])
         if self._ranks.size == 1:  # several ranks may see the end of a save at different steps: they raise at the next
             self.settle(timeout_sec=0)
         measured = metrics or {}
@@ -76,8 +77,9 @@ class Autosave:
             self._save(kind, state, metrics, blocking=not self._async_save)
             self._reload()
         if self._signals.is_watching:
-            noted = self._ranks.gather(self._signals.take())
-            self._answer(next((number for number in noted if number is not None), None), state, metrics)
+            number = most_urgent(self._ranks.gather(self._signals.take()))
+            if number is not None:
+                self._answer(number, state, metrics)
 
     def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
         """Save this step now, and wait; None where it is in a checkpoint that stays."""
@@ -85,28 +87,46 @@ class Autosave:
         saved = self._save("regular", state, metrics, blocking=True)
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
-    def close(self) -> None:
-        """Wait for the save that is under way, and give signals back what they did before."""
-        self._signals.release()
-        self.settle()
+    def finish(self) -> None:
+        """Save this step as the last one; also where the save before has failed, whose error is raised after that."""
+        try:
+            self.settle()
+        except Exception:
+            self.save(None, None)
+            raise
+        self.save(None, None)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for the save that is under way, and give signals back what they did before.
+
+        Args:
+            error: what is being raised already: then the error of the save is only logged.
+        """
+        try:
+            self.settle()
+        except Exception as failure:
+            if error is None:
+                raise
+            log.error("%s", failure)
+        finally:
+            self._signals.release()
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save in the background, and raise its error where nobody has been told of it."""
         try:
             return self._saver.settle(timeout_sec)
-        except RecckptError:
-            self.counts.failed += 1
-            self._run.held_step = None
-            raise
+        finally:
+            self._note_failure()
 
     def _save(self, kind: Kind, state: _State, metrics: _Metrics, *, blocking: bool) -> Manifest | SaveHandle | None:
         """Save this step, unless it is in a checkpoint that stays."""
         run = self._run
         ckpt_id = layout.step_id(run.global_step)
+        self._note_failure()
         if run.held_step == run.global_step:
             log.info("%s is saved already", ckpt_id)
             return None
-        self.settle()
+        run.event_time = _latest(self._ranks.gather(run.event_time))
         times = {} if run.event_time is None else {EVENT_TIME: run.event_time}
         measured = {name: float(value) for name, value in (metrics or {}).items()}
         try:
@@ -120,25 +140,58 @@ class Autosave:
                 ephemeral=kind == "ephemeral",
                 blocking=blocking,
             )
-        except RecckptError:
-            self.counts.failed += 1
+        except Exception:
+            self.counts.failed += not self._note_failure()  # this one has, unless it was the one before
             raise
         self._schedule.begun(kind, run.global_step, run.event_time)
+        self._in_flight = saved if isinstance(saved, SaveHandle) else None
         if kind == "regular":
             run.held_step = run.global_step
         return saved
 
-    def _answer(self, number: int | None, state: _State, metrics: _Metrics) -> None:
-        """Save for a signal, and let the process end as it asks."""
-        if number is None:
-            return
+    def _note_failure(self) -> bool:
+        """Say whether the save in the background has failed since the last call; no checkpoint holds its step then."""
+        handle = self._in_flight
+        if handle is None or not handle.done():
+            return False
+        self._in_flight = None
+        if handle.committed.exception() is None:
+            return False
+        self.counts.failed += 1
+        self._run.held_step = None
+        return True
+
+    def _answer(self, number: int, state: _State, metrics: _Metrics) -> None:
+        """Save for a signal, and let the process end where it asks for that."""
         log.warning("signal %d: saving step %d", number, self._run.global_step)
+        if goes_on(number):
+            self._save("regular", state, metrics, blocking=not self._async_save)
+            return
         try:
-            self._save("regular", state, metrics, blocking=False)
-            if not self.settle(self._grace_sec):
+            if not self._save_within(self._grace_sec, state, metrics):
                 log.error("step %d is not saved after %s s of grace", self._run.global_step, self._grace_sec)
-        except RecckptError as error:
+        except Exception as error:
             log.error("signal %d: %s", number, error)
             raise
         finally:
             self._signals.follow(number)
+
+    def _save_within(self, seconds: float | None, state: _State, metrics: _Metrics) -> bool:
+        """Save this step and say whether that, and the save before it, ended in time; None waits for both."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+
+        def left() -> float | None:
+            return None if seconds is None else max(0.0, end - time.monotonic())
+
+        try:
+            is_over = self.settle(left())
+        except Exception as error:
+            log.error("%s", error)  # this step is saved all the more
+            is_over = True
+        if is_over:
+            self._save("regular", state, metrics, blocking=False)
+        return is_over and self.settle(left())
+
+
+def _latest(times: Sequence[float | None]) -> float | None:
+    return max((found for found in times if found is not None), default=None)

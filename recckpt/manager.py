@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from recckpt import layout, pins
@@ -37,6 +38,7 @@ class CheckpointManager:
         save_on_signal: signals, such as ``(SIGTERM, SIGUSR1)``, that let the next :meth:`step` save; after that the
             process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
         grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
+        save_at_start: whether ``with`` saves before training starts, where nothing was restored.
         clock: seconds, for policies of time.
 
     Raises:
@@ -55,9 +57,11 @@ class CheckpointManager:
         ephemeral: int | When | None = None,
         save_on_signal: Sequence[int] = (),
         grace_sec: float | None = None,
+        save_at_start: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._saver, self._save_interval = saver, save_interval
+        grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
+        self._saver, self._save_interval, self._save_at_start = saver, save_interval, save_at_start
         self._run = Run()
         ranks = Ranks(saver, shard_id, shard_num)
         self._restorer = Restorer(saver, self._run, ranks)
@@ -68,7 +72,7 @@ class CheckpointManager:
             Schedule(as_when(save_interval), None if ephemeral is None else as_when(ephemeral), clock, backpressure),
             SignalWatch(save_on_signal),
             async_save=async_save,
-            grace_sec=None if grace_sec is None else positive_number("grace_sec", grace_sec),
+            grace_sec=grace,
             reload=self._restorer.reload_dynamic,
         )
 
@@ -146,14 +150,18 @@ class CheckpointManager:
         self._autosave.close()
 
     def __enter__(self) -> CheckpointManager:
+        if self._save_at_start and self._run.global_step == 0:
+            self.save()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            if kind is None:
-                self.save()
+            if error is None:
+                self._autosave.finish()
         finally:
-            self.close()
+            self._autosave.close(error)
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
