@@ -43,12 +43,18 @@ def s3_options():
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def s3_buckets(s3_options):
+    """Makes buckets."""
+    return fsspec.filesystem("s3", skip_instance_cache=True, **s3_options)
+
+
 @pytest.fixture
-def s3_url(s3_options, monkeypatch):
+def s3_url(s3_options, s3_buckets, monkeypatch):
     """A URL of an empty prefix in a bucket of its own."""
     monkeypatch.setitem(conf, "s3", s3_options)
     bucket = f"bucket-{next(_numbers)}"
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(bucket)
+    s3_buckets.mkdir(bucket)
     return f"s3://{bucket}/runs"
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from threading import RLock
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
+from weakref import finalize
 
 from recckpt.storage.base import Draft, Sink
 from recckpt.storage.remote import RemoteStorage
@@ -33,7 +34,8 @@ class SftpStorage(RemoteStorage):
         super().__init__(url)
         self._root = self._fs._strip_protocol(self.url).rstrip("/")
         _send_at_once(self._fs)
-        self._lock = RLock()  # paramiko gives an answer to whoever waits, not to whoever asked
+        self.lock = RLock()  # paramiko gives an answer to whoever waits, not to whoever asked
+        finalize(self, _disconnect, self._fs)
 
     def prepare(self) -> None:
         """Make the root, and check that files can be written to it and that the first of two gets a name."""
@@ -118,6 +120,18 @@ class SftpStorage(RemoteStorage):
             with suppress(FileNotFoundError):
                 self._call("removing", name, partial(self._fs.ftp.rmdir, path))
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server can be reached, as far as is known."""
+        transport = self._fs.client.get_transport()
+        return transport is not None and transport.is_active()
+
+    def connect(self) -> None:
+        """Connect anew."""
+        _disconnect(self._fs)
+        self._fs._connect()
+        _send_at_once(self._fs)
+
     def threads(self, asked: int) -> int:
         """Return 1: there is one connection."""
         return 1
@@ -131,7 +145,7 @@ class SftpStorage(RemoteStorage):
         return cast(BinaryIO, self._fs.ftp.open(self._path(name)))
 
     def _retries(self, name: str) -> Retries:
-        return _OneAtATime(self.policy, self._url(name), self._lock, self._fs)
+        return _OneAtATime(self.policy, self._url(name), self)
 
     def _walk(self, directory: str) -> Iterator[tuple[str, bool]]:
         """Yield what is below a directory, each directory before what is in it."""
@@ -172,18 +186,21 @@ class SftpStorage(RemoteStorage):
 class _OneAtATime(Retries):
     """Attempts that wait for each other, and connect again where the connection was lost."""
 
-    def __init__(self, policy: RetryPolicy, url: str, lock: RLock, fs: Any) -> None:
+    def __init__(self, policy: RetryPolicy, url: str, storage: SftpStorage) -> None:
         super().__init__(policy, url)
-        self._lock, self._fs = lock, fs
+        self._storage = storage  # whose connection ends with it
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
         def locked() -> _T:
-            with self._lock:
-                transport = self._fs.client.get_transport()
-                if again and not (transport and transport.is_active()):
-                    self._fs._connect()
-                    _send_at_once(self._fs)
-                return work()
+            with self._storage.lock:
+                if again and not self._storage.is_connected:
+                    self._storage.connect()
+                try:
+                    return work()
+                except Exception as error:
+                    if self._storage.is_connected and str(error) != "Socket is closed":  # of a file of an older one
+                        raise
+                    raise ConnectionError(f"the connection was lost: {error}") from error
 
         return super().call(operation, locked, again=again)
 
@@ -254,6 +271,11 @@ class _taken:  # noqa: N801  # reads as a statement
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError) and error.errno is None and _is_there(self._fs, self._path):
             raise FileExistsError(errno.EEXIST, "exists already", self._path) from error
+
+
+def _disconnect(fs: Any) -> None:
+    with suppress(Exception):
+        fs.client.close()
 
 
 def _send_at_once(fs: Any) -> None:

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -39,8 +38,7 @@ class ServerProcess:
             lines.append(line)
             self.said = re.search(ready, line)
             if self.said:
-                self._listener = threading.Thread(target=self._listen, daemon=True)
-                self._listener.start()
+                threading.Thread(target=self._listen, daemon=True).start()
                 return
         self.stop()
         raise RuntimeError(f"{Path(command[0]).name} did not start:\n{''.join(lines)}")
@@ -53,12 +51,9 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self.said:
-            self._listener.join(10)
-        self.process.stdout.close()
 
     def _listen(self):
-        """Take what it says, or it would stop when the pipe is full."""
-        with suppress(ValueError):
-            for _ in self.process.stdout:
+        """Take what it says, or it would stop when the pipe is full; its own children may speak for longer."""
+        with self.process.stdout as output:
+            for _ in output:
                 pass
