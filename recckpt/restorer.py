@@ -145,7 +145,8 @@ class Restorer:
         elif checkpoint.manifest.step is None:
             log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
             self._run.global_step = 0
-        self._run.held_step = self._run.global_step if holds else None
+        stays = holds and not checkpoint.manifest.ephemeral
+        self._run.held_step = self._run.global_step if stays else None
         event_time = checkpoint.manifest.state.get(EVENT_TIME)
         self._run.event_time = float(event_time) if isinstance(event_time, int | float) else None
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
