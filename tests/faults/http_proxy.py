@@ -1,6 +1,7 @@
 """A proxy in front of a store that counts requests and spoils the one it is told to."""
 
 import os
+import re
 import socket
 import struct
 import threading
@@ -62,7 +63,7 @@ class Proxy:
     """Listens on 127.0.0.1 and passes all requests on, but for those that a fault was armed for.
 
     Attributes:
-        n_requests: requests since :meth:`arm`.
+        n_requests: requests since :meth:`arm`, of those that it is about.
         n_faults: how many of them were spoiled.
     """
 
@@ -76,14 +77,15 @@ class Proxy:
         self.arm(None)
         self.up()
 
-    def arm(self, fault, at: int = 1, times: int = 1) -> None:
+    def arm(self, fault, at: int = 1, times: int = 1, about: bytes = b"") -> None:
         """Count from 1 again, and spoil ``times`` requests from the one numbered ``at``; None passes all on.
 
-        ``fault(exchange)`` returns true where the connection may go on.
+        ``fault(exchange)`` returns true where the connection may go on. Where ``about`` is given, only requests count
+        whose first line matches that pattern.
         """
         with self._lock:
             self.n_requests = self.n_faults = 0
-            self._fault, self._at, self._times = fault, at, times
+            self._fault, self._at, self._times, self._about = fault, at, times, re.compile(about)
 
     def up(self) -> None:
         """Listen, on the same port as before."""
@@ -144,8 +146,10 @@ class Proxy:
 
     def _pass(self, exchange: Exchange) -> bool:
         with self._lock:
-            self.n_requests += 1
-            spoil = self._fault if self._at <= self.n_requests < self._at + self._times else None
+            counts = self._about.match(exchange.request.first_line) is not None
+            self.n_requests += counts
+            spoiled = counts and self._at <= self.n_requests < self._at + self._times
+            spoil = self._fault if spoiled else None
             self.n_faults += spoil is not None
         if spoil is not None:
             return bool(spoil(exchange))

@@ -11,6 +11,7 @@ import traceback
 
 import torch
 from aiobotocore.session import AioSession
+from faults.crash_worker import PLANTS
 from faults.job import Job
 from fsspec.config import conf
 
@@ -28,7 +29,9 @@ class LargeJob(Job):
 JOBS = {"small": Job, "large": LargeJob}
 
 
-def save_in_child(session, job, url, max_keep, restore_step, options, from_start):
+def save_in_child(session, job, url, max_keep, restore_step, options, from_start, plant=None):
+    if plant is not None:
+        PLANTS[plant]()
     conf["s3"] = {**options, "session": session}
     upload.BLOCK_BYTES = 5 << 20  # the least that S3 takes
     if from_start:

@@ -85,11 +85,11 @@ class Deaths:
         common = {"job": job, "options": options, "from_start": from_start}
         self.order = {**common, "max_keep": scene.max_keep, "restore_step": scene.restore_step}
 
-    def die_at(self, k, *, arrives):
+    def die_at(self, k, *, arrives, about=b"", plant=None):
         """Kill at the k-th request and check what is left; return whether there were so many."""
         prefix = self.scene.copy()
-        order = {**self.order, "url": self.scene.url(prefix)}
-        status = self.worker.save(order, lambda pid: self.proxy.arm(death(pid, arrives=arrives), at=k))
+        order = {**self.order, "url": self.scene.url(prefix), "plant": plant}
+        status = self.worker.save(order, lambda pid: self.proxy.arm(death(pid, arrives=arrives), at=k, about=about))
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         note = f"death {'after' if arrives else 'before'} request {k}"
         assert killed or status == 0, f"{note}: wait status {status}"
@@ -118,9 +118,15 @@ def deaths(worker, proxy, s3_options, monkeypatch, figures):
     return make
 
 
-@pytest.mark.parametrize(("k", "arrives"), [(9, True), (23, False)])
-def test_a_death_in_a_save_that_rotates_loses_nothing(deaths, k, arrives):
-    assert deaths("rotation", "small", False).die_at(k, arrives=arrives)
+def test_a_death_in_a_save_that_rotates_loses_nothing(deaths):
+    assert deaths("rotation", "small", False).die_at(23, arrives=True)
+
+
+def test_a_rotation_before_the_commit_is_found(deaths):
+    with pytest.raises(AssertionError, match="death before request 1: killed, restored 0, expected 1"):
+        deaths("rotation", "small", False).die_at(
+            1, arrives=False, about=rb"PUT .*/manifest\.json", plant="rotation before the commit"
+        )
 
 
 @pytest.mark.slow
