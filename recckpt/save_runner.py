@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 
+from recckpt.background import give_way
 from recckpt.errors import RecckptError, SaveFailedError
 from recckpt.fence import Fence
 from recckpt.group import Group
@@ -152,6 +153,7 @@ class SaveRunner:
 
     def _run(self, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:
         """Be the thread of a save."""
+        give_way()
         try:
             record = self._finish(staged, handle.info, to, overwrite)
         except BaseException as error:

@@ -1,8 +1,12 @@
+import os
+import sys
 import threading
 
 import pytest
+from builders import ClickModel
 
-from recckpt.background import run_all
+from recckpt import Saver
+from recckpt.background import give_way, run_all
 
 
 def test_results_come_in_the_order_of_the_items():
@@ -66,3 +70,31 @@ def test_nothing_runs_any_more_when_an_error_is_raised():
         run_all(work, range(2), 2)
     assert finished == [1]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("recckpt")]
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is of the process")
+def test_a_thread_that_gives_way_takes_the_threads_it_starts_with_it():
+    before, seen = niceness(), []
+
+    def work():
+        give_way()
+        seen.extend(run_all(lambda n: niceness(), range(4), 2))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [min(19, before + 5)] * 4
+    assert niceness() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is of the process")
+def test_a_save_gives_way_to_training_in_the_background_only(memory_url):
+    seen = []
+    with Saver(ClickModel(), output_dir=memory_url, on_save=lambda info: seen.append(niceness())) as saver:
+        saver.save("beside", blocking=False).wait()
+        saver.save("alone")
+    assert seen == [min(19, niceness() + 5), niceness()]
