@@ -122,6 +122,7 @@ def test_a_death_in_a_save_that_rotates_loses_nothing(deaths):
     assert deaths("rotation", "small", False).die_at(23, arrives=True)
 
 
+@pytest.mark.slow
 def test_a_rotation_before_the_commit_is_found(deaths):
     with pytest.raises(AssertionError, match="death before request 1: killed, restored 0, expected 1"):
         deaths("rotation", "small", False).die_at(
