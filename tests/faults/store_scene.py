@@ -97,9 +97,9 @@ class Scene:
         self.store.fs.rm(f"{self.store.bucket}/{prefix}", recursive=True)
 
     def new_files(self, prefix):
-        """Return (name in a checkpoint, size) of all that is not of this scene."""
+        """Return (name in its directory, size) of all files in directories that are not of this scene."""
         found = self.store.objects(prefix).items()
-        return {(name.partition("/")[2], size) for name, size in found if name not in self._files}
+        return {(name.partition("/")[2], size) for name, size in found if "/" in name and name not in self._files}
 
     def _names(self):
         return self.store.objects(self.prefix)
