@@ -55,6 +55,8 @@ def _portable(name: str, value: Any) -> Any:
     if type(value) in (dict, OrderedDict):
         return type(value)((_portable_key(name, k), _portable(f"{name}[{k!r}]", v)) for k, v in value.items())
     if type(value) in _CONTAINERS:
+        if set(map(type, value)) == {int} and max(map(int.bit_length, value)) <= _MAX_INT_BITS:
+            return _CONTAINERS[type(value)](value)  # at once: Python's random state is 625 of them, in every save
         return _CONTAINERS[type(value)](_portable(f"{name}[{i}]", item) for i, item in enumerate(value))
     raise ValueError(
         f"{name}: a {type(value).__module__}.{type(value).__qualname__} cannot be loaded back safely; a state may hold "
