@@ -1,0 +1,129 @@
+"""T9: two or three writers on one output dir, held up at each of their operations, overtaken, and let go on.
+
+These are the interleavings of the model (fencing_model.py), with real savers on real storage.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import product
+
+import pytest
+from faults.interleaving import Scene, crossed, overtaken
+from faults.trainer import Trainer
+from faults.watched_storage import watch
+
+from recckpt import SaveFailedError, WriterFencedError
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
+FENCED, FAILED = 3, 4  # exit codes
+
+
+SCRIPTS = ("onward", "back", "named")
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request, ram):
+    """An empty place for output dirs, on each kind of storage."""
+    return str(ram) if request.param == "local" else request.getfixturevalue("memory_url")
+
+
+def sweep(figures, root, script, max_keeps, first_halt, stride):
+    """Hold the first writer up before every ``stride``-th operation of its."""
+    halt = first_halt
+    while overtaken(f"{root}/{halt}", script, max_keeps, halt):
+        figures.add("T9", schedules=1, fenced=1, lost=0)
+        halt += stride
+    assert halt > 2 * stride
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_writer_that_is_held_up_and_overtaken_is_fenced_and_harms_nothing(figures, root, script):
+    sweep(figures, root, script, (2, None), 31 * SCRIPTS.index(script), 97)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_writers_that_are_both_held_up_the_later_goes_on(figures, root, order):
+    for number, halts in enumerate([(110, 40), (130, 100)]):
+        crossed(f"{root}/{number}", ("onward", "back"), halts, order)
+        figures.add("T9", schedules=1, fenced=1, lost=0)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_of_three_writers_that_are_all_held_up_the_last_goes_on(figures, ram, order):
+    crossed(f"{ram}/runs", ("onward", "onward", "back"), (115, 60, 75), order)
+    figures.add("T9", schedules=1, fenced=2, lost=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_keeps", [(1, 1), (2, None), (None, 1)], ids=str)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_writer_is_held_up_before_each_operation(figures, root, script, max_keeps):
+    sweep(figures, root, script, max_keeps, 0, SWEEP_STRIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+@pytest.mark.parametrize("scripts", [("onward", "onward"), ("onward", "back"), ("named", "named")], ids=str)
+def test_two_writers_are_held_up_in_many_places(figures, root, scripts, order):
+    for halts in list(product(range(0, 300, 23), range(0, 300, 29)))[::SWEEP_STRIDE]:
+        crossed(f"{root}/{halts[0]}/{halts[1]}", scripts, halts, order)
+        figures.add("T9", schedules=1, fenced=1, lost=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("scripts", [("onward", "onward", "back"), ("named", "named", "named")], ids=str)
+def test_three_writers_are_held_up_in_many_places(figures, ram, scripts, order):
+    places = product(range(0, 300, 43), range(0, 300, 47), range(0, 300, 59))
+    for number, halts in enumerate(list(places)[::SWEEP_STRIDE]):
+        crossed(f"{ram}/{number}", scripts, halts, order)
+        figures.add("T9", schedules=1, fenced=2, lost=0)
+
+
+def train_and_stop(url, halt):
+    """Be a process that stops itself before an operation; end with what became of its saves."""
+    trainer = Trainer(url, 2)
+    left = halt
+
+    def before(operation):
+        nonlocal left
+        left -= not operation.startswith("write")
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    watch(trainer.saver.storage, before)
+    code = 0
+    for _ in range(4):
+        try:
+            trainer.save()
+        except SaveFailedError:
+            code = FAILED
+        except WriterFencedError:
+            os._exit(FENCED)
+    os._exit(code)
+
+
+def in_a_child(work, *args):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(*args)
+        finally:
+            os._exit(1)
+    return pid
+
+
+@pytest.mark.parametrize("halt", [40, 130, 165])
+def test_a_process_that_is_stopped_and_overtaken_is_fenced_when_it_continues(figures, ram, halt):
+    child = in_a_child(train_and_stop, str(ram), halt)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    scene = Scene(str(ram), None)
+    scene.begin(0, "back").go()
+    files = scene.witness.files()
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == FENCED
+    assert scene.witness.files() == files
+    scene.end()
+    figures.add("T9, two processes", stops=1, fenced=1, lost=0)
