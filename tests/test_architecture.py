@@ -46,10 +46,11 @@ LINES = """
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     storage.sftp
-    storage.remote
+    storage.remote  storage.sftp_files
     storage.upload  storage.ranged
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
-    progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle  sparse.buckets
+    progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle
+    sparse.buckets
     removal  sparse.messages  sparse.optim.groups  storage.mapping  storage.retry
     types  errors  arguments  signals  storage.faults
 """
@@ -66,7 +67,8 @@ LIBRARIES = {
 
 TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
-    *("storage.faults", "storage.ranged", "storage.remote", "storage.retry", "storage.sftp", "storage.upload"),
+    *("storage.faults", "storage.ranged", "storage.remote", "storage.retry", "storage.sftp", "storage.sftp_files"),
+    "storage.upload",
     *("checked", "background", "progress", "reader", "verify", "salvage", "__main__", "commit", "rotation", "text"),
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),

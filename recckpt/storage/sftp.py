@@ -20,8 +20,8 @@ from weakref import finalize
 from recckpt.storage.base import Draft, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import Retries, RetryPolicy
+from recckpt.storage.sftp_files import SftpDraft, SftpSink, file_size, is_there, taken, temporary_name
 
-_EXTENDED = 200  # SSH_FXP_EXTENDED of the protocol
 _T = TypeVar("_T")
 
 
@@ -57,13 +57,13 @@ class SftpStorage(RemoteStorage):
         """Open a new file, making the directory it is in."""
         path = self._path(name)
         self._make_dirs(path.rpartition("/")[0], self._root)
-        return _SftpSink(self._fs, path, self._retries(name))
+        return SftpSink(self._fs, path, self._retries(name))
 
     def draft(self, name: str) -> Draft:
         """Open a temporary file beside the older one, making the directory it is in."""
         path = self._path(name)
         self._make_dirs(path.rpartition("/")[0], self._root)
-        return _SftpDraft(self._fs, path, self._retries(name))
+        return SftpDraft(self._fs, path, self._retries(name))
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         """Rename a finished file to its name, which fails where the name is taken."""
@@ -73,7 +73,7 @@ class SftpStorage(RemoteStorage):
             try:
                 self._fs.ftp.rename(temporary, path)
             except Exception as error:
-                if not _is_there(self._fs, path):
+                if not is_there(self._fs, path):
                     raise
                 with self._fs.ftp.open(path) as file:
                     if file.read() != data:
@@ -95,7 +95,7 @@ class SftpStorage(RemoteStorage):
 
     def size(self, name: str) -> int:
         """Return the bytes of a plain file; links are not followed."""
-        return self._call("looking up", name, lambda: _file_size(self._fs, self._path(name)))
+        return self._call("looking up", name, lambda: file_size(self._fs, self._path(name)))
 
     def list_dirs(self) -> list[str]:
         """Return the directories of the root that are no links."""
@@ -141,7 +141,7 @@ class SftpStorage(RemoteStorage):
             return file.read(max_bytes)
 
     def _open(self, name: str) -> BinaryIO:
-        _file_size(self._fs, self._path(name))
+        file_size(self._fs, self._path(name))
         return cast(BinaryIO, self._fs.ftp.open(self._path(name)))
 
     def _retries(self, name: str) -> Retries:
@@ -165,7 +165,7 @@ class SftpStorage(RemoteStorage):
     def _make_dirs(self, path: str, top: str) -> None:
         """Make the directories on the way from ``top`` to ``path``."""
         missing = []
-        while len(path) > len(top) and not self._call("looking up", "", partial(_is_there, self._fs, path)):
+        while len(path) > len(top) and not self._call("looking up", "", partial(is_there, self._fs, path)):
             missing.append(path)
             path = path.rpartition("/")[0] or "/"
         for made in reversed(missing):
@@ -173,12 +173,12 @@ class SftpStorage(RemoteStorage):
                 self._call("making a directory", "", partial(self._mkdir, made))
 
     def _mkdir(self, path: str) -> None:
-        with _taken(self._fs, path):
+        with taken(self._fs, path):
             self._fs.ftp.mkdir(path)
 
     def _write_beside(self, name: str, data: bytes) -> str:
-        path = _temporary(self._path(name))
-        with _SftpSink(self._fs, path, self._retries(name)) as sink:
+        path = temporary_name(self._path(name))
+        with SftpSink(self._fs, path, self._retries(name)) as sink:
             sink.write(data)
         return path
 
@@ -205,74 +205,6 @@ class _OneAtATime(Retries):
         return super().call(operation, locked, again=again)
 
 
-class _SftpSink(Sink):
-    """A file under its final name; one that is cut off is not gone on with."""
-
-    def __init__(self, fs: Any, path: str, retries: Retries) -> None:
-        self._fs, self._path, self._retries = fs, path, retries
-        self._file = retries.call("creating", self._open)
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._retries.call("writing", lambda: self._file.write(view), again=False)
-        self.n_bytes += len(view)
-        return len(view)
-
-    def close(self) -> None:
-        self._retries.call("syncing", self._finish, again=False)
-
-    def discard(self) -> None:
-        file, self._file = self._file, None
-        with suppress(Exception):  # the error that led here is the one to report
-            self._retries.call("closing", file.close, again=False)
-        with suppress(Exception):  # a leftover has no manifest
-            self._retries.call("removing", lambda: self._fs.ftp.remove(self._path), again=False)
-
-    def _open(self) -> Any:
-        with _taken(self._fs, self._path):
-            return self._fs.ftp.open(self._path, "wx", bufsize=0)
-
-    def _finish(self) -> None:
-        file, self._file = self._file, None
-        try:
-            self._fs.ftp._request(_EXTENDED, "fsync@openssh.com", file.handle)
-        finally:
-            file.close()
-        size = _file_size(self._fs, self._path)
-        if size != self.n_bytes:
-            raise OSError(errno.EIO, f"found {size} bytes after writing {self.n_bytes}")
-
-
-class _SftpDraft(_SftpSink, Draft):
-    """A temporary file that is renamed over the older one."""
-
-    def __init__(self, fs: Any, path: str, retries: Retries) -> None:
-        super().__init__(fs, _temporary(path), retries)
-        self._target = path
-
-    def seal(self) -> None:
-        super().close()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self.seal()
-        self._retries.call("replacing", lambda: self._fs.ftp.posix_rename(self._path, self._target))
-
-
-class _taken:  # noqa: N801  # reads as a statement
-    """Tells by a look what the protocol calls just "Failure"."""
-
-    def __init__(self, fs: Any, path: str) -> None:
-        self._fs, self._path = fs, path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError) and error.errno is None and _is_there(self._fs, self._path):
-            raise FileExistsError(errno.EEXIST, "exists already", self._path) from error
-
-
 def _disconnect(fs: Any) -> None:
     with suppress(Exception):
         fs.client.close()
@@ -282,22 +214,3 @@ def _send_at_once(fs: Any) -> None:
     """Each request waits for the answer to the one before: Nagle's algorithm would delay every one of them."""
     with suppress(AttributeError):  # a proxy command is no socket
         fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _is_there(fs: Any, path: str) -> bool:
-    try:
-        fs.ftp.lstat(path)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def _file_size(fs: Any, path: str) -> int:
-    found = fs.ftp.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise FileNotFoundError(errno.ENOENT, "not a plain file", path)
-    return int(found.st_size)
-
-
-def _temporary(path: str) -> str:
-    return f"{path}.{secrets.token_hex(8)}.tmp"

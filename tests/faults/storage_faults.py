@@ -33,7 +33,7 @@ class Faults:
     def has_struck(self):
         return 0 < self._number <= len(self.log)
 
-    def _counted(self, name, real):
+    def _counted(self, name, real, path=None):
         def call(*args):
             with self._inside() as is_inside:
                 if is_inside:
@@ -44,12 +44,13 @@ class Faults:
                         self._drop(real(*args))
                     elif self._when == "half" and name == "file.write":
                         real(bytes(args[0])[: len(args[0]) // 2])
-                    raise OSError(self._code, os.strerror(self._code), "/".join([self._url, *map(str, args[:1])]))
+                    raise OSError(self._code, os.strerror(self._code), path or "/".join([self._url, *args[:1]]))
                 result = real(*args)
             if name in ("create", "draft"):
                 for method in ("write", "close", "seal"):
                     if hasattr(result, method):
-                        setattr(result, method, self._counted(f"file.{method}", getattr(result, method)))
+                        counted = self._counted(f"file.{method}", getattr(result, method), f"{self._url}/{args[0]}")
+                        setattr(result, method, counted)
             return result
 
         return call

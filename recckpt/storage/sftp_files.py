@@ -1,0 +1,109 @@
+"""Files that are being written over SFTP, and the looks that tell what its one kind of failure means."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import stat
+from contextlib import suppress
+from typing import Any
+
+from recckpt.storage.base import Draft, Sink
+from recckpt.storage.retry import Retries
+
+_EXTENDED = 200  # SSH_FXP_EXTENDED of the protocol
+
+
+class SftpSink(Sink):
+    """A file under its final name; one that is cut off is not gone on with."""
+
+    def __init__(self, fs: Any, path: str, retries: Retries) -> None:
+        self._fs, self._path, self._retries = fs, path, retries
+        self._file = retries.call("creating", self._open)
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        view = memoryview(data).cast("B")
+        self._retries.call("writing", lambda: self._file.write(view), again=False)
+        self.n_bytes += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        """Make the file durable and look up its size."""
+        self._retries.call("syncing", self._finish, again=False)
+
+    def discard(self) -> None:
+        """Close and remove the file."""
+        file, self._file = self._file, None
+        with suppress(Exception):  # the error that led here is the one to report
+            self._retries.call("closing", file.close, again=False)
+        with suppress(Exception):  # a leftover has no manifest
+            self._retries.call("removing", lambda: self._fs.ftp.remove(self._path), again=False)
+
+    def _open(self) -> Any:
+        with taken(self._fs, self._path):
+            return self._fs.ftp.open(self._path, "wx", bufsize=0)
+
+    def _finish(self) -> None:
+        file, self._file = self._file, None
+        try:
+            self._fs.ftp._request(_EXTENDED, "fsync@openssh.com", file.handle)
+        finally:
+            file.close()
+        size = file_size(self._fs, self._path)
+        if size != self.n_bytes:
+            raise OSError(errno.EIO, f"found {size} bytes after writing {self.n_bytes}")
+
+
+class SftpDraft(SftpSink, Draft):
+    """A temporary file that is renamed over the older one."""
+
+    def __init__(self, fs: Any, path: str, retries: Retries) -> None:
+        super().__init__(fs, temporary_name(path), retries)
+        self._target = path
+
+    def seal(self) -> None:
+        """Make what is written durable, under the temporary name."""
+        super().close()
+
+    def close(self) -> None:
+        """Seal it, and rename it over the older file."""
+        if self._file is not None:
+            self.seal()
+        self._retries.call("replacing", lambda: self._fs.ftp.posix_rename(self._path, self._target))
+
+
+class taken:  # noqa: N801  # reads as a statement
+    """Tells by a look what the protocol calls just "Failure"."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs, self._path = fs, path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError) and error.errno is None and is_there(self._fs, self._path):
+            raise FileExistsError(errno.EEXIST, "exists already", self._path) from error
+
+
+def is_there(fs: Any, path: str) -> bool:
+    """Say whether there is anything under a name, a dangling link included."""
+    try:
+        fs.ftp.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def file_size(fs: Any, path: str) -> int:
+    """Return the bytes of a plain file; links are not followed."""
+    found = fs.ftp.lstat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "not a plain file", path)
+    return int(found.st_size)
+
+
+def temporary_name(path: str) -> str:
+    """Return a name beside a file that nobody else has."""
+    return f"{path}.{secrets.token_hex(8)}.tmp"
