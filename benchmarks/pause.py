@@ -42,6 +42,7 @@ class Rounds:
         self.quiet: list[tuple[float, float]] = []  # steps without a save: clock, processor
         self.busy: list[tuple[float, float]] = []  # steps beside one
         self.ratios: list[float] = []
+        self.lost: list[float] = []  # by training, for one save: the pause, and what its steps took longer
         self.beyond_mib: list[float] = []
         self.kept: list[int] = []
 
@@ -61,6 +62,7 @@ class Rounds:
             "step_p99_over_quiet": _ratio(p99[1], p99[0]),
             "step_cpu_over_quiet": _ratio(np.median(busy[:, 1]), np.median(quiet[:, 1])),
             "step_median_over_quiet_by_round": [round(ratio, 2) for ratio in self.ratios],
+            "training_lost_sec": round(statistics.median(self.lost), 2),
             "beyond_mib": round(max(self.beyond_mib)),
         }
         if self.blocking:
@@ -69,6 +71,7 @@ class Rounds:
                 "mib_aside": [round(kept * row_bytes / 2**20) for kept in self.kept],
                 "blocking_sec": round(statistics.median(self.blocking), 2),
                 "commit_over_blocking": _ratio(statistics.median(self.commits), statistics.median(self.blocking)),
+                "training_lost_over_blocking": _ratio(statistics.median(self.lost), statistics.median(self.blocking)),
             }
         return found
 
@@ -153,6 +156,7 @@ def measure(training: Training, peer: Peer, directory: Path, into: Rounds, numbe
     into.beyond_mib.append(status_mib("VmHWM") - before + children_mib())
     into.quiet += quiet
     into.busy += busy
+    into.lost.append(pause + sum(clock for clock, _ in busy) - len(busy) * np.mean(quiet, axis=0)[0])
     into.ratios.append(np.median(busy, axis=0)[0] / np.median(quiet, axis=0)[0] if busy else float("nan"))
     forget(runs)
     if isinstance(peer, Recckpt):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-import threading
+import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +28,10 @@ from recckpt.storage import open_storage
 _SAMPLES, _FEATURES = 1024, 8  # of a batch
 _NEW = 0.01  # of the ids of a batch are new
 _POOL = 512  # batches, made beforehand
+
+# Here and not in main(): the process that DCP spawns imports this too, and says on the terminal each thing it does.
+logging.disable(logging.INFO)
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 class Training:
@@ -196,6 +201,7 @@ class FullCopy:
         self._table, self._reused = training.table, reused
         self._saver = SparseSaver(THREADS)
         self._columns: dict[str, Column] = {}
+        self._writer = ThreadPoolExecutor(1)
 
     def warm_up(self, directory: Path) -> None:
         """Touch the buffers where they are kept."""
@@ -207,18 +213,14 @@ class FullCopy:
         source = self._copy()
         storage = open_storage(str(directory))
         storage.prepare()
-        committed: Future[None] = Future()
-
-        def write() -> None:
-            self._saver.save([source], storage, "", save_id="", shard=0, shards=1, advance=lambda n_bytes: None)
-            committed.set_result(None)
-
-        threading.Thread(target=write).start()
-        return committed
+        return self._writer.submit(
+            self._saver.save, [source], storage, "", save_id="", shard=0, shards=1, advance=lambda n_bytes: None
+        )
 
     def close(self) -> None:
-        """Let go of the buffers."""
+        """Let go of the buffers and the thread."""
         self._columns = {}
+        self._writer.shutdown()
 
     def _copy(self) -> StillTable:
         live = source_of(self._table)
