@@ -52,6 +52,7 @@ class Autosave:
         self._async_save, self._grace_sec = async_save, grace_sec
         self._reload = reload
         self._in_flight: SaveHandle | None = None
+        self._has_stepped = False
 
     @property
     def counts(self) -> SaveCounts:
@@ -61,11 +62,13 @@ class Autosave:
     def start(self) -> None:
         """Begin to count from where the run is, as after a restore."""
         self._schedule.start(self._run.global_step, self._run.event_time)
+        self._has_stepped = False
 
     def step(self, state: _State, metrics: _Metrics, event_time: float | None) -> None:
         """Count a step, and save if it is time."""
         run = self._run
         run.global_step += 1
+        self._has_stepped = True
         if event_time is not None and math.isfinite(event_time):
             run.event_time = _latest([run.event_time, float(event_time)])
         if self._ranks.size == 1:  # several ranks may see the end of a save at different steps: they raise at the next
@@ -88,13 +91,18 @@ class Autosave:
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
     def finish(self) -> None:
-        """Save this step as the last one; also where the save before has failed, whose error is raised after that."""
+        """Save the last step, if one was made; also where the save before has failed, whose error is raised after."""
         try:
             self.settle()
         except Exception:
-            self.save(None, None)
+            self._save_last()
             raise
-        self.save(None, None)
+        self._save_last()
+
+    def _save_last(self) -> None:
+        """Without a step there is nothing to save: it would take the place of what was trained before."""
+        if self._has_stepped:
+            self.save(None, None)
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait for the save that is under way, and give signals back what they did before.

@@ -59,6 +59,11 @@ class Listing:
         return [checkpoint for checkpoint in self.committed if newest[checkpoint.ckpt_id] is checkpoint]
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is none, not even a damaged one."""
+        return not self.committed and not self.damaged
+
+    @property
     def next_seq(self) -> int:
         """The sequence number of the next commit."""
         return 1 + self.highest_seq

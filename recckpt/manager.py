@@ -23,13 +23,15 @@ from recckpt.when import When, as_when
 class CheckpointManager:
     """Saves a run as ``ckpt_<step>`` when it is time, and restores it. Not thread-safe.
 
-    As a context manager it saves the last step when the block ends well, and waits for the save that is under way.
+    As a context manager it saves the last step, if there was one, when the block ends well, and waits for the save that
+    is under way.
 
     Args:
         saver: what is saved, and where.
         save_interval: steps between checkpoints, or a policy of :mod:`recckpt.when`.
-        shard_id: number of this rank.
-        shard_num: number of ranks; with more than 1, ``step``, ``save`` and ``restore`` are collective.
+        shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
+        shard_num: number of ranks; None as above (WORLD_SIZE), else 1. With more than 1, ``step``, ``save`` and
+            ``restore`` are collective.
         async_save: whether training goes on while a checkpoint that :meth:`step` began is written.
         backpressure: what to do when a save is due while one is under way: ``"wait"`` for it, ``"skip"`` the new one,
             or ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment.
@@ -38,7 +40,7 @@ class CheckpointManager:
         save_on_signal: signals, such as ``(SIGTERM, SIGUSR1)``, that let the next :meth:`step` save; after that the
             process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
         grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
-        save_at_start: whether ``with`` saves before training starts, where nothing was restored.
+        save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
         clock: seconds, for policies of time.
 
     Raises:
@@ -50,8 +52,8 @@ class CheckpointManager:
         saver: Saver,
         save_interval: int | When,
         *,
-        shard_id: int = 0,
-        shard_num: int = 1,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
         async_save: bool = False,
         backpressure: Backpressure = "wait",
         ephemeral: int | When | None = None,
@@ -150,7 +152,7 @@ class CheckpointManager:
         self._autosave.close()
 
     def __enter__(self) -> CheckpointManager:
-        if self._save_at_start and self._run.global_step == 0:
+        if self._save_at_start and self._run.global_step == 0 and not self._restorer.passes_over():
             self.save()
         return self
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from recckpt import layout
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.group import together
-from recckpt.listing import Checkpoint, locate, newest_first
+from recckpt.listing import Checkpoint, list_checkpoints, locate, newest_first
 from recckpt.load import plan
 from recckpt.load_conf import Entry, parse_load_conf
 from recckpt.model_state import ModelState
@@ -59,6 +59,16 @@ class Restorer:
         again = partial(self._on_all_ranks, partial(self._candidates, global_step, required=True))
         until_whole(again, partial(self._load, [], entry=entry, rng=rng, holds=whole), first=candidates)
         return self._run.global_step
+
+    def passes_over(self) -> bool:
+        """Say, and log, whether there are checkpoints that were not restored; a save might rotate them away."""
+        if self._run.held_step is not None:
+            return False
+        is_empty = self._on_all_ranks(lambda: list_checkpoints(self._state.storage).is_empty)
+        if not is_empty:
+            url = self._state.storage.url
+            log.warning("%s: nothing is saved before training starts: found checkpoints that were not restored", url)
+        return not is_empty
 
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
         """As :meth:`recckpt.CheckpointManager.load_model_bank`."""

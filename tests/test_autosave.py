@@ -283,6 +283,25 @@ def test_but_not_where_the_run_goes_on_from_a_checkpoint(tmp_path):
     assert run.manager.counts == SaveCounts()
 
 
+def test_a_save_before_training_starts_takes_no_place_of_what_is_restored_only_then(tmp_path, caplog):
+    Small(tmp_path, max_keep=1).train(3)
+    run = Small(tmp_path, save_interval=100, max_keep=1, save_at_start=True)
+    with run.manager:
+        assert run.manager.restore() == 3
+    assert run.committed == [(3, 3.0)]
+    assert "nothing is saved before training starts: found checkpoints that were not restored" in caplog.text
+
+
+@pytest.mark.parametrize("load_conf", [None, {"exclude": ["weight"]}])
+def test_a_block_without_a_step_takes_no_place_of_what_was_trained_before(tmp_path, load_conf):
+    Small(tmp_path, max_keep=1).train(3)
+    with Small(tmp_path, max_keep=1).manager:
+        pass
+    with Small(tmp_path, max_keep=1).manager as manager:
+        manager.restore(load_conf=load_conf)
+    assert Small(tmp_path).committed == [(3, 3.0)]
+
+
 def test_what_was_taken_from_a_bank_is_saved_before_training_starts(tmp_path):
     Small(tmp_path / "source").train(5)
     run = Small(tmp_path / "runs", save_interval=100, save_at_start=True)
