@@ -41,18 +41,18 @@ LINES = """
     sparse.table  sparse.part_writer  sparse.remains  inventory  checkup  plan_report  fence
     load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
-    sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.spool
-    sparse.pre_images
+    sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.outbox
+    sparse.pre_images  storage.work_dir
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     storage.sftp
     storage.remote  storage.sftp_files
-    storage.upload  storage.ranged
+    storage.upload  storage.ranged  storage.spool
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle
-    sparse.buckets
+    sparse.buckets  storage.transfers
     removal  sparse.messages  sparse.optim.groups  storage.mapping  storage.retry
-    types  errors  arguments  signals  storage.faults
+    types  errors  arguments  signals  storage.faults  storage.slots
 """
 
 LIBRARIES = {
@@ -68,7 +68,7 @@ LIBRARIES = {
 TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
     *("storage.faults", "storage.ranged", "storage.remote", "storage.retry", "storage.sftp", "storage.sftp_files"),
-    "storage.upload",
+    *("storage.upload", "storage.outbox", "storage.slots", "storage.spool", "storage.transfers", "storage.work_dir"),
     *("checked", "background", "progress", "reader", "verify", "salvage", "__main__", "commit", "rotation", "text"),
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.storage.transfers import Transfers
 
 
 class UnsafeLinkError(FileNotFoundError):
@@ -97,10 +98,15 @@ class Storage(ABC):
     """A tree of files below one root. Names are relative, with ``/``; OSErrors pass through with the path.
 
     Files appear whole or not at all and are never overwritten, but for ``replace`` and ``draft``. Thread-safe.
+
+    Attributes:
+        url: of the root.
+        transfers: how the files of saves go up and those of loads come down; nothing here heeds it, they do.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.transfers = Transfers()
 
     @abstractmethod
     def prepare(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from typing import BinaryIO, Protocol, TypeVar, cast
 
 from recckpt import layout
-from recckpt.errors import CheckpointRemovedError, RecckptError
+from recckpt.background import run_all
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.storage.base import Storage, UnsafeLinkError, missing
+from recckpt.storage.spool import map_copy
 
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
 _T = TypeVar("_T")
@@ -90,6 +92,30 @@ class HeldFiles:
     def threads(self, asked: int) -> int:
         """Return how many threads are worth having of those that were asked for."""
         return self._storage.threads(asked)
+
+    def fetch(self, names: Iterable[str], concurrency: int) -> None:
+        """Copy files that have no map to the download dir, if there is one, and read the copies from now on.
+
+        Raises:
+            CheckpointRemovedError, CorruptCheckpointError: a file is gone, or has another size.
+            OSError: a file cannot be read, or the download dir has no room for them all.
+        """
+        download_dir = self._storage.transfers.download_dir
+        if download_dir is None:
+            return
+        wanted = [name for name in names if name not in self._maps]
+        download_dir.check_room(sum(self._sizes[name] for name in wanted))
+
+        def fetch_one(name: str) -> memoryview:
+            with self.open(name) as source, download_dir.new_file() as copy:
+                found = map_copy(source, copy)
+            if len(found) != self._sizes[name]:
+                expected = f"{self._sizes[name]} bytes"
+                raise CorruptCheckpointError(name, "its size", found=f"{len(found)} bytes", expected=expected)
+            return found
+
+        copies = run_all(fetch_one, wanted, self.threads(concurrency))
+        self._maps.update(zip(wanted, copies, strict=True))
 
     def _reached(self, path: str, reach: Callable[[str], _T]) -> _T:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import shutil
 import tempfile
+from typing import IO, TYPE_CHECKING, BinaryIO
 
-from recckpt.storage.held import Files
+from recckpt.storage.mapping import map_file
+
+if TYPE_CHECKING:
+    from recckpt.storage.held import Files
 
 _CHUNK_BYTES = 8 << 20
 
@@ -20,9 +23,11 @@ def mapped(storage: Files, name: str) -> memoryview:
     found = storage.map(name)
     if found is not None:
         return found
-    with storage.open(name) as source, tempfile.TemporaryFile() as copy:
-        shutil.copyfileobj(source, copy, _CHUNK_BYTES)
-        copy.flush()
-        if copy.tell() == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ))
+    with storage.open(name) as source, tempfile.TemporaryFile(buffering=0) as copy:
+        return map_copy(source, copy)
+
+
+def map_copy(source: BinaryIO, copy: IO[bytes]) -> memoryview:
+    """Copy a file and return the copy as a memory map, which keeps no descriptor."""
+    shutil.copyfileobj(source, copy, _CHUNK_BYTES)
+    return map_file(copy.fileno(), str(copy.name))

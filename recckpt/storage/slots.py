@@ -1,0 +1,98 @@
+"""A limit on what the processes of one host send at once: as many locks as may be held, which die with their holder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import xxhash
+
+_LOOK_SEC = 0.05  # nobody can wait for the first of several locks
+
+
+class UploadSlots:
+    """So many uploads to one URL at once, over all processes of this user that share a temporary directory.
+
+    Each slot is a small file, locked while it is taken. They stay, for the processes of the next run.
+
+    Args:
+        count: how many there are; of several processes that say different numbers, each keeps to its own.
+        url: where the uploads go.
+        timeout_sec: how long to wait for one before OSError is raised.
+    """
+
+    def __init__(self, count: int, url: str, timeout_sec: float) -> None:
+        self._count, self._url, self._timeout_sec = count, url, timeout_sec
+        name = f"recckpt-{os.getuid()}-{xxhash.xxh3_128_hexdigest(url.encode())}"
+        self.directory = Path(tempfile.gettempdir(), name)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for a slot and hold it for as long as the block takes."""
+        slot = self.take()
+        try:
+            yield
+        finally:
+            self.free(slot)
+
+    def take(self) -> int:
+        """Wait for a slot and return it.
+
+        Raises:
+            TimeoutError: there was none for all that time; names the processes that hold them.
+            OSError: the locks cannot be reached.
+        """
+        deadline = time.monotonic() + self._timeout_sec
+        self._prepare()
+        while True:
+            for number in range(self._count):
+                slot = self._try(number)
+                if slot is not None:
+                    return slot
+            if time.monotonic() > deadline:
+                problem = f"waited {self._timeout_sec:g} s for one of {self._count} upload slots: {self._holders()}"
+                raise TimeoutError(errno.ETIMEDOUT, problem, self._url)
+            time.sleep(_LOOK_SEC)
+
+    @staticmethod
+    def free(slot: int) -> None:
+        """Give a slot back."""
+        try:
+            fcntl.flock(slot, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+        finally:
+            os.close(slot)
+
+    def _prepare(self) -> None:
+        with suppress(FileExistsError):
+            self.directory.mkdir(mode=0o700)
+        owner = self.directory.lstat().st_uid
+        if owner != os.getuid():
+            problem = f"a directory of user {owner}, expected one of user {os.getuid()}; set TMPDIR"
+            raise PermissionError(errno.EACCES, problem, str(self.directory))
+
+    def _try(self, number: int) -> int | None:
+        slot = os.open(self.directory / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(slot)
+            return None
+        except BaseException:
+            os.close(slot)
+            raise
+        with suppress(OSError):  # a full disk is no reason not to lock
+            os.pwrite(slot, f"{os.getpid():<20}".encode(), 0)
+        return slot
+
+    def _holders(self) -> str:
+        pids = []
+        for number in range(self._count):
+            with suppress(OSError):
+                pids.append((self.directory / str(number)).read_text().strip())
+        return f"held by the processes {', '.join(pids)}"
