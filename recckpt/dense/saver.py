@@ -9,10 +9,10 @@ import torch
 
 from recckpt import layout
 from recckpt.manifest import FileEntry
-from recckpt.storage import HashingSink, Storage
+from recckpt.storage import HashingSink, NewFiles
 
 
-def save_state(state: Mapping[str, Any], storage: Storage, directory: str, name: str) -> FileEntry:
+def save_state(state: Mapping[str, Any], storage: NewFiles, directory: str, name: str) -> FileEntry:
     """Write a dict of portable state and return its entry for the manifest.
 
     Args:

@@ -18,7 +18,7 @@ from recckpt.sparse.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.partition import BucketOrder
 from recckpt.sparse.plan import BATCH_BYTES, Chunk, PartPlan, plan_parts
 from recckpt.sparse.source import TableSource
-from recckpt.storage import Storage
+from recckpt.storage import NewFiles
 
 ORDER_BYTES = 128 << 20  # all writers together
 _ORDER_ITEM = 4
@@ -46,7 +46,7 @@ class SparseSaver:
     def save(
         self,
         sources: Sequence[TableSource],
-        storage: Storage,
+        storage: NewFiles,
         directory: str,
         *,
         save_id: str,

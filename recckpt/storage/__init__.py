@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recckpt.storage.base import Draft, HashingSink, Sink, Storage, UnsafeLinkError, missing
+from recckpt.storage.base import Draft, HashingSink, NewFiles, Sink, Storage, UnsafeLinkError, missing
 from recckpt.storage.local import LocalStorage
 
-__all__ = ["Draft", "HashingSink", "Sink", "Storage", "UnsafeLinkError", "missing", "open_parent", "open_storage"]
+__all__ = [
+    "Draft",
+    "HashingSink",
+    "NewFiles",
+    "Sink",
+    "Storage",
+    "UnsafeLinkError",
+    "missing",
+    "open_parent",
+    "open_storage",
+]
 
 
 def open_storage(url: str) -> Storage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import xxhash
 
@@ -92,6 +92,16 @@ class HashingSink:
 
     def flush(self) -> None:
         """Do nothing: a sink is made durable once, when it closes."""
+
+
+class NewFiles(Protocol):
+    """What writing takes: any storage has it, and so has the outbox of a save to one."""
+
+    def create(self, name: str) -> Sink:
+        """Open a new file; FileExistsError where one has that name."""
+
+    def threads(self, asked: int) -> int:
+        """Return how many threads are worth having of those that were asked for."""
 
 
 class Storage(ABC):
