@@ -34,18 +34,13 @@ class SignalWatch:
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
-        noted: deque[int] = deque()
-        before: dict[int, Any] = {}
-
-        def note(number: int, frame: FrameType | None) -> None:  # refers to no watch, so that a watch may be forgotten
-            noted.append(number)
-
-        self._noted, self._before = noted, before
-        self._give_back = weakref.finalize(self, _give_back, before, note)
+        note = _Note()  # refers to no watch, so that a watch may be forgotten
+        self._note = note
+        self._give_back = weakref.finalize(self, note.give_back)
         self._give_back.atexit = False
         try:
             for number in dict.fromkeys(signals):
-                before[number] = signal.signal(number, note)
+                note.before[number] = signal.signal(number, note)
         except (OSError, TypeError, ValueError) as error:
             self._give_back()
             raise ValueError(
@@ -55,13 +50,13 @@ class SignalWatch:
     @property
     def is_watching(self) -> bool:
         """Whether there is a signal to wait for."""
-        return bool(self._before)
+        return bool(self._note.before) and not self._note.is_over
 
     def take(self) -> int | None:
         """Return the signal to answer, of those that came since the last call."""
         came = []
-        while self._noted:  # one by one: another may come meanwhile
-            came.append(self._noted.popleft())
+        while self._note.noted:  # one by one: another may come meanwhile
+            came.append(self._note.noted.popleft())
         return most_urgent(came)
 
     def follow(self, number: int) -> None:
@@ -78,9 +73,28 @@ class SignalWatch:
             self.follow(number)
 
 
-def _give_back(before: dict[int, Any], note: Any) -> None:
-    for number, handler in before.items():
-        if signal.getsignal(number) is note:
-            with suppress(ValueError):  # a watch that was forgotten may be collected on any thread
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-    before.clear()
+class _Note:
+    """The handler of a watch."""
+
+    def __init__(self) -> None:
+        self.noted: deque[int] = deque()
+        self.before: dict[int, Any] = {}
+        self.is_over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.noted.append(number)
+
+    def give_back(self) -> None:
+        """Set the handlers that were there before, but where another has been set since."""
+        self.is_over = True
+        for number in self.before:
+            present: Any = signal.getsignal(number)
+            if present is self:
+                with suppress(ValueError):  # a watch that was forgotten may be collected on any thread
+                    signal.signal(number, self._handler_before(number))
+
+    def _handler_before(self, number: int) -> Any:
+        handler = self.before[number]
+        while isinstance(handler, _Note) and handler.is_over:  # nobody would read what that notes
+            handler = handler.before[number]
+        return signal.SIG_DFL if handler is None else handler

@@ -97,6 +97,27 @@ def test_a_handler_that_somebody_has_set_since_stays(watch, handled):
     assert (others, handled) == ([SIGTERM], [])
 
 
+def test_watches_over_each_other_end_in_any_order(watch, handled):
+    upper = SignalWatch((SIGTERM,))
+    signal.raise_signal(SIGTERM)
+    upper.follow(upper.take())
+    assert (watch.take(), handled) == (SIGTERM, [])
+    upper = SignalWatch((SIGTERM,))
+    watch.release()
+    signal.raise_signal(SIGTERM)
+    upper.follow(upper.take())
+    assert handled == [SIGTERM]
+
+
+def test_a_manager_in_the_place_of_another_follows_the_signal(tmp_path, handled):
+    for _ in range(3):
+        manager = manager_of(tmp_path, save_on_signal=(SIGTERM,))
+    gc.collect()
+    signal.raise_signal(SIGTERM)
+    manager.step()
+    assert (checkpoints(tmp_path), handled) == (["ckpt_1"], [SIGTERM])
+
+
 def test_a_signal_named_twice_is_watched_once(handled):
     watch = SignalWatch((SIGTERM, SIGTERM, int(SIGTERM)))
     watch.release()
