@@ -43,6 +43,7 @@ class SaveHandle:
         self.staged: Future[None] = Future()
         self.committed: Future[Manifest] = Future()
         self.staged.set_result(None)
+        self.committed.set_running_or_notify_cancel()  # what has begun cannot be cancelled
 
     def done(self) -> bool:
         """Say whether the save has ended, well or not."""

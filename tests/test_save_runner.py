@@ -73,6 +73,15 @@ def test_wait_has_a_limit_and_the_save_goes_on(tmp_path, gate):
     assert saver.settle() is True
 
 
+def test_a_save_that_has_begun_cannot_be_cancelled(tmp_path, gate):
+    _, saver = build(tmp_path)
+    writing = gate(LocalStorage, "create")
+    handle = saver.save("c", blocking=False)
+    assert (handle.committed.cancel(), handle.done(), saver.is_saving) == (False, False, True)
+    writing.open()
+    assert handle.wait().ckpt_id == "c"
+
+
 ROOMS = {
     "begin": (LocalStorage, "make_dir"),
     "write": (_LocalSink, "write"),
