@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ class ModelState:
         self.model, self.sparse_optim = model, sparse_optim
         self._concurrency = positive_int("concurrency", concurrency)
         self._extra, self._io_state = extra_registry(self._named), io_registry()
-        self.storage: Storage = open_storage(str(output_dir))
+        self.storage: Storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
         self.storage.prepare()
 
     @property

@@ -565,7 +565,7 @@ def test_an_output_dir_that_cannot_be_written_is_refused_at_construction(tmp_pat
         Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
 
 
-@pytest.mark.parametrize("url", ["", "nosuch://bucket/x"])
+@pytest.mark.parametrize("url", ["", "nosuch://bucket/x", None, 3])
 def test_an_output_dir_that_is_none_is_refused_at_construction(url):
     with pytest.raises(ValueError, match=r"output dir|nosuch"):
         Saver(nn.Linear(1, 1), output_dir=url)
