@@ -137,6 +137,18 @@ class LoadConfError(RecckptError, ValueError):
         super().__init__(head + "\n  ".join(self.problems))
 
 
+class LookupFailedError(RecckptError):
+    """A lookup in sharded tables failed on one rank; all ranks raise this, and none waits for another.
+
+    Attributes:
+        rank: the first rank that failed.
+    """
+
+    def __init__(self, what: str, rank: int, cause: str, remedy: str) -> None:
+        super().__init__(f"looking up {what} failed on rank {rank}: {cause}; {remedy}")
+        self.rank = rank
+
+
 class WriterFencedError(RecckptError):
     """Another writer owns this output dir; the one that gets this error writes nothing more there.
 

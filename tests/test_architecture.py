@@ -31,9 +31,9 @@ LINES = """
     autosave  restorer
     run  schedule
     saver
-    model_state  save_runner
-    save  load  sparse.optim
-    shard_writer
+    model_state  save_runner  sparse.collection
+    save  load  sparse.optim  sparse.sharded
+    shard_writer  sparse.round_trip
     other_state  warm_start
     sparse_optim_state
     target  stage  repair  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
@@ -42,12 +42,13 @@ LINES = """
     load_plan  rotation  pins  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
     sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.outbox
-    sparse.pre_images  storage.work_dir
+    sparse.pre_images  sparse.routing  sparse.agreement  storage.work_dir
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     storage.sftp
     storage.remote  storage.sftp_files
     storage.upload  storage.ranged  storage.spool
+    sparse.exchange
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle
     sparse.buckets  storage.transfers
@@ -57,7 +58,7 @@ LINES = """
 
 LIBRARIES = {
     "fsspec": {"storage.objects", "storage.remote", "storage.upload"},
-    "torch.distributed": {"group"},
+    "torch.distributed": {"group", "sparse.exchange"},
     "tqdm": {"progress"},
     "numba": {"sparse.index", "sparse.kernels", "sparse.random"},
     "llvmlite": {"sparse.kernels"},

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.sparse.buckets import Slice, gen_slice
+    from recckpt.sparse.collection import EmbeddingCollection
     from recckpt.sparse.initializers import Constant, Normal, TruncatedNormal, Uniform
     from recckpt.sparse.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseRowWiseAdagrad, SparseSGD
+    from recckpt.sparse.sharded import ShardedHashTable
     from recckpt.sparse.table import HashTable
 
 _HOMES = {
     "HashTable": "table",
+    "ShardedHashTable": "sharded",
+    "EmbeddingCollection": "collection",
     "Slice": "buckets",
     "gen_slice": "buckets",
     "Constant": "initializers",
@@ -28,6 +32,8 @@ _HOMES = {
 
 __all__ = [
     "HashTable",
+    "ShardedHashTable",
+    "EmbeddingCollection",
     "Slice",
     "gen_slice",
     "Constant",

@@ -67,13 +67,18 @@ def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
     index.reserve(len(ids))
     groups, different = index.find_or_add(ids)
     dtype = torch.promote_types(grads.dtype, torch.float32)
-    grads = grads.detach().to(dtype).contiguous()
     sums = torch.zeros((len(different), *grads.shape[1:]), dtype=dtype, device=grads.device)
-    if grads.device.type == "cpu":
+    add_by_group(groups, grads, sums)
+    return different, sums
+
+
+def add_by_group(groups: Int64s, grads: Tensor, sums: Tensor) -> None:
+    """Add each row of ``grads`` to the row of ``sums``, which is contiguous, that its group names, in order."""
+    grads = grads.detach().to(sums.dtype).contiguous()
+    if sums.device.type == "cpu":
         add_rows(groups, grads.flatten(1).numpy(), sums.flatten(1).numpy())
     else:
-        sums.index_add_(0, torch.from_numpy(groups).to(grads.device), grads)
-    return different, sums
+        sums.index_add_(0, torch.from_numpy(groups).to(sums.device), grads)
 
 
 class _Lookup(torch.autograd.Function):

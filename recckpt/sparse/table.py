@@ -113,13 +113,16 @@ class HashTable(TableModule):
             ValueError: an unseen id lies outside the slice of this table.
         """
         flat = flat_ids(ids)
-        rows = self._add(flat) if self.training else self._store.find(flat)
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
-            out = lookup_with_grad(lambda: self._read(rows), self._gradients, owned)
+            out = lookup_with_grad(lambda: self.fetch(owned), self._gradients, owned)
         else:
-            out = self._read(rows)
+            out = self.fetch(flat)
         return out.view(*ids.shape, *self.embedding_shape)
+
+    def fetch(self, ids: Int64s) -> Tensor:
+        """Return the embeddings of ``ids``, shape (n,), as :meth:`forward` does, but not differentiable."""
+        return self._read(self._add(ids) if self.training else self._store.find(ids))
 
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
         """Set the rows of ``ids``, adding those that are new; the last of equal ids wins.
@@ -205,6 +208,10 @@ class HashTable(TableModule):
             self._store.add_column(spec, initial or 0.0)
         elif initial is not None:
             self._store.set_initial(name, initial)
+
+    def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
+        """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
+        self._gradients.add(ids, grads)
 
     def take_gradients(self) -> tuple[Int64s, Tensor] | None:
         """Return (rows, summed gradients) of all backward passes since the last call, and forget them.
