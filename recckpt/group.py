@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -68,21 +69,40 @@ class ProcessGroup:
         return values[0]
 
 
+def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
+    """Return the number of this rank and of all: as given, else of the process group, else of RANK and WORLD_SIZE.
+
+    Args:
+        shard_id: None for that of this process; 0 where it is one of one.
+        shard_num: None for those of this job; 1 for a process that works for itself.
+
+    Raises:
+        ValueError: the numbers do not fit each other, or the environment has no numbers.
+    """
+    rank, size = rank_and_size()
+    size = size if shard_num is None else shard_num
+    rank = (0 if size == 1 else rank) if shard_id is None else shard_id
+    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
+        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={rank}, shard_num={size}")
+    return rank, size
+
+
 def group_of(shard_id: int, shard_num: int) -> Group:
     """Return the group for a save of ``shard_num`` shards. Collective where there are several.
 
     Raises:
         ValueError: the numbers do not fit each other, or not the process group.
     """
-    if not (type(shard_num) is int and type(shard_id) is int and 0 <= shard_id < shard_num):
-        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={shard_id}, shard_num={shard_num}")
+    shard_id, shard_num = this_rank(shard_id, shard_num)
     if shard_num == 1:
         return SoloGroup()
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            f"shard_num={shard_num} needs torch.distributed: call init_process_group on every rank, then save on all"
+            f"{shard_num} ranks need torch.distributed to save together: call init_process_group on every rank before, "
+            "such as init_process_group('gloo') under torchrun; a process that saves for itself, to an output dir of "
+            "its own, says so by shard_id=0, shard_num=1"
         )
     found = (dist.get_rank(), dist.get_world_size())
     if found != (shard_id, shard_num):
@@ -125,16 +145,23 @@ def _sendable(failure: Exception | None) -> RecckptError | str | None:
     return f"{type(failure).__name__}: {failure}"
 
 
-def world_size() -> int:
-    """Return the number of ranks of this job; 1 without a process group."""
-    return rank_and_size()[1]
-
-
 def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks; (0, 1) without a process group."""
+    """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
+
+    Raises:
+        ValueError: one of the two variables is no number.
+    """
     import torch.distributed as dist
 
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or size is None:
+        return 0, 1
+    try:
+        return int(rank), int(size)
+    except ValueError as error:
+        raise ValueError(f"RANK={rank!r}, WORLD_SIZE={size!r}: expected a number each, or neither") from error
 
 
 def shared_store(name: str) -> Any:

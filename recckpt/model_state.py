@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from recckpt import load as loading
 from recckpt.arguments import positive_int
 from recckpt.dense.named_optimizer import NamedOptimizer
-from recckpt.group import world_size
+from recckpt.group import this_rank
 from recckpt.inventory import list_inventory
 from recckpt.io_state import extra_registry, io_registry
 from recckpt.listing import locate, locate_path, newest, open_checkpoint
@@ -41,7 +41,9 @@ class ModelState:
         self.model, self.sparse_optim = model, sparse_optim
         self._concurrency = positive_int("concurrency", concurrency)
         self._extra, self._io_state = extra_registry(self._named), io_registry()
-        self.storage: Storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
+        self.storage: Storage = open_storage(
+            os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
+        )
         self.storage.prepare()
 
     @property
@@ -88,7 +90,7 @@ class ModelState:
         ckpt_path: str | None = None,
         ckpt_id: str | None = None,
         load_conf: Mapping[str, Any] | None = None,
-        shard_id: int = 0,
+        shard_id: int | None = None,
         direct_path: bool = False,
     ) -> LoadReport:
         """Load a checkpoint into the model and what is registered.
@@ -97,7 +99,8 @@ class ModelState:
             ckpt_path: an output dir, or a checkpoint itself; None for the own output dir.
             ckpt_id: which checkpoint in it; None for the newest.
             load_conf: what to take: an entry of a bank without ``path``; None for everything.
-            shard_id: number of this rank, whose dataset positions are taken.
+            shard_id: number of this rank, whose dataset positions are taken; None for that of the process group,
+                else of the environment (RANK), else 0.
             direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do.
 
         Raises:
@@ -126,12 +129,14 @@ class ModelState:
 
         return until_whole(find, lambda source: self.load_sources([source], shard_id=shard_id))
 
-    def load_by_config(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadReport:
+    def load_by_config(
+        self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int | None = None
+    ) -> LoadReport:
         """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
 
         Args:
             bank: a list of entries, or one entry; see docs/warm-start.md.
-            shard_id: number of this rank.
+            shard_id: number of this rank; None as in :meth:`load`.
 
         Raises:
             LoadConfError: keys, names or paths that do not exist; all of them.
@@ -146,7 +151,7 @@ class ModelState:
             lambda found: self.load_sources(found[0], shard_id=shard_id, problems=found[1]),
         )
 
-    def plan(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int = 0) -> LoadPlan:
+    def plan(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int | None = None) -> LoadPlan:
         """Say what :meth:`load_by_config` would do; reads no rows and changes nothing.
 
         Raises:
@@ -165,7 +170,7 @@ class ModelState:
         self,
         sources: Sequence[Source],
         *,
-        shard_id: int = 0,
+        shard_id: int | None = None,
         shard_num: int | None = None,
         rng: bool = False,
         problems: Problems | None = None,
@@ -174,10 +179,10 @@ class ModelState:
         target = self.target(shard_id, shard_num)
         return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
 
-    def target(self, shard_id: int = 0, shard_num: int | None = None) -> Target:
+    def target(self, shard_id: int | None = None, shard_num: int | None = None) -> Target:
         """Return what a load fills."""
-        shards = world_size() if shard_num is None else shard_num
-        return Target(self.model, self.sparse_optim, self._extra, self._io_state, shard_id, shards)
+        shard, shards = this_rank(shard_id, shard_num)
+        return Target(self.model, self.sparse_optim, self._extra, self._io_state, shard, shards)
 
     def _named(self, obj: Any) -> Any:
         """Return what stands for a registered object: dense optimizers keep their state by parameter name."""

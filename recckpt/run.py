@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from recckpt.group import Group
+from recckpt.group import Group, this_rank
 from recckpt.saver import Saver
 
 EVENT_TIME = "event_time"  # part of the format: in the state of a manifest
@@ -28,11 +28,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank and how many there are."""
+    """This rank and how many there are.
+
+    Attributes:
+        saver: has the group.
+        shard_id: number of this rank; None for that of this process.
+        shard_num: number of ranks; None for those of this job.
+    """
 
     saver: Saver
-    rank: int
-    size: int
+    shard_id: int | None = None
+    shard_num: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, by the process group as it is now."""
+        return this_rank(self.shard_id, self.shard_num)[0]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return this_rank(self.shard_id, self.shard_num)[1]
 
     @property
     def group(self) -> Group:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from recckpt import layout
 from recckpt.dense.buffers import DenseBuffers
-from recckpt.group import Group, group_of
+from recckpt.group import Group, group_of, this_rank
 from recckpt.keep import Keep, as_keep
 from recckpt.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
@@ -71,8 +71,8 @@ class Saver(ModelState):
     def save(
         self,
         ckpt_id: str,
-        shard_id: int = 0,
-        shard_num: int = 1,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
         *,
         step: int | None = None,
         state: Mapping[str, Scalar] | None = None,
@@ -84,8 +84,8 @@ class Saver(ModelState):
     def save(
         self,
         ckpt_id: str,
-        shard_id: int = 0,
-        shard_num: int = 1,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
         *,
         step: int | None = None,
         state: Mapping[str, Scalar] | None = None,
@@ -97,8 +97,8 @@ class Saver(ModelState):
     def save(
         self,
         ckpt_id: str,
-        shard_id: int = 0,
-        shard_num: int = 1,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
         *,
         step: int | None = None,
         state: Mapping[str, Scalar] | None = None,
@@ -109,8 +109,8 @@ class Saver(ModelState):
     def save(
         self,
         ckpt_id: str,
-        shard_id: int = 0,
-        shard_num: int = 1,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
         *,
         step: int | None = None,
         state: Mapping[str, Scalar] | None = None,
@@ -118,14 +118,14 @@ class Saver(ModelState):
         ephemeral: bool = False,
         blocking: bool = True,
     ) -> Manifest | SaveHandle:
-        """Write, commit and rotate. Collective when ``shard_num`` is more than 1.
+        """Write, commit and rotate. Collective where there are several ranks: all of them call it.
 
         A save that is under way is waited for first.
 
         Args:
             ckpt_id: name of the checkpoint.
-            shard_id: number of this rank.
-            shard_num: number of ranks.
+            shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
+            shard_num: number of ranks; None as above (WORLD_SIZE), else 1.
             step: global step, kept for ``CheckpointManager.restore``.
             state: numbers and strings for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
@@ -146,18 +146,19 @@ class Saver(ModelState):
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
         """
         layout.encode_id(ckpt_id)
+        rank, size = this_rank(shard_id, shard_num)
         info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
         buffers = None if blocking else self._buffers
 
         def take() -> Staged:
-            n_bytes = sum(ranks.front.all_gather(estimated_bytes(self.model, shard_id)))
+            n_bytes = sum(ranks.front.all_gather(estimated_bytes(self.model, rank)))
             check_room(self.storage, n_bytes, self._min_free_bytes)
             with info.timed("stage"):
                 return stage(
                     self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state, buffers=buffers
                 )
 
-        ranks = self._ranks(shard_id, shard_num)
+        ranks = self._ranks(rank, size)
         handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
         return handle.wait() if blocking else handle
 

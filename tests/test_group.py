@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import OPTIMIZERS, ClickModel, Stream, table_state
+from builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
 
 from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
-from recckpt.group import SoloGroup, group_of, together, world_size
+from recckpt.group import SoloGroup, group_of, this_rank, together
 
 
 class Recorded:
@@ -43,7 +43,7 @@ def failed(rank, cause):
 def test_alone_there_is_nobody_to_ask():
     group = group_of(0, 1)
     assert isinstance(group, SoloGroup)
-    assert (group.all_gather(3), group.broadcast(4), world_size()) == ([3], 4, 1)
+    assert (group.all_gather(3), group.broadcast(4), this_rank()) == ([3], 4, (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,33 @@ def test_alone_there_is_nobody_to_ask():
 def test_numbers_that_do_not_fit_each_other_are_refused(shard, shards):
     with pytest.raises(ValueError, match="shard_id must be 0 to shard_num - 1, found"):
         group_of(shard, shards)
+
+
+def test_without_a_process_group_the_environment_says_which_rank_this_is(monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    assert this_rank() == (0, 1), "WORLD_SIZE is missing"
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert this_rank() == (2, 3)
+    assert this_rank(1) == (1, 3)
+    assert this_rank(None, 5) == (2, 5)
+    assert this_rank(None, 1) == (0, 1), "one that works for itself"
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    with pytest.raises(ValueError, match="WORLD_SIZE='three'"):
+        this_rank()
+
+
+def test_under_torchrun_without_a_process_group_a_save_is_refused_and_a_load_takes_the_own_part(tmp_path, monkeypatch):
+    Saver(ClickModel(), output_dir=str(tmp_path)).save("c")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    saver = Saver(ClickModel(), output_dir=str(tmp_path))
+    for save in (lambda: saver.save("d"), lambda: CheckpointManager(saver, 1).step()):
+        with pytest.raises(ValueError, match=r"2 ranks need [\s\S]*init_process_group.*shard_id=0, shard_num=1"):
+            save()
+    assert checkpoints(tmp_path) == ["c"]
+    assert (saver.target().shard, saver.target().shards) == (1, 2)
+    saver.load()
+    saver.save("alone", 0, 1)
 
 
 def test_several_shards_need_a_process_group():

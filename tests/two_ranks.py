@@ -177,7 +177,7 @@ def save_each_for_itself(rank, url):
     stream = Stream()
     saver = Saver(model, output_dir=str(url / str(rank)))
     saver.register_io_state("stream", stream)
-    manager = CheckpointManager(saver, 1)
+    manager = CheckpointManager(saver, 1, shard_id=0, shard_num=1)
     stream.position = 5 + rank
     manager.step()
     stream.position = 0
