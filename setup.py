@@ -16,6 +16,7 @@ EXTRAS = {
     ],
     "lint": ["ruff>=0.6", "mypy>=1.11"],
     "bench": ["safetensors>=0.4"],
+    "examples": ["matplotlib>=3.8"],
 }
 
 setup(

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from recckpt import CheckpointReader
+
 ROOT = Path(__file__).parents[1]
 RATINGS = ROOT.parent / "shared/data/ml-latest-small/ratings.csv.gz"
 
@@ -90,6 +92,36 @@ def test_a_warm_start_does_what_it_planned_begins_below_a_cold_one_and_resumes_w
     assert float(found[1]) < float(found[2]) - 0.02
     assert re.search(r"^step 100, all from \S+/runs/home/ckpt_100$", resumed, re.MULTILINE)
     assert "context_2" in done.stderr  # what starts from scratch is said aloud
+
+
+def train_async(cwd: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    small = ("--steps", 40, "--save-interval", 10, "--batch-size", 64, "--old-items", 1000, "--output-dir", "runs")
+    return run(ROOT / "examples/train_async.py", *small, *options, cwd=cwd)
+
+
+def test_a_run_that_saves_in_the_background_saves_the_step_of_a_sigterm_and_goes_on_from_there(tmp_path: Path) -> None:
+    ended = train_async(tmp_path, "--sigterm-at", 23)
+    assert ended.returncode == -signal.SIGTERM, ended.stderr
+    assert "ckpt_23: training stood still for " in ended.stdout
+    assert "saving step 23" in ended.stderr
+
+    done = train_async(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("resuming at step 23\n")
+    assert re.search(r"^ckpt_\d+ \(ephemeral\): training stood still for ", done.stdout, re.MULTILINE)
+    assert re.search(r"^done at step 40, loss 0\.\d+; SaveCounts\(begun=\d+, failed=0", done.stdout, re.MULTILINE)
+    assert CheckpointReader(str(tmp_path / "runs")).manifest.step == 40
+
+
+@pytest.mark.slow
+def test_three_ways_to_save_are_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='the plot needs pip install ".[examples]"')
+
+    done = train_async(tmp_path, "--plot", "steps.png")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done at step 40, ") == 3
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
 def python_of(document: Path) -> str:
