@@ -14,6 +14,7 @@ from recckpt.intent import Intent, write_intent
 from recckpt.listing import Listing, list_checkpoints, read_manifest
 from recckpt.manifest import Manifest
 from recckpt.storage import Storage
+from recckpt.visibility import Lookout
 
 
 def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool) -> tuple[Intent, int]:
@@ -58,11 +59,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> 
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
     manifest.decode(data, path)  # what no reader would take must not count
-    for file in record.files:
-        name = layout.join(directory, file.name)
-        size = storage.size(name)
-        if size != file.n_bytes:
-            raise OSError(f"{storage.url}/{name}: found {size} bytes, {file.n_bytes} were written; check the storage")
+    check_files(storage, directory, record)
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))
     fence.check()
@@ -78,6 +75,17 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> 
             raise
         raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
     return record
+
+
+def check_files(storage: Storage, directory: str, record: Manifest) -> None:
+    """Look at the size of each file that a manifest lists.
+
+    Raises:
+        OSError: a file is not there, or has another size.
+    """
+    lookout = Lookout(storage, is_patient=len(record.shards) > 1)
+    for file in record.files:
+        lookout.check_size(layout.join(directory, file.name), file.n_bytes)
 
 
 def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:

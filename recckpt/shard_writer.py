@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt import layout
@@ -18,7 +18,9 @@ from recckpt.sparse import catalog as catalogs
 from recckpt.sparse.catalog import Catalog
 from recckpt.sparse.saver import SparseSaver
 from recckpt.stage import Staged
-from recckpt.storage import HashingSink, Storage
+from recckpt.storage import HashingSink, NewFiles, Storage
+from recckpt.storage.outbox import Outbox
+from recckpt.visibility import Lookout
 
 
 @dataclass(frozen=True)
@@ -59,31 +61,40 @@ class ShardWriter:
             OSError: the storage failed.
         """
         begin = time.perf_counter()
+        if self._rank:
+            Lookout(self._storage).check_intent(self._intent)
+        with Outbox(self._storage) as outbox:
+            record = self._write_to(outbox, staged, progress)
+            staged.close()  # what follows may take long, and training copies aside what it changes until then
+            outbox.publish(self._concurrency)
+        return replace(record, seconds=time.perf_counter() - begin)
+
+    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardRecord:
         catalogs_written: list[Catalog] = []
         files: list[FileEntry] = []
         states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
         if self._rank == 0:
             states |= {layout.MODEL: staged.dense, layout.EXTRA: staged.extra}
         pieces: list[Callable[[], None]] = [
-            lambda: files.extend(self._write_states(states)),
-            lambda: catalogs_written.append(self._write_tables(staged, progress)),
+            lambda: files.extend(self._write_states(outbox, states)),
+            lambda: catalogs_written.append(self._write_tables(outbox, staged, progress)),
         ]
         run_all(lambda piece: piece(), pieces, self._concurrency)
         [catalog] = catalogs_written
         files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
-        files += [self._write_catalog(catalog)]
+        files += [self._write_catalog(outbox, catalog)]
         tables = tuple(TableEntry(t.name, t.n_rows, t.slots) for t in staged.tables)
         shard = ShardEntry(files[-1].name, catalog.buckets)
         n_kept = sum(table.n_kept for table in staged.tables)
-        return ShardRecord(self._intent.save_id, shard, tables, tuple(files), time.perf_counter() - begin, n_kept)
+        return ShardRecord(self._intent.save_id, shard, tables, tuple(files), n_kept=n_kept)
 
-    def _write_states(self, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
-        return [save_state(state, self._storage, self._intent.directory, name) for name, state in states.items()]
+    def _write_states(self, to: NewFiles, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
+        return [save_state(state, to, self._intent.directory, name) for name, state in states.items()]
 
-    def _write_tables(self, staged: Staged, progress: Progress) -> Catalog:
+    def _write_tables(self, to: NewFiles, staged: Staged, progress: Progress) -> Catalog:
         return self._sparse_saver.save(
             staged.tables,
-            self._storage,
+            to,
             self._intent.directory,
             save_id=self._intent.save_id,
             shard=self._rank,
@@ -91,9 +102,9 @@ class ShardWriter:
             advance=progress.advance,
         )
 
-    def _write_catalog(self, catalog: Catalog) -> FileEntry:
+    def _write_catalog(self, to: NewFiles, catalog: Catalog) -> FileEntry:
         name = layout.catalog(self._rank, self._ranks)
-        with self._storage.create(layout.join(self._intent.directory, name)) as sink:
+        with to.create(layout.join(self._intent.directory, name)) as sink:
             hashing = HashingSink(sink)
             hashing.write(catalogs.encode(catalog))
         return FileEntry(name, sink.n_bytes, hashing.xxh3)
