@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -162,6 +163,20 @@ def test_the_python_blocks_of_the_page_on_warm_starts_run_and_print_what_it_show
 def without_widths(table: str) -> str:
     """Columns are as wide as the paths in them."""
     return "\n".join(" ".join(line.split()) for line in table.splitlines())
+
+
+def test_the_python_blocks_of_the_page_on_saving_in_the_background_run_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+
+    exec(python_of(ROOT / "docs/async.md"), names)
+
+    lines = Path("runs/async/timeline.jsonl").read_text(encoding="utf-8").splitlines()
+    saved = [json.loads(line)["ckpt_id"] for line in lines]
+    assert saved[-2:] == ["ckpt_25", "by_hand"]
+    assert len(saved) == len(names["pauses"])  # type: ignore[arg-type]
 
 
 def test_every_link_of_the_documents_leads_to_a_file() -> None:
