@@ -1,0 +1,123 @@
+"""What each of several real processes does for test_sharded_ranks.py: run it as ``sharded_ranks.py ROOT SIZE...``."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rank_processes import fork_ranks
+
+from recckpt import LookupFailedError, Saver, filter_out_sparse_param
+from recckpt.sparse import EmbeddingCollection, Normal, ShardedHashTable, SparseAdam
+
+START = Normal(0.0, 0.1, seed=3)
+
+
+class Model(torch.nn.Module):
+    """Tables of two shapes and a dense layer."""
+
+    def __init__(self, make=ShardedHashTable):
+        super().__init__()
+        kinds = {"user": 4, "item": 4, "context": 2}
+        tables = [make(dim, name=name, initializer=START) for name, dim in kinds.items()]
+        self.tables = EmbeddingCollection(tables) if make is ShardedHashTable else torch.nn.ModuleList(tables)
+        self.top = torch.nn.Linear(sum(kinds.values()), 1)
+
+    def forward(self, ids):
+        if isinstance(self.tables, EmbeddingCollection):
+            rows = self.tables({name: ids[:, i] for i, name in enumerate(("user", "item", "context"))})
+        else:
+            rows = {table.name: table(ids[:, i]) for i, table in enumerate(self.tables)}
+        return self.top(torch.cat(list(rows.values()), 1)).squeeze(1)
+
+
+def batch(step):
+    """Return the ids and targets of all ranks."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(-40, 40, (16, 3), generator=draw), torch.rand(16, generator=draw)
+
+
+def train(model, optim, call, step, rank, size):
+    ids, targets = batch(step)
+    loss = (call(ids[rank::size]) - targets[rank::size]).square().mean()
+    optim.zero_grad()
+    model.top.zero_grad()
+    loss.backward()
+    optim.step()
+    with torch.no_grad():
+        for parameter in model.top.parameters():
+            parameter -= 0.1 * parameter.grad
+    return loss.item()
+
+
+def rows_of(model):
+    """Return table -> id -> values of all slots."""
+    found = {}
+    for table in filter_out_sparse_param(model).values():
+        columns = torch.cat([table.embeddings(), *table.slots.values()], 1)
+        found[table.name] = dict(zip(table.ids().tolist(), columns.tolist(), strict=True))
+    return found
+
+
+def beside_ddp(rank, size, root):
+    torch.manual_seed(rank)  # DDP gives all ranks the dense weights of the first
+    model = Model()
+    call = torch.nn.parallel.DistributedDataParallel(model)
+    optim = SparseAdam(filter_out_sparse_param(model), lr=0.05)
+    losses = [train(model, optim, call, step, rank, size) for step in range(5)]
+    saver = Saver(model, optim, str(root / f"runs-{size}"))
+    saver.save("trained", rank, size)
+    return {"losses": losses, "rows": rows_of(model), "dense": [p.tolist() for p in model.top.parameters()]}
+
+
+def fail_and_go_on(rank, size, root):
+    table = ShardedHashTable(2, name="t", initializer=START)
+    try:
+        table(torch.tensor([1], dtype=torch.int32 if rank == 1 else torch.int64))
+        failed = None
+    except LookupFailedError as error:
+        failed = error.rank, str(error), len(table)
+    return failed, table(torch.arange(4)).tolist()
+
+
+def send_all_and_nothing(rank, size, root):
+    """Rows of several sizes, of megabytes to and from one rank alone, and none at all."""
+    found = []
+    for dtype, dim in ((torch.float32, 300), (torch.bfloat16, 1), (torch.int8, 3)):
+        table = ShardedHashTable(dim, name=str(dtype), dtype=dtype)
+        for n_ids in (0, 5000 if rank == 0 else 0, 1 + rank):
+            rows = table(torch.arange(n_ids))
+            if dtype.is_floating_point:
+                rows.sum().backward()
+            found.append(tuple(rows.shape))
+        taken = table.take_gradients() if dtype.is_floating_point else None
+        found.append((len(table), None if taken is None else taken[1].double().sum().item()))
+    return found
+
+
+def share_between_two(rank, size, root):
+    """Tables of which every two ranks have one of their own."""
+    groups = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+    table = ShardedHashTable(1, name="t", group=groups[rank // 2], gradients="sum")
+    table(torch.arange(10) + rank // 2 * 100).sum().backward()
+    _, grads = table.take_gradients()
+    outside = None
+    if size > 2:
+        try:
+            ShardedHashTable(1, name="u", group=groups[1 - rank // 2])
+        except ValueError as error:
+            outside = str(error)
+    return sorted(table.ids().tolist()), grads.flatten().tolist(), outside
+
+
+SCENES = [beside_ddp, fail_and_go_on, send_all_and_nothing, share_between_two]
+
+
+def play(rank, size, root):
+    return {scene.__name__: scene(rank, size, root) for scene in SCENES}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for size in map(int, sys.argv[2:]):
+        fork_ranks(size, Path(sys.argv[1]), play)
