@@ -12,6 +12,9 @@ import xxhash
 
 from recckpt import layout
 from recckpt.checked import read_checked
+from recckpt.dense.chunk_verifier import check_chunks
+from recckpt.dense.chunks import ChunkIndex
+from recckpt.dense.stored_shards import read_index, tensors_of
 from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.intent import read_intent
@@ -47,6 +50,7 @@ class Checkup:
         self.manifest: Manifest | None = None
         self.errors: list[CorruptCheckpointError] = []
         self._shards: dict[int, Catalog] = {}
+        self._indexes: dict[int, ChunkIndex] = {}
         path = self._path(layout.MANIFEST)
         try:
             self.manifest = read_manifest(storage, directory)
@@ -66,13 +70,19 @@ class Checkup:
         assert self.manifest is not None
         self._log_unlisted(self.manifest)
         numbers = {shard.catalog: number for number, shard in enumerate(self.manifest.shards)}
+        chunk_paths = set().union(*map(self._chunk_paths, self._with_chunks))
         for file in self.manifest.files:
             path = self._path(file.name)
-            if path not in self._broken and file.name not in numbers and not layout.is_part(file.name):
+            elsewhere = file.name in numbers or layout.is_part(file.name) or path in chunk_paths
+            if path not in self._broken and not elsewhere:
                 yield partial(_read, path, partial(self._check_file, file, advance))
         for name, number in numbers.items():
             if self._path(name) not in self._broken:
                 yield partial(_read, self._path(name), partial(self._read_catalog, number, advance))
+        for number in self._with_chunks:
+            if self._chunk_paths(number).isdisjoint(self._broken):
+                path = self._path(layout.dense_index(number, len(self.manifest.shards)))
+                yield partial(_read, path, partial(self._check_chunks, number, advance))
 
     def check_parts(self, advance: Advance) -> Iterator[Job]:
         """Check the parts that the catalogs name."""
@@ -90,6 +100,8 @@ class Checkup:
         assert self.manifest is not None
         for shard in self._catalogs():
             self.errors += between_parts(self._parts[p.file] for p in shard.parts if p.file in self._parts)
+        if len(self._indexes) == len(self._with_chunks):
+            yield partial(_read, self._path(layout.DENSE_DIR), self._check_tensors)
         for table in self.manifest.tables:
             yield partial(self._check_table, table)
 
@@ -123,6 +135,31 @@ class Checkup:
                 yield CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{file.xxh3:016x}")
             elif file.name == layout.MODEL:
                 TorchFile(content, path)
+
+    @property
+    def _with_chunks(self) -> list[int]:
+        """The shards that wrote something of sharded tensors."""
+        assert self.manifest is not None
+        shards = len(self.manifest.shards)
+        return [n for n in range(shards) if self.manifest.file(layout.dense_index(n, shards))]
+
+    def _chunk_paths(self, number: int) -> set[str]:
+        assert self.manifest is not None
+        shards = len(self.manifest.shards)
+        return {self._path(layout.dense_index(number, shards)), self._path(layout.dense_data(number, shards))}
+
+    def _check_chunks(self, number: int, advance: Advance) -> Errors:
+        assert self.manifest is not None
+        try:
+            index = read_index(self._storage, self.directory, self.manifest, number)
+        except FormatVersionError as error:
+            yield newer(error)
+            return
+        assert index is not None  # the manifest lists it
+        data = self.manifest.file(index.file)
+        assert data is not None  # the index was checked for that
+        self._indexes[number] = index
+        yield from check_chunks(self._storage, self.directory, index, data.xxh3, advance)
 
     def _read_catalog(self, number: int, advance: Advance) -> Errors:
         assert self.manifest is not None
@@ -159,6 +196,10 @@ class Checkup:
         checked = check_part(self._storage, self.directory, self.manifest, part, advance)
         self._parts[part.file] = checked
         yield from checked.errors
+
+    def _check_tensors(self) -> Errors:
+        tensors_of(self.directory, [self._indexes[number] for number in sorted(self._indexes)])
+        yield from ()
 
     def _check_table(self, table: TableEntry) -> Errors:
         with suppress(CorruptCheckpointError, OSError):  # what cannot be read has been reported already

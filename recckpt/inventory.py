@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from recckpt import layout
+from recckpt.dense.chunks import MODEL
+from recckpt.dense.stored_shards import ShardReader, check_apart
 from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import LoadConfError
 from recckpt.listing import Checkpoint
@@ -18,16 +20,19 @@ from recckpt.types import SlotSpec
 _WRAPPED = "module."
 
 
-def checkpoint_inventory(checkpoint: Checkpoint, storage: Files, model_dense: Iterable[str]) -> Inventory:
+def checkpoint_inventory(
+    checkpoint: Checkpoint, storage: Files, model_dense: Iterable[str], shards: ShardReader | None = None
+) -> Inventory:
     """Return the names that a checkpoint has.
 
     Args:
         checkpoint: which.
         storage: where it lies.
         model_dense: names of the model's tensors, for :func:`dense_prefix`.
+        shards: its sharded tensors; None where they are to be looked up.
 
     Raises:
-        CorruptCheckpointError: ``model.pt`` is damaged.
+        CorruptCheckpointError: ``model.pt`` is damaged, or what tells of the sharded tensors.
     """
     manifest = checkpoint.manifest
     things: dict[Name, Thing] = {}
@@ -35,7 +40,10 @@ def checkpoint_inventory(checkpoint: Checkpoint, storage: Files, model_dense: It
         for slot in (SlotSpec(ID, "int64", ()), *table.slots):
             thing = Thing(slot.dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
             things[slot_name(table.name, slot.name)] = thing
-    dense = _names_in(checkpoint, storage, layout.MODEL)
+    shards = shards or ShardReader(storage, checkpoint.directory, manifest)
+    dense, sharded = _names_in(checkpoint, storage, layout.MODEL), _sharded_names(shards)
+    check_apart(dense, sharded, layout.join(checkpoint.directory, layout.MODEL))
+    dense |= sharded
     strip, add = dense_prefix(dense, model_dense)
     things |= {Name("dense", add + name.removeprefix(strip)): thing for name, thing in dense.items()}
     things |= dict.fromkeys(registered_names(checkpoint, storage), Thing(PLAIN))
@@ -114,7 +122,11 @@ def _unescaped(text: str) -> str:
         raise LoadConfError([f"model names: {text} is no JSON string: {error}"]) from error
 
 
-def _names_in(checkpoint: Checkpoint, storage: Files, name: str) -> Mapping[str, Thing]:
+def _sharded_names(shards: ShardReader) -> dict[str, Thing]:
+    return {t.name: Thing(t.dtype, t.shape, 0, t.nbytes) for t in shards.tensors.values() if t.of == MODEL}
+
+
+def _names_in(checkpoint: Checkpoint, storage: Files, name: str) -> dict[str, Thing]:
     """Return what a ``.pt`` file holds; nothing where the checkpoint has no such file."""
     if checkpoint.manifest.file(name) is None:
         return {}

@@ -105,6 +105,14 @@ class Registry:
         with _refusals_named(name, obj, "merge_io_state"):
             return obj.merge_io_state(states, index, count)
 
+    def beside(self, name: str, saved: Any) -> tuple[Any, Any]:
+        """Return what of a saved state the object will take, and live state of the same form where there is any."""
+        try:
+            obj = self._adapter(self._objects[name])
+            return obj.beside(saved) if isinstance(obj, NamedOptimizer) else (saved, self._state(self._objects[name]))
+        except Exception:  # a state of another kind, which the object refuses when it gets it; or it has none yet
+            return saved, None
+
     @contextmanager
     def loaded(self, states: Mapping[str, Any]) -> Iterator[list[str]]:
         """Load the states; if one is refused, or the block fails, the objects get back what they had."""

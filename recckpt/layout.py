@@ -17,6 +17,7 @@ INTENT = "INTENT"
 MODEL = "model.pt"
 EXTRA = "extra.pt"
 SPARSE_DIR = "sparse"
+DENSE_DIR = "dense"
 
 OWN_DIR = ".recckpt"  # encode_id never gives a name with a leading dot
 OWNER_DIR = f"{OWN_DIR}/owner"
@@ -30,7 +31,7 @@ _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
-    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)"
+    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
 )
 
 _TEMPORARY = re.compile(
@@ -132,6 +133,21 @@ def catalog(shard: int, shards: int) -> str:
 def part(shard: int, shards: int, group: int, number: int) -> str:
     """Return the name of a part."""
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
+
+
+def dense_index(shard: int, shards: int) -> str:
+    """Return the name of the index of what a shard wrote of sharded tensors."""
+    return f"{DENSE_DIR}/{shard:05d}-of-{shards:05d}.json"
+
+
+def dense_data(shard: int, shards: int) -> str:
+    """Return the name of the bytes of what a shard wrote of sharded tensors."""
+    return f"{DENSE_DIR}/{shard:05d}-of-{shards:05d}.bin"
+
+
+def has_tensors(name: str) -> bool:
+    """Say whether a file is one of those that hold dense tensors."""
+    return name == MODEL or name.startswith(f"{DENSE_DIR}/")
 
 
 def is_part(name: str) -> bool:

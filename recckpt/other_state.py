@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from recckpt import layout
+from recckpt.dense.sharded import is_sharded, may_be_sharded
+from recckpt.dense.sharded_loader import as_live, fitted, has_stand_ins
+from recckpt.dense.stored_shards import StoredShards
 from recckpt.io_state import check_rng
 from recckpt.load_plan import Planned
 from recckpt.sources import Source
@@ -59,7 +62,7 @@ def read_other_state(
     """
     return OtherState(
         dense=_dense_state(by_source, sources, live),
-        extra=_unclaimed_extra(target, sources) | _extra_state(by_source, sources),
+        extra=_unclaimed_extra(target, sources) | _extra_state(target, by_source, sources),
         io_state=_io_state(target, by_source, sources),
         sparse_optim=merged_optimizer_state(target.sparse_optim, items, sources),
         generators=_generators(target, sources) if rng else {},
@@ -74,8 +77,11 @@ def _dense_state(
         wanted = [item for item in items if item.name.group == "dense"]
         found = source.dense(live) if wanted else {}
         for item in wanted:
-            value = found[item.source]
-            state[item.name.text] = _converted(value, live[item.name.text]) if item.conversion else value
+            value, there = found[item.source], live[item.name.text]
+            if isinstance(value, StoredShards) or (isinstance(value, torch.Tensor) and is_sharded(there)):
+                state[item.name.text] = as_live(value, there, source.shards_of_tensors)
+            else:
+                state[item.name.text] = _converted(value, there) if item.conversion else value
     return state
 
 
@@ -89,13 +95,22 @@ def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     return padded
 
 
-def _extra_state(by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
+def _extra_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
     return {
-        item.name.text: source.value(layout.EXTRA, item.source)
+        item.name.text: _fitted(target, item, source)
         for items, source in zip(by_source, sources, strict=True)
         for item in items
         if item.name.group == "extra"
     }
+
+
+def _fitted(target: Target, item: Planned, source: Source) -> Any:
+    """Return the state of a registered object, its sharded tensors as they lie here."""
+    name, saved = item.name.text, source.value(layout.EXTRA, item.source)
+    if not (may_be_sharded() or has_stand_ins(saved)):
+        return saved
+    saved, like = target.extra.beside(name, saved)
+    return fitted(saved, like, source.shards_of_tensors)
 
 
 def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt import layout
-from recckpt.dense.torch_file import TorchFile
+from recckpt.dense.tensors import DenseTensors
 from recckpt.listing import Checkpoint, locate_path
 from recckpt.load_conf import nearest
 from recckpt.manifest import Manifest, TableEntry
@@ -46,8 +45,7 @@ class CheckpointReader:
         self._held: HeldFiles | None
         self._storage, self._checkpoint, self._held = until_whole(lambda: locate_path(str(path)), _opened)
         self._parts: list[Part] | None = None
-        self._dense_file: BinaryIO | None = None
-        self._tensors: TorchFile | None = None
+        self._tensors: DenseTensors | None = None
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -57,9 +55,9 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the files; they are opened again when something is asked for."""
-        if self._dense_file is not None:
-            self._dense_file.close()
-        self._dense_file = self._tensors = self._held = None
+        if self._tensors is not None:
+            self._tensors.close()
+        self._tensors = self._held = None
 
     @property
     def manifest(self) -> Manifest:
@@ -115,7 +113,7 @@ class CheckpointReader:
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
-        return self._dense().names() if self.manifest.file(layout.MODEL) else []
+        return self._dense().names()
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a dense tensor."""
@@ -126,7 +124,7 @@ class CheckpointReader:
         return self._dense().dtype(name)
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
-        """Return a dense tensor as a numpy array; bfloat16 comes as uint16 bit patterns.
+        """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
 
         Raises:
             KeyError: no such tensor.
@@ -169,13 +167,9 @@ class CheckpointReader:
             _, _, self._held = _opened((self._storage, self._checkpoint))
         return self._held
 
-    def _dense(self) -> TorchFile:
+    def _dense(self) -> DenseTensors:
         if self._tensors is None:
-            path = layout.join(self._checkpoint.directory, layout.MODEL)
-            if self.manifest.file(layout.MODEL) is None:
-                raise KeyError(f"{self.manifest.ckpt_id!r} has no dense tensors")
-            self._dense_file = self._files.open(path)
-            self._tensors = TorchFile(self._dense_file, path)
+            self._tensors = DenseTensors(self._files, self._checkpoint.directory, self.manifest)
         return self._tensors
 
 

@@ -96,7 +96,8 @@ def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> l
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
         writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
-        records = _on_all_ranks(group, info.ckpt_id, lambda: writer.write(staged, progress))
+        plans = _on_all_ranks(group, info.ckpt_id, lambda: staged.sharded.plan)
+        records = _on_all_ranks(group, info.ckpt_id, lambda: writer.write(staged, progress, plans))
         seconds = [record.seconds for record in records]
         info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
         info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])

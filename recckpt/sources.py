@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recckpt import layout
+from recckpt.dense.chunks import MODEL
+from recckpt.dense.stored_shards import ShardReader
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.inventory import checkpoint_inventory, dense_prefix, registered_names
 from recckpt.listing import Checkpoint, locate_path
@@ -29,6 +31,7 @@ class Source:
     checkpoint: Checkpoint
     bytes_read: int = 0
     _held: HeldFiles | None = None
+    _shards: ShardReader | None = None
     _states: dict[str, dict[str, Any]] = field(default_factory=dict)
     _inventories: dict[tuple[str, ...], Inventory] = field(default_factory=dict)
 
@@ -57,13 +60,27 @@ class Source:
 
     def release(self) -> None:
         """Close the files, and forget what was read of them; what it offers is kept."""
-        self._held, self._states = None, {}
+        if self._shards is not None:
+            self.bytes_read += self._shards.bytes_read
+            self._shards.close()
+        self._held, self._shards, self._states = None, None, {}
+
+    @property
+    def shards_of_tensors(self) -> ShardReader:
+        """Its sharded tensors.
+
+        Raises:
+            CorruptCheckpointError: what tells of them is damaged.
+        """
+        if self._shards is None:
+            self._shards = ShardReader(self.files, self.checkpoint.directory, self.checkpoint.manifest)
+        return self._shards
 
     def offer(self, model: Inventory) -> Offer:
         """Return what it has of the names of a model."""
         dense = tuple(name.text for name in model if name.group == "dense")
         if dense not in self._inventories:
-            self._inventories[dense] = checkpoint_inventory(self.checkpoint, self.files, dense)
+            self._inventories[dense] = checkpoint_inventory(self.checkpoint, self.files, dense, self.shards_of_tensors)
         return Offer(self.entry, self.label, self._inventories[dense])
 
     @property
@@ -104,8 +121,9 @@ class Source:
         return CorruptCheckpointError(path, where, found=found, expected=expected)
 
     def dense(self, live: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the dense state under the model's names."""
-        found = self.state(layout.MODEL)
+        """Return the dense state under the model's names; of sharded tensors, where their values lie."""
+        sharded = {t.name: t for t in self.shards_of_tensors.tensors.values() if t.of == MODEL}
+        found = {**self.state(layout.MODEL), **sharded}
         strip, add = dense_prefix(found, live)
         return {add + name.removeprefix(strip): value for name, value in found.items()}
 

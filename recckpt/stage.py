@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from recckpt.dense.buffers import DenseBuffers, as_it_is
 from recckpt.dense.portable import portable
+from recckpt.dense.sharded import is_sharded, local_bytes
+from recckpt.dense.sharded_state import ShardedState, ShardedTensors
 from recckpt.io_state import Registry, dump_rng
 from recckpt.manifest import Scalar
 from recckpt.names import SPARSE_OPTIM
@@ -32,6 +34,7 @@ class Staged:
         rng: generator -> state of this rank.
         step: global step, None where the caller counts none.
         state: what readers without torch want to know of the training.
+        sharded: this rank's pieces of sharded tensors.
     """
 
     tables: list[TableSource]
@@ -41,6 +44,7 @@ class Staged:
     rng: dict[str, Any]
     step: int | None
     state: Mapping[str, Scalar]
+    sharded: ShardedState = field(default_factory=ShardedState)
 
     @property
     def sparse_bytes(self) -> int:
@@ -90,8 +94,10 @@ def stage(
         raise ValueError(f"step must be an int of at least 0 or None, found {step!r}")
     sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
     scalars = {**_learning_rates(sparse_optim), **(state or {})}
+    sharded = ShardedTensors()
+    dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
-        extras = extra.dump(copy)
+        extras = extra.dump(sharded.from_extra(copy))
         if sparse_optim is not None:
             extras[SPARSE_OPTIM] = portable(
                 "the sparse optimizer", copy(("sparse optimizer",), sparse_optim.state_dict())
@@ -104,13 +110,14 @@ def stage(
             rng=dump_rng(),
             step=step,
             state={name: _scalar(name, value) for name, value in scalars.items()},
+            sharded=sharded.staged(copy),
         )
     staged.tables.extend(source_to_save(table, detached=buffers is not None) for table in sparse.values())
     return staged
 
 
 def estimated_bytes(model: nn.Module, rank: int) -> int:
-    """Return about how many bytes a rank writes of a model: its rows, and as rank 0 the dense state.
+    """Return about how many bytes a rank writes of a model: its rows, its pieces, and as rank 0 the dense state.
 
     0 where nothing can be said, of a state that staging refuses.
     """
@@ -118,9 +125,15 @@ def estimated_bytes(model: nn.Module, rank: int) -> int:
         sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
         sources = [source_of(table) for table in sparse.values()]
         rows = sum(source.n_rows * (8 + sum(slot.row_bytes for slot in source.slots)) for source in sources)
-        return rows + sum(value.nbytes for value in dense.values() if isinstance(value, Tensor) and rank == 0)
+        return rows + sum(_written_bytes(value, rank) for value in dense.values() if isinstance(value, Tensor))
     except Exception:
         return 0
+
+
+def _written_bytes(value: Tensor, rank: int) -> int:
+    if is_sharded(value):
+        return local_bytes(value)
+    return value.nbytes if rank == 0 else 0
 
 
 def _scalar(name: Any, value: Any) -> Scalar:

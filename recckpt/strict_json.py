@@ -63,6 +63,14 @@ class Fields:
             raise self.wrong(key, repr(text), "16 hex digits")
         return int(text, 16)
 
+    def checksum_list(self, key: str) -> tuple[int, ...]:
+        """Return the values of a field that is a list of 16 hex digits each."""
+        texts = self.texts(key)
+        for i, text in enumerate(texts):
+            if len(text) != 16 or not _HEX.fullmatch(text):
+                raise self.wrong(f"{key}[{i}]", repr(text), "16 hex digits")
+        return tuple(int(text, 16) for text in texts)
+
     def flag(self, key: str) -> bool:
         """Return a bool field."""
         return self._get(key, bool)

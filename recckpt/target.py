@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,5 +56,10 @@ class Target:
 
 def _thing(value: Any) -> Thing:
     if isinstance(value, torch.Tensor):
-        return Thing(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, value.nbytes)
+        return Thing(
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            0,
+            math.prod(value.shape) * value.dtype.itemsize,
+        )
     return Thing(PLAIN)

@@ -38,12 +38,17 @@ LINES = """
     sparse_optim_state
     target  stage  repair  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
     reader  verify  salvage  sources  commit  sparse.filler  sparse.source  sparse.optim.optimizer
+    dense.chunk_saver  dense.sharded_loader
+    dense.sharded_state
+    dense.sharded  dense.tensors
     sparse.table  sparse.part_writer  sparse.remains  inventory  checkup  plan_report  fence
+    dense.stored_shards  dense.chunk_verifier
     load_plan  rotation  pins  visibility  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
     sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.outbox
     sparse.pre_images  sparse.routing  sparse.agreement  storage.work_dir
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
+    dense.chunks
     manifest  io_state  renames  storage.local  storage.objects  storage.held  dense.stored_tensor  sparse.random
     storage.sftp
     storage.remote  storage.sftp_files
@@ -58,7 +63,7 @@ LINES = """
 
 LIBRARIES = {
     "fsspec": {"storage.objects", "storage.remote", "storage.upload"},
-    "torch.distributed": {"group", "sparse.exchange"},
+    "torch.distributed": {"dense.sharded", "group", "sparse.exchange"},
     "tqdm": {"progress"},
     "numba": {"sparse.index", "sparse.kernels", "sparse.random"},
     "llvmlite": {"sparse.kernels"},
@@ -77,6 +82,7 @@ TORCH_FREE = [
     "sparse.row_filter",
     *("checkup", "repair", "sparse.remains", "sparse.messages"),
     *("sparse", "sparse.buckets", "sparse.catalog", "sparse.codec", "sparse.plan", "sparse.shards", "sparse.verifier"),
+    *("dense.chunks", "dense.chunk_verifier", "dense.stored_shards", "dense.tensors"),
     *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
     *("checkpointer", "checkpointer.worker", "checkpointer.writer"),
     *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.salvage", "cli.repair", "cli.plan"),

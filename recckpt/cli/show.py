@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from typing import Any
 
 from recckpt import layout
 from recckpt.cli.outcome import Outcome, usage_checked
-from recckpt.dense.torch_file import TorchFile
+from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CorruptCheckpointError
 from recckpt.listing import Checkpoint, locate_path
 from recckpt.manifest import FileEntry, Manifest, TableEntry
@@ -44,15 +45,13 @@ def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoin
 
 def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Describe the dense tensors; not through CheckpointReader, whose Arrow takes as long to import as all of this."""
-    entry = checkpoint.manifest.file(layout.MODEL)
-    if entry is None:
-        return []
-    path = layout.join(checkpoint.directory, layout.MODEL)
-    with HeldFiles(storage, checkpoint.directory, {entry.name: entry.n_bytes}).open(path) as content:
-        file = TorchFile(content, path)
+    manifest = checkpoint.manifest
+    sizes = {file.name: file.n_bytes for file in manifest.files if layout.has_tensors(file.name)}
+    dense = DenseTensors(HeldFiles(storage, checkpoint.directory, sizes), checkpoint.directory, manifest)
+    with closing(dense):
         return [
-            {"name": n, "dtype": file.dtype(n), "shape": list(file.shape(n)), "bytes": file.nbytes(n)}
-            for n in file.names()
+            {"name": n, "dtype": dense.dtype(n), "shape": list(dense.shape(n)), "bytes": dense.nbytes(n)}
+            for n in dense.names()
         ]
 
 

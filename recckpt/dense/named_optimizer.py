@@ -65,6 +65,38 @@ class NamedOptimizer:
                     state[index] = saved["state"][at]
         self.optimizer.load_state_dict({**live, "state": state, "param_groups": param_groups})
 
+    def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Return what of a saved state has a parameter here, and the live values that have its form.
+
+        What a parameter has no live state for is taken to be like the parameter itself, as moments are.
+        """
+        live, here = self.optimizer.state_dict(), self._parameters_by_index(saved)
+        own = {id(p): live["state"].get(i, {}) for i, p in self._parameters_by_index(live).items() if p is not None}
+        if not isinstance(saved.get("state"), Mapping):
+            return saved, {}
+        taken = {i: values for i, values in saved["state"].items() if here.get(i) is not None}
+        like = {
+            i: {key: own.get(id(here[i]), {}).get(key, here[i]) for key in values}
+            for i, values in taken.items()
+            if isinstance(values, Mapping)
+        }
+        return {**saved, "state": taken}, {"state": like}
+
+    def _parameters_by_index(self, state: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return the parameter here that each index of a state dict means: by name and shape, or by its place."""
+        groups = list(zip(self._group_names(), self.optimizer.param_groups, strict=True))
+        flat = [p for _, group in groups for p in group["params"]]
+        if not all(NAMES in group and SHAPES in group for group in state["param_groups"]):
+            return dict(zip((i for group in state["param_groups"] for i in group["params"]), flat, strict=False))
+        named = {
+            (name, tuple(p.shape)): p for names, group in groups for name, p in zip(names, group["params"], strict=True)
+        }
+        return {
+            index: named.get((name, tuple(shape)))
+            for group in state["param_groups"]
+            for name, shape, index in zip(group[NAMES], group[SHAPES], group["params"], strict=True)
+        }
+
     def _group_names(self) -> list[list[str]]:
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         return [
