@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ _figures = Figures()
 def figures() -> Figures:
     """Where a harness counts."""
     return _figures
+
+
+@pytest.fixture
+def finding(figures):
+    """Expect of a block that its harness finds the bug that is planted (T11)."""
+
+    @contextmanager
+    def finding(match, error=AssertionError):
+        figures.add("T11", planted=1, found=0)
+        with pytest.raises(error, match=match):
+            yield
+        figures.add("T11", found=1)
+
+    return finding
 
 
 @pytest.hookimpl(tryfirst=True)

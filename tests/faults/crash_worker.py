@@ -14,36 +14,21 @@ import sys
 import traceback
 
 import torch
+from faults import plants
 from faults.job import Job
 
-import recckpt.save
-from recckpt import SaveFailedError, rotation
+from recckpt import SaveFailedError
 from recckpt.errors import CommitNotDurableError
-from recckpt.listing import list_checkpoints
 
 SAVED, SAVE_FAILED, NOT_DURABLE = 0, 3, 4  # exit codes
 _TOLD_BYTES = 1 << 14
-
-
-def plant_rotation_before_the_commit():
-    commit = recckpt.save.commit
-
-    def rotate_and_commit(storage, *rest):
-        for victim in list_checkpoints(storage).committed:
-            rotation.remove(storage, victim)
-        return commit(storage, *rest)
-
-    recckpt.save.commit = rotate_and_commit
-
-
-PLANTS = {"rotation before the commit": plant_rotation_before_the_commit}
 
 
 def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, tell):
     """Save each of the steps; stop before the one whose number is ``before``."""
     job = Job.resumed(url, restore, max_keep, threads=threads)
     if plant is not None:
-        PLANTS[plant]()
+        plants.plant(plant)
     for number, step in enumerate(steps):
         job.advance(branch)
         assert job.manager.global_step == step

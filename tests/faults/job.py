@@ -1,6 +1,7 @@
 """A run whose whole state follows from its step and its branch, so that any checkpoint of it can be told."""
 
 import json
+import re
 from typing import NamedTuple
 
 import torch
@@ -95,13 +96,26 @@ def restored(url, candidates, **options):
     step = job.manager.restore()
     found = [state for state in candidates if job.holds(state)]
     assert found, f"restored step {step}, which is none of {sorted(candidates)}, or not whole"
+    check_index(job.saver.storage, found[0])
     return job, found[0]
+
+
+def check_index(storage, newest):
+    """Check that the index file is whole, if there is one, and names nothing newer than what restores."""
+    try:
+        index = storage.read("checkpoint", 1 << 20).decode()
+    except FileNotFoundError:
+        return
+    assert re.fullmatch(r"(ckpt_\d+\n)+", index), f"the index file is torn: {index!r}"
+    steps = [int(step) for step in re.findall(r"\d+", index)]
+    assert max(steps) <= newest.step, f"the index file names steps {steps}, and {newest.step} is what restores"
 
 
 def check_tidy(storage, n_checkpoints, newest):
     """Check that as many checkpoints are there as shall be kept, and nothing of attempts that are over."""
     listing = list_checkpoints(storage)
-    assert (listing.damaged, listing.fenced) == ({}, {})
+    assert not listing.damaged, f"damaged: {listing.damaged}"
+    assert not listing.fenced, f"fenced: {listing.fenced}"
     assert len(listing.committed) == n_checkpoints
     assert storage.read("checkpoint", 1 << 20).decode() == "".join(f"{c.ckpt_id}\n" for c in listing.current)
     timeline = [json.loads(line) for line in storage.read("timeline.jsonl", 1 << 20).splitlines()]

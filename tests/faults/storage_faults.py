@@ -19,14 +19,14 @@ class Faults:
 
     def __init__(self, storage):
         self._url, self._depth = storage.url, threading.local()
-        self._number, self._code, self._for_ever, self._when = 0, 0, False, ""
-        self.log = []
+        self.plant(0, 0)
         for name in OPERATIONS:
             setattr(storage, name, self._counted(name, getattr(storage, name)))
 
     def plant(self, number, code, *, for_ever=False, when="before"):
         """Fail the operation of a number, and those after it where it is for ever; 0 fails none."""
         self._number, self._code, self._for_ever, self._when = number, code, for_ever, when
+        self._spoiled = set()  # paths of files of which a write has failed
         self.log = []
 
     @property
@@ -39,7 +39,9 @@ class Faults:
                 if is_inside:
                     return real(*args)
                 self.log.append(name)
+                assert name == "file.write" or path not in self._spoiled, f"{path} is published, and not all is written"
                 if self._strikes:
+                    self._spoiled |= {path} if name == "file.write" else set()
                     if self._when == "after":
                         self._drop(real(*args))
                     elif self._when == "half" and name == "file.write":

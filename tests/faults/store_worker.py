@@ -11,7 +11,7 @@ import traceback
 
 import torch
 from aiobotocore.session import AioSession
-from faults.crash_worker import PLANTS
+from faults import plants
 from faults.job import Job
 from fsspec.config import conf
 
@@ -31,7 +31,7 @@ JOBS = {"small": Job, "large": LargeJob}
 
 def save_in_child(session, job, url, max_keep, restore_step, options, from_start, plant=None):
     if plant is not None:
-        PLANTS[plant]()
+        plants.plant(plant)
     conf["s3"] = {**options, "session": session}
     upload.BLOCK_BYTES = 5 << 20  # the least that S3 takes
     if from_start:

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from faults.job import Job, State, check_tidy, restored
+from faults.job import Job, State, check_index, check_tidy, restored
 
 from recckpt import SaveFailedError
 from recckpt.listing import newest as locate_newest
@@ -92,7 +92,9 @@ def fill(disk, figures, **room):
             newest = OLD
         else:
             newest = NEW
-        assert locate_newest(open_storage(str(url))).manifest.step == newest.step  # by reading alone: there is no room
+        storage = open_storage(str(url))
+        assert locate_newest(storage).manifest.step == newest.step  # by reading alone: there is no room
+        check_index(storage, newest)
         assert verify(str(url), threads=1) == []
         ballast.when_asked = lambda: None
         disk.leave()
@@ -113,7 +115,7 @@ def fill(disk, figures, **room):
 
 def check_told(error, url):
     assert isinstance(error.__cause__, OSError)
-    assert error.__cause__.errno == errno.ENOSPC
+    assert error.__cause__.errno == errno.ENOSPC, f"told is {error.__cause__!r}"
     assert f"failed: No space left on device: '{url}/" in str(error)
 
 
@@ -125,6 +127,13 @@ def need(mount, figures):
         tried = (low + enough) // 2
         low, enough = (low, tried) if fill(mount(), figures, n_bytes=tried * PAGE) else (tried + 1, enough)
     return enough
+
+
+def fill_up(mount, figures, stride=1):
+    """Try every ``stride``-th number of pages up to what a save needs, and a few more."""
+    enough = need(mount, figures)
+    for n in range(enough % stride, enough + 5, stride):
+        fill(mount(), figures, n_bytes=n * PAGE)
 
 
 def test_a_save_with_less_room_than_it_needs_fails_and_loses_nothing(mount, figures):
@@ -152,10 +161,7 @@ def test_a_save_that_would_not_fit_is_refused_before_it_begins(mount, tmp_path):
 
 @pytest.mark.slow
 def test_a_save_into_any_room_from_none_to_enough_loses_nothing(mount, figures):
-    enough = need(mount, figures)
-    print("need", enough)
-    for n in range(enough % SWEEP_STRIDE, enough + 5, SWEEP_STRIDE):
-        fill(mount(), figures, n_bytes=n * PAGE)
+    fill_up(mount, figures, SWEEP_STRIDE)
 
 
 @pytest.mark.slow

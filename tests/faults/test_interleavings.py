@@ -6,11 +6,12 @@ These are the interleavings of the model (fencing_model.py), with real savers on
 from __future__ import annotations
 
 import os
+import re
 import signal
 from itertools import product
 
 import pytest
-from faults.interleaving import Scene, crossed, overtaken
+from faults.interleaving import Scene, crossed, operations, overtaken
 from faults.trainer import Trainer
 from faults.watched_storage import watch
 
@@ -61,6 +62,26 @@ def test_of_three_writers_that_are_all_held_up_the_last_goes_on(figures, ram, or
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_writer_is_held_up_before_each_operation(figures, root, script, max_keeps):
     sweep(figures, root, script, max_keeps, 0, SWEEP_STRIDE)
+
+
+def hold_commits_up(figures, root, stride=1):
+    """Hold the first writer up right before a commit, and the second before every ``stride``-th of what it does then.
+
+    This is where the check after the commit is all that there is: the second has claimed the output dir, and has not
+    yet said what is committed, or not yet removed what is not.
+    """
+    names = operations(f"{root}/alone", "onward", 2)
+    commits = [halt for halt, name in enumerate(names) if re.fullmatch(r"put_if_absent .*/manifest\.json", name)]
+    assert len(commits) == 3
+    halts = range(0, len(operations(f"{root}/alone", "onward", None)) // 2, stride)
+    for number, (commit, halt) in enumerate(product(commits[1:], halts)):
+        crossed(f"{root}/{number}", ("onward", "onward"), (commit, halt), (0, 1))
+        figures.add("T9", schedules=1, fenced=1, lost=0)
+
+
+@pytest.mark.slow
+def test_a_commit_is_held_up_while_another_writer_takes_over(figures, root):
+    hold_commits_up(figures, root, SWEEP_STRIDE)
 
 
 @pytest.mark.slow

@@ -2,18 +2,19 @@
 
 import os
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 from faults.http_proxy import Message, Proxy
 from faults.job import Job
+from faults.plants import plant
 from faults.store_scene import Scene, Store, options_of
 from faults.store_worker import LargeJob
 from fsspec.config import conf
 
 from recckpt import SaveFailedError
 from recckpt.storage import upload
-from recckpt.storage.objects import ObjectStorage
 from recckpt.storage.retry import RetryPolicy
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth request
@@ -199,14 +200,22 @@ def test_a_network_that_fails_is_made_up_for_or_said_and_loses_nothing(faults):
 
 
 @pytest.mark.slow
-def test_a_commit_that_is_not_read_back_is_found(faults, monkeypatch):
-    def put(self, name, data):
-        self._fs.pipe_file(self._path(name), data, mode="create")
-
+def test_a_commit_that_is_not_read_back_is_found(faults, finding, monkeypatch):
     disturbed = faults("rotation")
-    monkeypatch.setattr(ObjectStorage, "_put", put)
-    with pytest.raises(AssertionError, match=r"reset after once from request 1: the save failed: .*FileExistsError"):
+    plant("a manifest that was put is not read back", monkeypatch.setattr)
+    with finding(r"reset after once from request 1: the save failed: .*FileExistsError"):
         disturbed.disturb("reset after", 1, 1, about=rb"PUT .*/manifest\.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_an_error_publishes_nothing_of_a_large_file_and_that_would_be_found(faults, finding, monkeypatch, is_planted):
+    disturbed = faults("first", LargeJob)
+    second_part_or_removal = rb"PUT .*partNumber=2|DELETE [^?]* HTTP"
+    if is_planted:
+        plant("an error publishes a large object", monkeypatch.setattr)
+    with finding("half published .*extra.pt") if is_planted else nullcontext():
+        assert disturbed.disturb("500", 1, 10**9, about=second_part_or_removal)
 
 
 @pytest.mark.slow

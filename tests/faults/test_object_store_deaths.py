@@ -123,8 +123,8 @@ def test_a_death_in_a_save_that_rotates_loses_nothing(deaths):
 
 
 @pytest.mark.slow
-def test_a_rotation_before_the_commit_is_found(deaths):
-    with pytest.raises(AssertionError, match="death before request 1: killed, restored 0, expected 1"):
+def test_a_rotation_before_the_commit_is_found(deaths, finding):
+    with finding("death before request 1: killed, restored 0, expected 1"):
         deaths("rotation", "small", False).die_at(
             1, arrives=False, about=rb"PUT .*/manifest\.json", plant="rotation before the commit"
         )

@@ -20,6 +20,7 @@ from recckpt.verify import verify
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 CODES = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "ESTALE")
+VITAL = ("make_dir", "create", "file.write", "file.close", "put_if_absent")  # a save that fails there has failed
 OLD, NEW = State(1), State(2)
 
 
@@ -46,6 +47,7 @@ class Trial:
         finally:
             self.log = self.faults.log
             self.faults.plant(0, 0)
+        assert not 0 < number <= len(self.log) or self.log[number - 1] not in VITAL, "the fault is not told of"
         return [NEW]
 
     def check_error(self, error, code):
@@ -134,6 +136,7 @@ def test_any_operation_of_a_save_in_the_background_may_fail(make_url, figures):
 
 CALLS = ("mkdir", "openat", "newfstatat", "getdents64", "write", "fsync", "close", "link", "unlink", "rename", "rmdir")
 KERNEL_CODES = (*CODES, "EMFILE")
+VITAL_CALLS = ("mkdir:", "write:", "fsync:", "link:")  # a save of which all of these fail has failed
 MOST_CALLS = 1000  # of one name in a save
 
 
@@ -146,10 +149,11 @@ class Kernel:
         if not self.base.exists():
             self.scene.make(worker, self.base)
 
-    def fail(self, inject, code):
+    def fail(self, inject, code, **changes):
         """Fail a call; return whether it was made."""
         log = self.ram / "log"
-        self.save(inject, code, "-o", str(log), *disturbing(inject)[2:])
+        word = self.save(inject, code, "-o", str(log), *disturbing(inject)[2:], **changes)
+        assert word == "failed" or not (inject.startswith(VITAL_CALLS) and inject.endswith("=1+")), f"{inject}: {word}"
         was_made = "(INJECTED)" in log.read_text()
         self.figures.add("T3", faults=was_made, lost=0)
         return was_made

@@ -62,7 +62,7 @@ def test_whoever_reads_a_run_that_rotates_gets_one_whole_step(url, kind, figures
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_what_is_open_is_read_whole_though_the_run_goes_on_and_without_that_the_harness_sees_it(
-    tmp_path, monkeypatch, is_held
+    tmp_path, monkeypatch, finding, is_held
 ):
     run = Run(str(tmp_path))
     run.save()
@@ -78,7 +78,7 @@ def test_what_is_open_is_read_whole_though_the_run_goes_on_and_without_that_the_
     if is_held:
         assert [read() for _ in range(3)] == [1, 2, 3]
     else:
-        with pytest.raises(CheckpointRemovedError):
+        with finding("its writer removed this checkpoint", CheckpointRemovedError):
             read()
 
 

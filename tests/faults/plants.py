@@ -1,0 +1,149 @@
+"""Bugs to plant: each changes the source of one function of recckpt, so a harness that misses it proves nothing."""
+
+import __future__
+
+import importlib
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A bug.
+
+    Attributes:
+        where: the function that has it, as ``module:qualified.name``.
+        old: a text that is in its source once.
+        new: what the bug has in its place.
+    """
+
+    where: str
+    old: str
+    new: str
+
+    @property
+    def function(self):
+        module, _, path = self.where.partition(":")
+        found = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+        return found
+
+    @property
+    def code(self):
+        """The code of the function with the bug."""
+        function = self.function
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, (
+            f"{self.where} has not this once, so the bug has to be planted anew: {self.old}"
+        )
+        names = dict(vars(sys.modules[function.__module__]))
+        changed = source.replace(self.old, self.new)
+        flags = __future__.annotations.compiler_flag
+        exec(compile(changed, f"<planted in {self.where}>", "exec", flags, dont_inherit=True), names)
+        return names[function.__name__].__code__
+
+
+SYNC = "os.fsync(fd)"
+
+
+def without_fsync(of):
+    return Plant("recckpt.storage.local:_LocalSink.close", SYNC, f"None if {of} else {SYNC}")
+
+
+def without_dir_fsync(of):
+    return Plant("recckpt.storage.local:_sync_dir", SYNC, f"None if {of} else {SYNC}")
+
+
+COMMIT, PUT = "recckpt.commit:commit", "        storage.put_if_absent(path, data)\n"
+REMOVE = "recckpt.rotation:remove"
+ORDER = "key=lambda c: c.manifest.order)"
+MTIME = "__import__('os').stat(f'{storage.url}/{c.directory}/manifest.json').st_mtime_ns"
+
+PLANTS = {
+    "the index file before the manifest": Plant(
+        COMMIT, PUT, f'        storage.replace(layout.INDEX_FILE, f"{{record.ckpt_id}}\\n".encode())\n{PUT}'
+    ),
+    "rotation before the commit": Plant(
+        COMMIT,
+        PUT,
+        "        for checkpoint in list_checkpoints(storage).committed:\n"
+        f"            __import__('recckpt.rotation').rotation.remove(storage, checkpoint)\n{PUT}",
+    ),
+    "the index file in place": Plant(
+        "recckpt.storage.local:LocalStorage.replace",
+        "temporary.replace(path)",
+        "temporary.unlink(), path.write_bytes(data)",
+    ),
+    "data before the manifest at a removal": Plant(
+        REMOVE,
+        "        storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))",
+        "        for file in checkpoint.manifest.files:\n"
+        "            storage.remove(layout.join(checkpoint.directory, file.name))\n"
+        "        storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))",
+    ),
+    "no fsync of data": without_fsync("self._path.suffix in ('.arrow', '.pt')"),
+    "no fsync of the manifest": without_fsync("'manifest.json.' in self._path.name"),
+    "no fsync of the index file": without_fsync("self._path.name.startswith('checkpoint.')"),
+    "no fsync of directories": without_dir_fsync("True"),
+    "no fsync of the directory of a checkpoint": without_dir_fsync("path.name.startswith('ckpt_')"),
+    "no fsync of the output dir": without_dir_fsync("path.name == 'recorded'"),
+    "an fsync that fails is passed over": tuple(
+        Plant(
+            f"recckpt.storage.local:{function}", f"    {SYNC}", f"    with suppress(OSError):\n                {SYNC}"
+        )
+        for function in ("_LocalSink.close", "_sync_dir")
+    ),
+    "a write that fails is taken for done": Plant(
+        "recckpt.storage.local:_LocalSink.write",
+        "view = view[os.write(self._fd, view) :]",
+        "with suppress(OSError):\n                os.write(self._fd, view)\n            view = view[:0]",
+    ),
+    "no fence check after the commit": Plant(
+        COMMIT, '        storage.sync_dir("")\n        fence.check()\n', '        storage.sync_dir("")\n'
+    ),
+    "no fence check before a removal": Plant(
+        "recckpt.save:_tidy",
+        "                fence.check()\n                rotation.remove(",
+        "                rotation.remove(",
+    ),
+    "late commits count": Plant(
+        "recckpt.listing:_list", "takeover = _takeover(storage, damaged)", "takeover = NO_TAKEOVER"
+    ),
+    "an error publishes a file": Plant(
+        "recckpt.storage.base:Sink.__exit__", "self.discard()\n        return", "self.close()\n        return"
+    ),
+    "an error publishes a large object": Plant(
+        "recckpt.storage.upload:Upload.discard", "self._file.discard()", "self._file.commit()"
+    ),
+    "a manifest that was put is not read back": Plant(
+        "recckpt.storage.objects:ObjectStorage._put", "        doubt = error\n", "        raise\n"
+    ),
+    "order by steps as strings": Plant("recckpt.listing:_list", ORDER, "key=lambda c: str(c.manifest.step))"),
+    "order by mtime": Plant(
+        "recckpt.listing:_list", ORDER, f"key=lambda c: c.manifest.order if '://' in storage.url else {MTIME})"
+    ),
+    "checksums of manifests are not compared": Plant(
+        "recckpt.sealed:check_seal", "if digest != int(found[2], 16):", "if False:"
+    ),
+    "checksums of files are not compared": Plant(
+        "recckpt.checked:read_checked", "if found != entry.xxh3:", "if False:"
+    ),
+    "checksums of columns are not compared": Plant(
+        "recckpt.sparse.codec:PartReader.column_problem", "if digest != expected:", "if False:"
+    ),
+}
+
+
+def plants_of(name):
+    """Return what a bug consists of."""
+    found = PLANTS[name]
+    return found if isinstance(found, tuple) else (found,)
+
+
+def plant(name, patch=setattr):
+    """Plant a bug, for the rest of this process or as long as what ``patch`` does lasts."""
+    for bug in plants_of(name):
+        patch(bug.function, "__code__", bug.code)
