@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import weakref
 from collections import deque
@@ -80,9 +81,14 @@ class _Note:
         self.noted: deque[int] = deque()
         self.before: dict[int, Any] = {}
         self.is_over = False
+        self._pid = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.noted.append(number)
+        if os.getpid() == self._pid:
+            self.noted.append(number)
+        else:  # in a fork, such as a worker that loads data: nobody there would answer
+            self.give_back()
+            signal.raise_signal(number)
 
     def give_back(self) -> None:
         """Set the handlers that were there before, but where another has been set since."""

@@ -1,6 +1,7 @@
 """Signals that ask for a save: noted, answered between two steps, and followed then."""
 
 import gc
+import multiprocessing
 import signal
 import threading
 from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
@@ -116,6 +117,20 @@ def test_a_manager_in_the_place_of_another_follows_the_signal(tmp_path, handled)
     signal.raise_signal(SIGTERM)
     manager.step()
     assert (checkpoints(tmp_path), handled) == (["ckpt_1"], [SIGTERM])
+
+
+def test_a_signal_ends_a_fork_as_if_nobody_watched():
+    watch = SignalWatch((SIGTERM, SIGUSR1))
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
+    worker = fork.Process(target=lambda: (runs.set(), threading.Event().wait()))
+    worker.start()
+    runs.wait(20)
+    worker.terminate()
+    worker.join(20)
+    worker.kill()
+    watch.release()
+    assert worker.exitcode == -SIGTERM
 
 
 def test_a_signal_named_twice_is_watched_once(handled):
