@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
@@ -16,6 +17,8 @@ from recckpt.checkpointer.reader import CheckpointReader
 from recckpt.checkpointer.save_future import SaveFuture
 from recckpt.checkpointer.stager import CheckpointStager, StagedState
 from recckpt.checkpointer.writer import CheckpointWriter
+
+_log = logging.getLogger(__name__)
 
 _C = TypeVar("_C", bound="Checkpointer")
 
@@ -82,7 +85,12 @@ class Checkpointer(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            _log.error("%s", failure)  # what is being raised already goes first
 
 
 class SyncCheckpointer(Checkpointer):

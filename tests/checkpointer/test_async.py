@@ -94,6 +94,14 @@ def test_an_error_that_nobody_has_seen_is_raised_when_the_checkpointer_closes_on
     checkpointer.close()
 
 
+def test_what_a_block_raises_is_not_hidden_by_a_save_that_failed(make, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    with pytest.raises(KeyError), make() as checkpointer:
+        checkpointer.save({"a": 1}, tmp_path / "file")
+        raise KeyError
+    assert f"saving '{tmp_path / 'file'}' failed" in caplog.text
+
+
 def test_a_wait_that_was_too_short_has_not_seen_the_error(make, pipe, tmp_path):
     checkpointer = make(commit_hook=Pausing())
     _, written = checkpointer.save({"a": 1}, tmp_path, pause=pipe.name)
