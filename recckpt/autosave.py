@@ -71,7 +71,8 @@ class Autosave:
         self._has_stepped = True
         if event_time is not None and math.isfinite(event_time):
             run.event_time = _latest([run.event_time, float(event_time)])
-        if self._ranks.size == 1:  # several ranks may see the end of a save at different steps: they raise at the next
+        # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
+        if self._ranks.size == 1 or self._saver.has_lost_ranks:
             self.settle(timeout_sec=0)
         measured = metrics or {}
         due = self._schedule.due(run.global_step, run.event_time, measured, lambda own: any(self._ranks.gather(own)))

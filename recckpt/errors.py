@@ -164,19 +164,44 @@ class WriterFencedError(RecckptError):
 
 
 class SaveFailedError(RecckptError):
-    """A save failed and nothing was committed; the cause is chained.
+    """A save failed and nothing was committed, where the message does not say otherwise; the cause is chained.
 
     Attributes:
         ckpt_id: the checkpoint that was being written.
-        rank: the first shard that failed.
+        rank: the first shard that failed, or that is missing.
+        step: the step that was to be saved, None where nobody counts.
+        cause: what went wrong there.
     """
 
-    def __init__(self, ckpt_id: str, rank: int, cause: str) -> None:
+    def __init__(
+        self,
+        ckpt_id: str,
+        rank: int,
+        cause: str,
+        *,
+        step: int | None = None,
+        outcome: str = "nothing was committed and older checkpoints are untouched: mend the cause and save again",
+    ) -> None:
+        super().__init__(f"saving {ckpt_id!r} failed on rank {rank}: {cause}; {outcome}")
+        self.ckpt_id, self.rank, self.step, self.cause = ckpt_id, rank, step, cause
+
+
+class RankLostError(RecckptError):
+    """Ranks that work together reach one of them no longer; neither they nor the one can go on together.
+
+    Attributes:
+        ranks: those that are missing, as far as it can be known.
+        rank: the first of them.
+        cause: how that was found.
+    """
+
+    def __init__(self, ranks: Sequence[int], cause: str) -> None:
+        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         super().__init__(
-            f"saving {ckpt_id!r} failed on rank {rank}: {cause}; nothing was committed and older checkpoints "
-            "are untouched: mend the cause and save again"
+            f"{names} cannot be reached: {cause}; these processes save and load together no more: restart the job, "
+            "which goes on from the newest checkpoint"
         )
-        self.ckpt_id, self.rank = ckpt_id, rank
+        self.ranks, self.rank, self.cause = tuple(ranks), min(ranks), cause
 
 
 class CommitNotDurableError(SaveFailedError):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from itertools import count
+from typing import Any, Protocol, TypeVar, cast
 
 from recckpt.errors import RecckptError
+from recckpt.roll_call import RollCall, within
 
 DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
+_made = count()  # the same on all ranks, which make groups together
 
 
 class Group(Protocol):
@@ -43,30 +50,68 @@ class SoloGroup:
 class ProcessGroup:
     """The ranks of ``torch.distributed``, over a gloo group of their own, so that no training collective is met.
 
-    Making one is collective.
+    Making one is collective. Whatever one of its groups finds to be lost is lost for its twins too.
+
+    Attributes:
+        call: says which rank is missing.
 
     Args:
         timeout_sec: how long a rank waits for the others before it raises.
+        call: of the group that this one is a twin of.
+
+    Raises:
+        RankLostError: here as in all methods: a rank is dead or did not answer in time.
     """
 
-    def __init__(self, timeout_sec: float = DEFAULT_TIMEOUT_SEC) -> None:
+    def __init__(self, timeout_sec: float = DEFAULT_TIMEOUT_SEC, call: RollCall | None = None) -> None:
         import torch.distributed as dist
 
-        self._dist = dist
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_sec))
+        self._dist, self.timeout_sec = dist, timeout_sec
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.call = call or RollCall(shared_store(f"recckpt/ranks/{next(_made)}"), self.rank, self.size, timeout_sec)
+        self._group: Any = None
+        self._group = self._collective(self._formed)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value of every rank."""
         values: list[Any] = [None] * self.size
-        self._dist.all_gather_object(values, value, group=self._group)
+        self._collective(lambda: self._dist.all_gather_object(values, value, group=self._group))
         return values
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value."""
         values = [value]
-        self._dist.broadcast_object_list(values, src=0, group=self._group)
+        self._collective(lambda: self._dist.broadcast_object_list(values, src=0, group=self._group))
         return values[0]
+
+    def _formed(self) -> Any:
+        def form() -> Any:
+            return self._dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_sec))
+
+        group = within(self.timeout_sec, form)  # a store whose host was stopped would never answer
+        if group is None:
+            raise RuntimeError("Timed out while the ranks formed a group")
+        return group
+
+    def _collective(self, work: Callable[[], _T]) -> _T:
+        """Do what all ranks do together, or find out which of them does not."""
+        self.call.check()
+        begin = time.monotonic()
+        try:
+            return work()
+        except RuntimeError as error:  # gloo's
+            cause = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". This is typically")[0]
+            traceback.clear_frames(error.__traceback__)  # they hold the group
+            self._close()
+            lost = self.call.take(begin, timed_out="imed out" in cause, cause=cause)
+            raise lost from error
+
+    def _close(self) -> None:
+        """Close the connections: whoever still waits for this rank is told so."""
+        if self._group is not None:
+            with suppress(Exception):
+                self._dist.destroy_process_group(self._group)
+            self._group = None
 
 
 def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
@@ -87,11 +132,12 @@ def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tupl
     return rank, size
 
 
-def group_of(shard_id: int, shard_num: int) -> Group:
+def group_of(shard_id: int, shard_num: int, timeout_sec: float = DEFAULT_TIMEOUT_SEC) -> Group:
     """Return the group for a save of ``shard_num`` shards. Collective where there are several.
 
     Raises:
         ValueError: the numbers do not fit each other, or not the process group.
+        RankLostError: not all ranks came in time.
     """
     shard_id, shard_num = this_rank(shard_id, shard_num)
     if shard_num == 1:
@@ -109,7 +155,17 @@ def group_of(shard_id: int, shard_num: int) -> Group:
         raise ValueError(
             f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {found[0]} of {found[1]}"
         )
-    return ProcessGroup()
+    return ProcessGroup(timeout_sec)
+
+
+def twin_of(group: Group) -> Group:
+    """Return another group of the same ranks, for another thread. Collective where there are several."""
+    return ProcessGroup(group.timeout_sec, group.call) if isinstance(group, ProcessGroup) else group
+
+
+def has_lost_ranks(group: Group) -> bool:
+    """Say whether a rank is known to be missing, so that everything collective raises at once. Not collective."""
+    return isinstance(group, ProcessGroup) and group.call.is_lost
 
 
 def together(group: Group, work: Callable[[], _T], failed: Callable[[int, str], RecckptError]) -> list[_T]:
@@ -122,20 +178,42 @@ def together(group: Group, work: Callable[[], _T], failed: Callable[[int, str], 
 
     Raises:
         RecckptError: work failed on a rank; all raise the failure of the first.
+        RankLostError: a rank is missing.
     """
-    result: _T | None = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
+    result, failure = _outcome(work)
     outcomes = group.all_gather((result, _sendable(failure)))
     for rank, (_, reason) in enumerate(outcomes):
-        if isinstance(reason, RecckptError):
-            raise failure if failure is not None and rank == group.rank else reason
-        if reason is not None:
-            raise failed(rank, reason) from (failure if rank == group.rank else None)
+        _raise_alike(rank, reason, failure if rank == group.rank else None, failed)
     return [result for result, _ in outcomes]
+
+
+def on_rank_0(group: Group, work: Callable[[], _T], failed: Callable[[int, str], RecckptError]) -> _T:
+    """Do work on rank 0, and return its result on all ranks. Collective.
+
+    Raises:
+        RecckptError: as in :func:`together`.
+    """
+    result, failure = _outcome(work) if group.rank == 0 else (None, None)
+    found, reason = group.broadcast((result, _sendable(failure)))
+    _raise_alike(0, reason, failure, failed)
+    return cast(_T, found)
+
+
+def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _raise_alike(
+    rank: int, reason: RecckptError | str | None, own: Exception | None, failed: Callable[[int, str], RecckptError]
+) -> None:
+    """Raise what went wrong on a rank, if something did: where it is this rank, by its own error."""
+    if isinstance(reason, RecckptError):
+        raise own or reason
+    if reason is not None:
+        raise failed(rank, reason) from own
 
 
 def _sendable(failure: Exception | None) -> RecckptError | str | None:

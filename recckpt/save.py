@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from recckpt import rotation, timeline
 from recckpt.commit import begin, commit, write_index
 from recckpt.errors import (
     CommitNotDurableError,
+    RankLostError,
     RecckptError,
     SaveFailedError,
     StateMismatchError,
     WriterFencedError,
 )
 from recckpt.fence import Fence
-from recckpt.group import Group, together
+from recckpt.group import Group, on_rank_0, together
 from recckpt.intent import Intent
 from recckpt.keep import Keep
 from recckpt.listing import Checkpoint, Listing, list_checkpoints
@@ -67,27 +69,67 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
         WriterFencedError: another writer has taken the output dir over.
     """
     ckpt_id, storage, fence, group = info.ckpt_id, to.storage, to.fence, to.group
-    intent, seq = _on_rank_0(
-        group, ckpt_id, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
-    )
-    try:
-        records = _write(staged, info, to, intent)
-        with info.timed("commit"):
-            record = _on_rank_0(
-                group,
-                ckpt_id,
-                lambda: commit(storage, fence, intent.directory, _manifest(info, intent, seq, staged, records)),
-            )
-    except (WriterFencedError, CommitNotDurableError):
-        raise  # the directory is the new owner's to judge, or holds a checkpoint
-    except RecckptError:  # all ranks have agreed that they failed, so nobody writes there any more
-        if group.rank == 0:
-            rotation.abandon(storage, intent.directory)
-        raise
+    outcome = Outcome()
+    with lost_ranks_named(info, outcome):
+        intent, seq = _on_rank_0(
+            group, info, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
+        )
+        try:
+            records = _write(staged, info, to, intent)
+            outcome.is_open = group.rank != 0
+
+            def commit_all() -> Manifest:
+                record = commit(storage, fence, intent.directory, _manifest(info, intent, seq, staged, records))
+                outcome.is_committed = True
+                return record
+
+            with info.timed("commit"):
+                record = _on_rank_0(group, info, commit_all)
+        except (WriterFencedError, CommitNotDurableError, RankLostError):
+            raise  # the directory is the new owner's to judge, or holds a checkpoint, or the lost one may write there
+        except RecckptError:  # all ranks have agreed that they failed, so nobody writes there any more
+            if group.rank == 0:
+                rotation.abandon(storage, intent.directory)
+            raise
     info.time, info.n_bytes = record.time, record.n_bytes
     if group.rank == 0:
         _tidy(to, info)
     return record
+
+
+@dataclass
+class Outcome:
+    """What is known of a save when a rank turns out to be missing.
+
+    Attributes:
+        is_open: all ranks have written, so that rank 0 may commit.
+        is_committed: rank 0 has.
+    """
+
+    is_open: bool = False
+    is_committed: bool = False
+
+    def __str__(self) -> str:
+        if self.is_committed:
+            return "the checkpoint is committed all the same: restart the job, which goes on from it"
+        if self.is_open:
+            return "all ranks have written, and whether rank 0 has committed, the restarted job will find"
+        return "nothing was committed and older checkpoints are untouched: restart the job"
+
+
+@contextmanager
+def lost_ranks_named(info: SaveInfo, outcome: Outcome | None = None) -> Iterator[None]:
+    """Make of a rank that is missing the failure of a save.
+
+    Raises:
+        SaveFailedError: the block found one missing.
+    """
+    try:
+        yield
+    except RankLostError as lost:
+        cause = f"the rank is lost: {lost.cause}" if len(lost.ranks) == 1 else f"ranks {lost.ranks} lost: {lost.cause}"
+        outcome = outcome or Outcome()
+        raise SaveFailedError(info.ckpt_id, lost.rank, cause, step=info.step, outcome=str(outcome)) from lost
 
 
 def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> list[ShardRecord]:
@@ -96,8 +138,8 @@ def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> l
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
         writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
-        plans = _on_all_ranks(group, info.ckpt_id, lambda: staged.sharded.plan)
-        records = _on_all_ranks(group, info.ckpt_id, lambda: writer.write(staged, progress, plans))
+        plans = _on_all_ranks(group, info, lambda: staged.sharded.plan)
+        records = _on_all_ranks(group, info, lambda: writer.write(staged, progress, plans))
         seconds = [record.seconds for record in records]
         info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
         info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])
@@ -106,33 +148,36 @@ def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> l
     return records
 
 
-def stage_on_all_ranks(take: Callable[[], Staged], ckpt_id: str, group: Group) -> Staged:
+def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group) -> Staged:
     """Return what ``take`` staged, once every rank has staged its own. Collective.
 
     Raises:
         Exception: whatever ``take`` raised here.
-        SaveFailedError: that was an OSError, or it raised on another rank; nothing was written.
+        SaveFailedError: that was an OSError, or it raised on another rank, or one is missing; nothing was written.
     """
     failure: Exception | None = None
     try:
         staged = take()
     except Exception as error:
         failure = error
-    reasons = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
+    with lost_ranks_named(info):
+        reasons = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
     if isinstance(failure, OSError) and not isinstance(failure, RecckptError):  # of the storage, such as a full one
-        raise SaveFailedError(ckpt_id, group.rank, str(reasons[group.rank])) from failure
+        raise SaveFailedError(info.ckpt_id, group.rank, str(reasons[group.rank]), step=info.step) from failure
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise SaveFailedError(ckpt_id, rank, reason)
+            staged.close()
+            raise SaveFailedError(info.ckpt_id, rank, reason, step=info.step)
     return staged
 
 
 def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:
     for rank, shard in enumerate(records):
         if shard.save_id != intent.save_id:
-            raise SaveFailedError(info.ckpt_id, rank, f"it wrote for save {shard.save_id}, expected {intent.save_id}")
+            cause = f"it wrote for save {shard.save_id}, expected {intent.save_id}"
+            raise SaveFailedError(info.ckpt_id, rank, cause, step=info.step)
     return Manifest(
         ckpt_id=info.ckpt_id,
         save_id=intent.save_id,
@@ -199,14 +244,14 @@ def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str]) ->
         return []
 
 
-def _on_rank_0(group: Group, ckpt_id: str, work: Callable[[], _T]) -> _T:
+def _on_rank_0(group: Group, info: SaveInfo, work: Callable[[], _T]) -> _T:
     """Do work on rank 0 and give its result, or its error, to all ranks."""
-    return _on_all_ranks(group, ckpt_id, lambda: work() if group.rank == 0 else cast(_T, None))[0]
+    return on_rank_0(group, work, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
 
 
-def _on_all_ranks(group: Group, ckpt_id: str, work: Callable[[], _T]) -> list[_T]:
+def _on_all_ranks(group: Group, info: SaveInfo, work: Callable[[], _T]) -> list[_T]:
     """Do work on every rank and return all results; if it fails on any, raise the first failure on all."""
-    return together(group, work, lambda rank, cause: SaveFailedError(ckpt_id, rank, cause))
+    return together(group, work, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
 
 
 def _versions() -> dict[str, str]:

@@ -118,7 +118,7 @@ class SaveRunner:
         """
         handle = SaveHandle(info)
         self.settle()
-        staged = stage_on_all_ranks(take, info.ckpt_id, ranks.front)
+        staged = stage_on_all_ranks(take, info, ranks.front)
         to = Destination(self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep)
         if not info.background:
             handle.committed.set_result(self._finish(staged, info, to, overwrite))
@@ -159,7 +159,7 @@ class SaveRunner:
             record = self._finish(staged, handle.info, to, overwrite)
         except BaseException as error:
             _untold.add(handle)
-            handle.committed.set_exception(_failure(error, handle.info.ckpt_id, to.group.rank))
+            handle.committed.set_exception(_failure(error, handle.info, to.group.rank))
         else:
             handle.committed.set_result(record)
 
@@ -175,11 +175,11 @@ class SaveRunner:
         return record
 
 
-def _failure(error: BaseException, ckpt_id: str, rank: int) -> BaseException:
+def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
     """Return the error of a save in the background: one of ours, whatever went wrong between the ranks."""
     if isinstance(error, RecckptError) or not isinstance(error, Exception):
         return error
-    failure = SaveFailedError(ckpt_id, rank, f"{type(error).__name__}: {error}")
+    failure = SaveFailedError(info.ckpt_id, rank, f"{type(error).__name__}: {error}", step=info.step)
     failure.__cause__ = error
     return failure
 

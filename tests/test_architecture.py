@@ -57,7 +57,7 @@ LINES = """
     layout  strict_json  sealed  group  names  split  sparse.kernels  sparse.checks  sparse.plan  sparse.row_filter
     progress  background  text  storage.base  dense.portable  dense.buffers  dense.named_optimizer  dense.torch_pickle
     sparse.buckets  storage.transfers
-    removal  sparse.messages  sparse.optim.groups  storage.mapping  storage.retry
+    roll_call  removal  sparse.messages  sparse.optim.groups  storage.mapping  storage.retry
     types  errors  arguments  signals  storage.faults  storage.slots
 """
 

@@ -14,6 +14,7 @@ from recckpt.errors import (
     LoadConfError,
     LookupFailedError,
     PartlyLoadedError,
+    RankLostError,
     RecckptError,
     SaveFailedError,
     StateMismatchError,
@@ -32,6 +33,7 @@ EXAMPLES = [
     LookupFailedError("table 't'", 1, "ValueError: ids must be int64", "mend it"),
     SaveFailedError("ckpt_1", 3, "OSError: disk full"),
     CommitNotDurableError("ckpt_1", 0, "OSError: disk on fire"),
+    RankLostError([1, 2], "it did not answer within 5 s"),
     CheckpointRemovedError("runs/ckpt_1", emptied=["item"]),
     PartlyLoadedError("OSError: reset", emptied=["item"], mixed=["user"]),
 ]
