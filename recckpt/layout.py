@@ -25,6 +25,7 @@ PINS_DIR = f"{OWN_DIR}/pins"
 
 MAX_ID_BYTES = 200
 _MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
+_SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE})
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
@@ -176,6 +177,8 @@ def checked_name(name: str, path: str) -> str:
     Raises:
         CorruptCheckpointError: the name is not a plain relative path.
     """
+    if _SAFE.fullmatch(name):
+        return name
     if len(name) > _MAX_NAME_CHARS or _UNSAFE.search(name) or not all(map(_is_plain, name.split("/"))):
         raise CorruptCheckpointError(
             path, "file name", found=f"unsafe path {name[:200]!r}", expected="a relative name inside the checkpoint"

@@ -6,15 +6,19 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 from recckpt.errors import CorruptCheckpointError
 
 MAX_DEPTH = 16  # part of the format
+_END = 2**63  # of counts
 _MAX_DIGITS = 40  # 63 bits have 19, and what is longer is no count; Python may take a day for a million of them
 _HEX = re.compile(r"[0-9a-f]+")
-_NO_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, left open it may be, or text
+_SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
+_NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
+_NO_FRAMING = bytes(set(range(256)) - set(b'"[]{}'))
 _T = TypeVar("_T")
 
 
@@ -26,7 +30,7 @@ def parse(data: bytes, path: str) -> Fields:
     """
     try:
         text = data.decode("utf-8")
-        _check_depth(text)
+        _check_depth(data)
         value = json.loads(
             text,
             object_pairs_hook=_without_duplicates,
@@ -39,14 +43,18 @@ def parse(data: bytes, path: str) -> Fields:
         raise CorruptCheckpointError(path, "", found=found, expected="a JSON object") from error
     if not isinstance(value, dict):
         raise CorruptCheckpointError(path, "", found=type(value).__name__, expected="a JSON object")
-    return Fields(value, path, "")
+    return Fields(value, path)
 
 
 class Fields:
     """A JSON object whose fields are read with their type; what does not fit is a corrupt file."""
 
-    def __init__(self, values: dict[str, Any], path: str, where: str) -> None:
-        self._values, self.path, self._where = values, path, where
+    __slots__ = ("_inside", "_key", "_values", "path")
+
+    def __init__(
+        self, values: dict[str, Any], path: str, inside: Fields | None = None, key: str | tuple[str, int] = ""
+    ) -> None:
+        self._values, self.path, self._inside, self._key = values, path, inside, key
 
     def text(self, key: str) -> str:
         """Return a string field."""
@@ -77,7 +85,10 @@ class Fields:
 
     def count(self, key: str, low: int = 0) -> int:
         """Return an int field of at least ``low`` that fits 63 bits."""
-        return self._int(key, self._get(key, int), low)
+        value = self._get(key, int)
+        if not low <= value < _END:
+            raise self.wrong(key, repr(value), f"an int of at least {low}")
+        return value
 
     def maybe_count(self, key: str) -> int | None:
         """Return an int field that may be null."""
@@ -85,7 +96,11 @@ class Fields:
 
     def counts(self, key: str, low: int = 0) -> tuple[int, ...]:
         """Return a field that is a list of ints."""
-        return tuple(self._int(f"{key}[{i}]", value, low) for i, value in enumerate(self._get(key, list)))
+        values = self._get(key, list)
+        for i, value in enumerate(values):
+            if type(value) is not int or not low <= value < _END:
+                raise self.wrong(f"{key}[{i}]", repr(value), f"an int of at least {low}")
+        return tuple(values)
 
     def texts(self, key: str) -> list[str]:
         """Return a field that is a list of strings."""
@@ -97,7 +112,7 @@ class Fields:
 
     def mapping(self, key: str) -> Fields:
         """Return a field that is an object."""
-        return Fields(self._get(key, dict), self.path, self._place(key))
+        return Fields(self._get(key, dict), self.path, self, key)
 
     def objects(self, key: str) -> list[Fields]:
         """Return a field that is a list of objects."""
@@ -105,11 +120,16 @@ class Fields:
         for i, value in enumerate(values):
             if not isinstance(value, dict):
                 raise self.wrong(f"{key}[{i}]", type(value).__name__, "an object")
-        return [Fields(value, self.path, self._place(f"{key}[{i}]")) for i, value in enumerate(values)]
+        return [Fields(value, self.path, self, (key, i)) for i, value in enumerate(values)]
 
     def checksums(self) -> dict[str, int]:
         """Return an object all of whose fields are checksums."""
-        return {key: self.checksum(key) for key in self._values}
+        values = self._values
+        with suppress(TypeError):  # of a value that is no string
+            sums = ",".join(values.values())
+            if len(sums) == 17 * len(values) - 1 and _SUMS.fullmatch(sums):  # no value has a comma in it then
+                return {key: int(value, 16) for key, value in values.items()}
+        return {key: self.checksum(key) for key in values}
 
     def scalars(self, key: str) -> dict[str, Any]:
         """Return a field that is an object of numbers, strings, bools and nulls."""
@@ -134,10 +154,11 @@ class Fields:
             raise self.wrong(key, found, f"a field of type {kind.__name__}")
         return value
 
-    def _int(self, key: str, value: Any, low: int) -> int:
-        if type(value) is not int or not low <= value < 2**63:
-            raise self.wrong(key, repr(value), f"an int of at least {low}")
-        return value
+    @property
+    def _where(self) -> str:
+        if self._inside is None:
+            return ""
+        return self._inside._place(self._key if isinstance(self._key, str) else f"{self._key[0]}[{self._key[1]}]")
 
     def _place(self, key: str) -> str:
         return f"{self._where}.{key}" if self._where else key
@@ -177,8 +198,10 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_depth(text: str) -> None:
+def _check_depth(data: bytes) -> None:
     """Refuse deep nesting before the parser recurses into it."""
-    steps = (1 if bracket in "[{" else -1 for bracket in _NO_BRACKETS.sub("", text))
+    if b"\\" not in data:  # no string has a quote in it, so that quotes come in pairs
+        data = data.translate(None, _NO_FRAMING).replace(b'""', b"")
+    steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", data))
     if any(depth > MAX_DEPTH for depth in accumulate(steps)):
         raise ValueError(f"nested deeper than {MAX_DEPTH}")

@@ -123,6 +123,8 @@ def test_a_name_that_could_lead_out_of_the_checkpoint_is_refused(name):
     assert caught.value.path == "ckpt_1/manifest.json"
 
 
-@pytest.mark.parametrize("name", ["model.pt", "sparse/00000-of-00001.json", "a b/ü…", "..a/b..", "x" * 255])
+@pytest.mark.parametrize(
+    "name", ["model.pt", "sparse/00000-of-00001.json", "a b/ü…", "..a/b..", "x" * 255, "a/b/c/d/e"]
+)
 def test_a_plain_relative_name_passes(name):
     assert layout.checked_name(name, "manifest.json") == name

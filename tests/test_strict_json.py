@@ -61,6 +61,38 @@ def test_brackets_in_strings_are_no_nesting():
     assert fields(a=text).text("a") == text
 
 
+@given(st.lists(st.sampled_from(['"', "[", "]", "{", "}", "x", ",", "\\", '\\"']), max_size=60), st.integers(10, 20))
+def test_nesting_is_counted_outside_strings_alone(pieces, depth):
+    strings = json.dumps("".join(pieces)), '"' + "".join(piece for piece in pieces if piece not in '\\"') + '"'
+    for string in strings:
+        data = b'{"a": ' + b"[" * (depth - 1) + string.encode() + b"]" * (depth - 1) + b"}"
+        if depth <= MAX_DEPTH:
+            parse(data, "f.json")
+        else:
+            with pytest.raises(CorruptCheckpointError, match="deeper than 16"):
+                parse(data, "f.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"a": "0" * 16, "b": "f" * 15}, "b"),
+        ({"a": f"{'0' * 16},{'1' * 16}", "b": ""}, "a"),
+        ({"a": f"{'0' * 8},{'1' * 8}", "b": "2" * 15}, "a"),
+        ({"a": "0" * 16, "b": "F" * 16}, "b"),
+        ({"a": "0" * 16, "b": " " + "1" * 15}, "b"),
+        ({"a": "0" * 16, "b": 7}, "b"),
+        ({"a": None}, "a"),
+    ],
+)
+def test_an_object_of_checksums_is_16_hex_digits_each(values, wrong):
+    assert fields(x={"a": "0" * 15 + "1", "b": "f" * 16}).mapping("x").checksums() == {"a": 1, "b": 2**64 - 1}
+    assert fields(x={}).mapping("x").checksums() == {}
+    with pytest.raises(CorruptCheckpointError) as caught:
+        fields(x=values).mapping("x").checksums()
+    assert caught.value.where == f"x.{wrong}"
+
+
 @pytest.mark.parametrize("text", ['"' + '\\"' * 500_000, '"\\' * 500_000, '"' * 500_001, "\\" * 500_000])
 def test_a_string_left_open_takes_no_quadratic_time(text):
     with pytest.raises(CorruptCheckpointError):
