@@ -16,7 +16,7 @@ LINES = """
     recckpt  __main__  sparse  dense  checkpointer
     cli
     cli.app
-    cli.ls  cli.show  cli.rows  cli.verify  cli.salvage  cli.repair  cli.plan
+    cli.ls  cli.show  cli.rows  cli.verify  cli.salvage  cli.repair  cli.plan  cli.consolidate
     cli.outcome
     checkpointer.builder
     checkpointer.checkpointer
@@ -37,10 +37,11 @@ LINES = """
     other_state  warm_start
     sparse_optim_state
     target  stage  repair  sparse.saver  sparse.loader  sparse.optim.adagrad  sparse.optim.adam  sparse.optim.sgd
+    consolidate
     reader  verify  salvage  sources  commit  sparse.filler  sparse.source  sparse.optim.optimizer
     dense.chunk_saver  dense.sharded_loader
     dense.sharded_state
-    dense.sharded  dense.tensors
+    dense.sharded  dense.tensors  dense.torch_writer
     sparse.table  sparse.part_writer  sparse.remains  inventory  checkup  plan_report  fence
     dense.stored_shards  dense.chunk_verifier
     load_plan  rotation  pins  visibility  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
@@ -86,6 +87,7 @@ TORCH_FREE = [
     *("dense", "dense.torch_file", "dense.torch_zip", "dense.stored_tensor", "dense.torch_pickle"),
     *("checkpointer", "checkpointer.worker", "checkpointer.writer"),
     *("cli", "cli.app", "cli.ls", "cli.show", "cli.rows", "cli.verify", "cli.salvage", "cli.repair", "cli.plan"),
+    *("consolidate", "cli.consolidate"),
 ]
 
 

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import cast
 
@@ -22,9 +22,11 @@ _MODULES = {
     "get": "rows",
     "verify": "verify",
     "salvage": "salvage",
+    "consolidate": "consolidate",
     "repair": "repair",
     "plan": "plan",
 }
+_ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 
 
@@ -99,8 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("-n", type=_natural, default=10, metavar="N", help="number of rows (default: %(default)s)")
     get = command("get", "print rows of a table by id")
     for with_checkpoint in (show, head, get):
-        help_text = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
-        with_checkpoint.add_argument("checkpoint", metavar="CKPT", help=help_text)
+        with_checkpoint.add_argument("checkpoint", metavar="CKPT", help=_ANY_CHECKPOINT)
     for with_table in (head, get):
         with_table.add_argument("table", metavar="TABLE")
         with_table.add_argument("--columns", metavar="A,B", help="slots to print, separated by commas (default: all)")
@@ -112,12 +113,22 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--quick", dest="deep", action="store_false", help="look at manifests and file sizes only")
     threads_help = "files to read at once (default: 8, locally at most one a core)"
     verify.add_argument("--threads", type=_positive, metavar="N", help=threads_help)
+    _add_mending(command)
+    return parser
+
+
+def _add_mending(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add the commands that write something, and the one that says what a load would do."""
     salvage = command("salvage", "write the rows of a table that are whole to an Arrow file, and list what is lost")
     salvage.add_argument("checkpoint", metavar="CKPT", help="a checkpoint; a path or URL")
     salvage.add_argument("table", metavar="TABLE")
     salvage.add_argument("--out", metavar="FILE.arrow", required=True, help="the file to write; must not exist")
     unverified_help = "take rows too that no checksum vouches for, where a catalog cannot be read"
     salvage.add_argument("--unverified", action="store_true", help=unverified_help)
+    consolidate = command("consolidate", "write the dense tensors to one model.pt, those of several ranks put together")
+    consolidate.add_argument("checkpoint", metavar="CKPT", help=_ANY_CHECKPOINT)
+    out_help = "the file to write (default: %(default)s); must not exist"
+    consolidate.add_argument("--out", metavar="FILE", default="model.pt", help=out_help)
     repair = command("repair", "make the index file of an output dir anew, and list what crashes left")
     repair.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
     repair.add_argument("--clean", action="store_true", help="remove what nobody can still be writing")
@@ -125,7 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
     plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")
-    return parser
 
 
 def _natural(text: str) -> int:
