@@ -1,6 +1,7 @@
 """The saves of a manager: in the background, by policies, under back-pressure, and what becomes of their errors."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from recckpt.listing import list_checkpoints
 from recckpt.schedule import SaveCounts
 from recckpt.storage.local import LocalStorage
 from recckpt.when import AtSteps, EveryEventTime, EverySeconds, WhenTrue
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 class Small:
@@ -93,6 +96,32 @@ def test_a_run_that_saves_in_the_background_restores_bit_for_bit(tmp_path):
 def state(model, stream):
     dense = {name: value.tolist() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     return [table_state(table) for table in model.tables], dense, stream.position
+
+
+def under_fire(url, n_saves):
+    """Save again and again while training goes on; each checkpoint is the whole state of its step, and no other."""
+    run, twin = Run(url, interval=10**9).train(1), Run(url, interval=10**9)
+    for number in range(n_saves):
+        expected, rows = state_of(run), {table.name: len(table) for table in run.model.tables}
+        handle = run.saver.save(f"a{number}", step=run.manager.global_step, blocking=False)
+        while not handle.done():
+            run.train(1)
+        run.train(1)
+        assert {table.name: table.rows for table in handle.wait().tables} == rows
+        assert twin.manager.restore() == expected["step"]
+        assert state_of(twin) == expected
+    return run.manager.global_step
+
+
+def test_what_is_saved_beside_training_is_the_whole_state_of_its_step(tmp_path):
+    assert under_fire(tmp_path, 4) > 4
+
+
+@pytest.mark.slow
+def test_so_it_is_a_thousand_times(tmp_path, record_property):
+    n_saves = 1000 // SWEEP_STRIDE
+    n_steps = under_fire(tmp_path, n_saves)
+    record_property("figures", {"whole states beside training": {"saves": n_saves, "steps": n_steps, "wrong": 0}})
 
 
 def test_a_save_by_hand_waits_whatever_the_steps_do(tmp_path):
