@@ -124,6 +124,7 @@ def _fill_tables(
         chosen = _table_loads(items, source, tables)
         parts = source.parts() if chosen else []
         loads.append(CheckpointLoad(chosen, parts, source.files, source.checkpoint.directory))
+        source.files.fetch(loads[-1].wanted_files(), concurrency)
     what = sources[0].checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     with Progress(f"loading {what}", sum(load.n_bytes for load in loads)) as progress:
         loaded = load_tables(loads, concurrency=concurrency, advance=progress.advance)

@@ -177,6 +177,8 @@ class ModelState:
     ) -> LoadReport:
         """Load from checkpoints that have been located; what every load and restore comes down to."""
         target = self.target(shard_id, shard_num)
+        for source in sources:
+            source.storage.transfers = self.storage.transfers
         return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
 
     def target(self, shard_id: int | None = None, shard_num: int | None = None) -> Target:

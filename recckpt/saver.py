@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Literal, overload
@@ -11,16 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt import layout
-from recckpt.arguments import positive_number
 from recckpt.dense.buffers import DenseBuffers
-from recckpt.group import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, this_rank, twin_of
+from recckpt.group import DEFAULT_TIMEOUT_SEC, Group, group_of, this_rank
 from recckpt.keep import Keep, as_keep
 from recckpt.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
-from recckpt.room import check_room
-from recckpt.save import lost_ranks_named
+from recckpt.room import check_rooms
 from recckpt.save_runner import Groups, OnSave, SaveHandle, SaveRunner
 from recckpt.stage import Staged, estimated_bytes, stage
+from recckpt.storage.options import transfers_of
+from recckpt.storage.transfers import VISIBLE_SEC
 from recckpt.timeline import SaveInfo
 
 log = logging.getLogger("recckpt")
@@ -38,10 +39,15 @@ class Saver(ModelState):
         output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
         max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.keep`; None keeps all.
         concurrency: threads that read and write tables.
-        timeout_sec: how long a rank waits for the others, at each of the places where they agree: at least as long as
-            the slowest rank writes longer than the fastest.
         min_free_bytes: a save that would leave less room than this, by an estimate, is refused before it begins;
             where the storage knows its room.
+        max_uploads: how many files go up to the output dir at once from one host, over all its ranks; None for as many
+            as there are threads.
+        work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
+            once they are there, though they still have to go up. Empty but while a save or load is at work.
+        pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
+            those of an object store: to ``work_dir``, else to the temporary directory.
+        visible_sec: how long ranks look for what others have written, which a network file system may show late.
         on_save: called with the :class:`recckpt.timeline.SaveInfo` of each save that is committed, once rotation is
             over, in the thread of the save; what it raises is logged and fails nothing.
 
@@ -58,16 +64,27 @@ class Saver(ModelState):
         max_keep: int | Keep | None = 1,
         concurrency: int = 4,
         *,
-        timeout_sec: float = DEFAULT_TIMEOUT_SEC,
         min_free_bytes: int = 0,
+        max_uploads: int | None = None,
+        work_dir: str | os.PathLike[str] | None = None,
+        pre_download: bool = False,
+        visible_sec: float = VISIBLE_SEC,
         on_save: OnSave | None = None,
     ) -> None:
         as_keep(max_keep)
         if type(min_free_bytes) is not int or min_free_bytes < 0:
             raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
+        transfers = transfers_of(
+            output_dir,
+            max_uploads=max_uploads,
+            work_dir=work_dir,
+            pre_download=pre_download,
+            visible_sec=visible_sec,
+            timeout_sec=DEFAULT_TIMEOUT_SEC,
+        )
         super().__init__(model, sparse_optim, output_dir, concurrency)  # last: it makes the output dir
+        self.storage.transfers = transfers
         self.max_keep = max_keep
-        self._timeout_sec = positive_number("timeout_sec", timeout_sec)
         self._min_free_bytes = min_free_bytes
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
@@ -146,8 +163,7 @@ class Saver(ModelState):
             ValueError: the id is none, or something in the state could not be loaded back; names it, nothing was
                 written.
             CheckpointExistsError: the id is committed and ``overwrite`` is false.
-            SaveFailedError: a rank failed, or is missing; nothing was committed, where the message does not say
-                otherwise. Where a rank is missing, so is it for all saves and restores to come: restart the job.
+            SaveFailedError: a rank failed; nothing was committed.
             CommitNotDurableError: committed, but the storage failed before that was surely durable.
             WriterFencedError: another process has taken the output dir over by saving to it.
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
@@ -158,15 +174,13 @@ class Saver(ModelState):
         buffers = None if blocking else self._buffers
 
         def take() -> Staged:
-            n_bytes = sum(ranks.front.all_gather(estimated_bytes(self.model, rank)))
-            check_room(self.storage, n_bytes, self._min_free_bytes)
+            check_rooms(self.storage, estimated_bytes(self.model, rank), self._min_free_bytes, ranks.front)
             with info.timed("stage"):
                 return stage(
                     self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state, buffers=buffers
                 )
 
-        with lost_ranks_named(info):
-            ranks = self._ranks(rank, size)
+        ranks = self._ranks(rank, size)
         handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
         return handle.wait() if blocking else handle
 
@@ -185,11 +199,6 @@ class Saver(ModelState):
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return self._runner.is_running
-
-    @property
-    def has_lost_ranks(self) -> bool:
-        """Whether a rank is known to be missing, so that nothing collective can be done any more."""
-        return any(has_lost_ranks(groups.front) for groups in self._groups.values())
 
     def close(self) -> None:
         """Wait for the save that is under way and raise its error; the saver may go on being used.
@@ -219,6 +228,5 @@ class Saver(ModelState):
     def _ranks(self, shard_id: int, shard_num: int) -> Groups:
         key = shard_id, shard_num
         if key not in self._groups:
-            front = group_of(*key, self._timeout_sec)
-            self._groups[key] = Groups(front, twin_of(front))
+            self._groups[key] = Groups(group_of(*key), group_of(*key))
         return self._groups[key]

@@ -47,6 +47,15 @@ class CheckpointLoad:
         """Bytes of all rows in the columns that are read."""
         return sum(load.n_bytes for load in self.tables)
 
+    def wanted_files(self) -> Iterator[str]:
+        """Yield the files that have rows for the tables, by their slices."""
+        fillers: dict[str, list[Filler]] = {}
+        for load in self.tables:
+            fillers.setdefault(load.entry.name, []).append(Filler(load))
+        for part in self.parts:
+            if any(filler.wants(batch) for batch in part.batches for filler in fillers.get(batch.table, ())):
+                yield layout.join(self.directory, part.file)
+
 
 @dataclass(frozen=True)
 class Loaded:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from recckpt.storage.slots import UploadSlots
     from recckpt.storage.work_dir import WorkDir
 
-_VISIBLE_SEC = 60.0  # NFS keeps what it knows of a directory for as long
+VISIBLE_SEC = 60.0  # NFS keeps what it knows of a directory for as long
 
 
-def waiting(timeout_sec: float = _VISIBLE_SEC) -> RetryPolicy:
+def waiting(timeout_sec: float = VISIBLE_SEC) -> RetryPolicy:
     """Return how to look for what others have written, at most for so long."""
     return RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=timeout_sec)
 

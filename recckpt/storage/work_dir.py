@@ -12,12 +12,18 @@ from recckpt.text import size
 
 
 class WorkDir(LocalStorage):
-    """A local directory whose files have no names: what nobody has open takes no room and needs no cleaning up."""
+    """A local directory whose files have no names: what nobody has open takes no room and needs no cleaning up.
 
-    @property
-    def device(self) -> tuple[str, int]:
-        """The host and the file system, to tell who shares its room."""
-        return socket.gethostname(), self._root.stat().st_dev
+    Attributes:
+        device: the host and the file system, once it is prepared.
+    """
+
+    device: tuple[str, int] | None = None
+
+    def prepare(self) -> None:
+        """Make the directory, check that files can be written to it, and note who shares its room."""
+        super().prepare()
+        self.device = socket.gethostname(), self._root.stat().st_dev
 
     def new_file(self) -> IO[bytes]:
         """Open a file without a name."""
