@@ -11,7 +11,7 @@ from recckpt import layout, manifest
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
 from recckpt.fence import Fence
 from recckpt.intent import Intent, write_intent
-from recckpt.listing import Listing, list_checkpoints, read_manifest
+from recckpt.listing import Listing, list_checkpoints, listed_sizes, read_manifest
 from recckpt.manifest import Manifest
 from recckpt.storage import Storage
 from recckpt.visibility import Lookout
@@ -84,8 +84,10 @@ def check_files(storage: Storage, directory: str, record: Manifest) -> None:
         OSError: a file is not there, or has another size.
     """
     lookout = Lookout(storage, is_patient=len(record.shards) > 1)
+    listed = listed_sizes(storage, directory)
     for file in record.files:
-        lookout.check_size(layout.join(directory, file.name), file.n_bytes)
+        if listed.get(file.name) != file.n_bytes:
+            lookout.check_size(layout.join(directory, file.name), file.n_bytes)
 
 
 def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:

@@ -167,7 +167,10 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
 
 def file_problems(storage: Storage, directory: str, record: Manifest) -> Iterator[CorruptCheckpointError]:
     """Yield an error for each listed file that is not there with its size."""
+    listed = listed_sizes(storage, directory)
     for file in record.files:
+        if listed.get(file.name) == file.n_bytes:
+            continue
         name = layout.join(directory, file.name)
         try:
             size = storage.size(name)
@@ -176,6 +179,14 @@ def file_problems(storage: Storage, directory: str, record: Manifest) -> Iterato
             continue
         if size != file.n_bytes:
             yield CorruptCheckpointError(name, "its size", found=f"{size} bytes", expected=f"{file.n_bytes} bytes")
+
+
+def listed_sizes(storage: Storage, directory: str) -> dict[str, int]:
+    """Return the sizes of files that one listing tells, {} where there is none: each has to be asked for then."""
+    try:
+        return storage.sizes(directory)
+    except OSError:  # of a bucket or directory that may be entered but not listed
+        return {}
 
 
 def locate(storage: Storage, ckpt_id: str) -> Checkpoint:

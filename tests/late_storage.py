@@ -25,6 +25,10 @@ class LateStorage(LocalStorage):
         seen = self._look(name)
         return super().size(name) if seen is None else seen
 
+    def sizes(self, directory):
+        found = super().sizes(directory)
+        return {name: size for name, size in found.items() if not self.late.get(f"{directory}/{name}")}
+
     def read(self, name, max_bytes):
         self._look(name)
         return super().read(name, max_bytes)

@@ -208,15 +208,36 @@ def test_a_reader_that_meets_rotation_finds_what_took_the_place(local, monkeypat
 
 def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_damaged(local, monkeypatch):
     save(local, "a", "b")
-    size = type(local).size
+    sizes = type(local).sizes
 
-    def removed_first(storage, name):
+    def removed_first(storage, directory):
         shutil.rmtree(Path(storage.url, "a"), ignore_errors=True)
-        return size(storage, name)
+        return sizes(storage, directory)
 
-    monkeypatch.setattr(type(local), "size", removed_first)
+    monkeypatch.setattr(type(local), "sizes", removed_first)
     listing = list_checkpoints(local)
     assert ([c.ckpt_id for c in listing.committed], listing.damaged) == (["b"], {})
+
+
+def test_a_directory_that_cannot_be_listed_is_looked_at_file_by_file(local, monkeypatch):
+    save(local, "a", "b")
+    Forge(Path(local.url, "b")).path("model.pt").touch()  # not listed in the manifest, so it does not count
+    Path(local.url, "b", Forge(Path(local.url, "b")).parts[0]).unlink()
+
+    def refused(storage, directory):
+        raise PermissionError(13, "may not be listed", directory)
+
+    monkeypatch.setattr(type(local), "sizes", refused)
+    listing = list_checkpoints(local)
+    assert ([c.ckpt_id for c in listing.committed], list(listing.damaged)) == (["a"], ["b"])
+
+
+def test_looking_at_a_checkpoint_takes_one_listing_whatever_the_number_of_its_files(local, monkeypatch):
+    save_tables(local, *[[filled("item", [shard])] for shard in range(5)], ckpt_id="a")
+    asked = []
+    monkeypatch.setattr(type(local), "size", lambda storage, name: asked.append(name))
+    assert len(list_checkpoints(local).committed) == 1
+    assert asked == []
 
 
 def test_read_checkpoint_gives_none_where_there_is_none(storage):

@@ -167,6 +167,13 @@ class Storage(ABC):
         """Return the names of all files below a directory, relative to it; [] where there is none."""
 
     @abstractmethod
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the bytes of plain files below a directory by name, as far as one listing tells; ask ``size`` beyond.
+
+        {} where there is no such directory.
+        """
+
+    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file; one that is gone already is no error."""
 

@@ -127,6 +127,11 @@ class LocalStorage(Storage):
                 found += [Path(base, name) for name in (*names, *links)]
         return sorted(path.relative_to(top).as_posix() for path in found)
 
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the bytes of plain files below a directory; those of links, and what goes meanwhile, are left out."""
+        with _doing("listing", self._root / directory):
+            return dict(_plain_files(self._root / directory))
+
     def remove(self, name: str) -> None:
         """Unlink a name; what a link points to stays."""
         path = self._root / name
@@ -253,6 +258,19 @@ def _sync_dir(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, int]]:
+    try:
+        entries = list(os.scandir(f"{top}/{below}"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _plain_files(top, f"{below}{entry.name}/")
+        elif entry.is_file(follow_symlinks=False):
+            with suppress(FileNotFoundError):
+                yield f"{below}{entry.name}", entry.stat(follow_symlinks=False).st_size
 
 
 def _unless_missing(error: OSError) -> None:

@@ -88,16 +88,24 @@ class ObjectStorage(RemoteStorage):
 
     def list_files(self, directory: str) -> list[str]:
         """Return the names of all objects below a prefix."""
-        top = self._path(directory)
-        prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
-        found = self._call("listing", directory, lambda: self._fs.find(top))
-        return sorted(str(path)[prefix:] for path in found)
+        return sorted(self._find(directory))
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Return the bytes of all objects below a prefix: one request for a thousand of them."""
+        found = self._find(directory).items()
+        return {n: e["size"] for n, e in found if e.get("type") == "file" and isinstance(e.get("size"), int)}
 
     def remove_empty_dirs(self, name: str) -> None:
         """Do nothing, where there is nothing left: a prefix goes with its last object."""
         left = self.list_files(name)
         if left:
             raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self._url(name))
+
+    def _find(self, directory: str) -> dict[str, dict[str, Any]]:
+        top = self._path(directory)
+        prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
+        found = self._call("listing", directory, lambda: self._fs.find(top, detail=True))
+        return {str(path)[prefix:]: entry for path, entry in found.items()}
 
     def _upload(self, kind: type[_UploadT], name: str, put: Put) -> _UploadT:
         in_one = isinstance(self._fs, MemoryFileSystem)  # a file of it is published when it is opened

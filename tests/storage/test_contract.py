@@ -203,6 +203,17 @@ def test_directories_and_files_are_listed(storage):
     assert storage.list_files("nothing") == []
 
 
+def test_the_sizes_of_many_files_are_told_at_once(storage):
+    contents = {"x": b"abc", "sub/y": b"", "sub/deeper/z": b"z" * 10_000}
+    for name, data in contents.items():
+        write(storage, f"a/{name}", data)
+    write(storage, "ab/x")
+    assert storage.sizes("a") == {name: len(data) for name, data in contents.items()}
+    assert storage.sizes("nothing") == {}
+    storage.remove("a/x")
+    assert "x" not in open_storage(storage.url).sizes("a")
+
+
 def test_a_listing_is_never_stale(storage):
     assert storage.list_dirs() == []
     write(storage, "a/x")
