@@ -96,8 +96,9 @@ def test_an_error_that_nobody_has_seen_is_raised_when_the_checkpointer_closes_on
 
 def test_what_a_block_raises_is_not_hidden_by_a_save_that_failed(make, tmp_path, caplog):
     (tmp_path / "file").touch()
-    with pytest.raises(KeyError), make() as checkpointer:
-        checkpointer.save({"a": 1}, tmp_path / "file")
+    checkpointer = make()
+    checkpointer.save({"a": 1}, tmp_path / "file")
+    with pytest.raises(KeyError), checkpointer:
         raise KeyError
     assert f"saving '{tmp_path / 'file'}' failed" in caplog.text
 
