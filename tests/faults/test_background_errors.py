@@ -79,12 +79,14 @@ class Trial:
         return state, told
 
     def check(self, *newest):
-        """Check that it is one of these that is the newest, and that the next save lands and tidies up."""
+        """Check that it is one of these that is the newest, that the next save lands, and the next process tidies up."""
         restored(self.url, newest)
         state = self.step()
         self.manager.close()
-        restored(self.url, [state])
-        check_tidy(self.job.saver.storage, 1, state)
+        following, _ = restored(self.url, [state])
+        following.advance()
+        following.save()
+        check_tidy(following.saver.storage, 1, State(state.step + 1))
 
 
 @pytest.fixture(params=["local", "memory"])
