@@ -12,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt import layout
+from recckpt.arguments import positive_number
 from recckpt.dense.buffers import DenseBuffers
-from recckpt.group import DEFAULT_TIMEOUT_SEC, Group, group_of, this_rank
+from recckpt.group import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, this_rank, twin_of
 from recckpt.keep import Keep, as_keep
 from recckpt.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
 from recckpt.room import check_rooms
+from recckpt.save import lost_ranks_named
 from recckpt.save_runner import Groups, OnSave, SaveHandle, SaveRunner
 from recckpt.stage import Staged, estimated_bytes, stage
 from recckpt.storage.options import transfers_of
@@ -39,6 +41,8 @@ class Saver(ModelState):
         output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
         max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.keep`; None keeps all.
         concurrency: threads that read and write tables.
+        timeout_sec: how long a rank waits for the others, at each of the places where they agree: at least as long as
+            the slowest rank writes longer than the fastest.
         min_free_bytes: a save that would leave less room than this, by an estimate, is refused before it begins;
             where the storage knows its room.
         max_uploads: how many files go up to the output dir at once from one host, over all its ranks; None for as many
@@ -64,6 +68,7 @@ class Saver(ModelState):
         max_keep: int | Keep | None = 1,
         concurrency: int = 4,
         *,
+        timeout_sec: float = DEFAULT_TIMEOUT_SEC,
         min_free_bytes: int = 0,
         max_uploads: int | None = None,
         work_dir: str | os.PathLike[str] | None = None,
@@ -80,11 +85,12 @@ class Saver(ModelState):
             work_dir=work_dir,
             pre_download=pre_download,
             visible_sec=visible_sec,
-            timeout_sec=DEFAULT_TIMEOUT_SEC,
+            timeout_sec=timeout_sec,
         )
         super().__init__(model, sparse_optim, output_dir, concurrency)  # last: it makes the output dir
         self.storage.transfers = transfers
         self.max_keep = max_keep
+        self._timeout_sec = positive_number("timeout_sec", timeout_sec)
         self._min_free_bytes = min_free_bytes
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
@@ -163,7 +169,8 @@ class Saver(ModelState):
             ValueError: the id is none, or something in the state could not be loaded back; names it, nothing was
                 written.
             CheckpointExistsError: the id is committed and ``overwrite`` is false.
-            SaveFailedError: a rank failed; nothing was committed.
+            SaveFailedError: a rank failed, or is missing; nothing was committed, where the message does not say
+                otherwise. Where a rank is missing, so is it for all saves and restores to come: restart the job.
             CommitNotDurableError: committed, but the storage failed before that was surely durable.
             WriterFencedError: another process has taken the output dir over by saving to it.
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
@@ -180,7 +187,8 @@ class Saver(ModelState):
                     self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state, buffers=buffers
                 )
 
-        ranks = self._ranks(rank, size)
+        with lost_ranks_named(info):
+            ranks = self._ranks(rank, size)
         handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
         return handle.wait() if blocking else handle
 
@@ -199,6 +207,11 @@ class Saver(ModelState):
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return self._runner.is_running
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether a rank is known to be missing, so that nothing collective can be done any more."""
+        return any(has_lost_ranks(groups.front) for groups in self._groups.values())
 
     def close(self) -> None:
         """Wait for the save that is under way and raise its error; the saver may go on being used.
@@ -228,5 +241,6 @@ class Saver(ModelState):
     def _ranks(self, shard_id: int, shard_num: int) -> Groups:
         key = shard_id, shard_num
         if key not in self._groups:
-            self._groups[key] = Groups(group_of(*key), group_of(*key))
+            front = group_of(*key, self._timeout_sec)
+            self._groups[key] = Groups(front, twin_of(front))
         return self._groups[key]
