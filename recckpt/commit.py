@@ -10,6 +10,7 @@ import secrets
 from recckpt import layout, manifest
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
 from recckpt.fence import Fence
+from recckpt.index_file import encode_index
 from recckpt.intent import Intent, write_intent
 from recckpt.listing import Listing, list_checkpoints, listed_sizes, read_manifest
 from recckpt.manifest import Manifest
@@ -101,9 +102,4 @@ def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:
 
 def write_index(storage: Storage, listing: Listing) -> None:
     """Replace the index file by the listing."""
-    storage.replace(layout.INDEX_FILE, encode_index(listing))
-
-
-def encode_index(listing: Listing) -> bytes:
-    """Return the index file of a listing."""
-    return "".join(f"{layout.encode_id(checkpoint.ckpt_id)}\n" for checkpoint in listing.current).encode()
+    storage.replace(layout.INDEX_FILE, encode_index([checkpoint.ckpt_id for checkpoint in listing.current]))

@@ -24,6 +24,7 @@ from recckpt.epochs import (
     read_claim,
 )
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
+from recckpt.index_file import warn_of_index
 from recckpt.listing import Listing, attempt_dirs, list_checkpoints
 from recckpt.storage import Storage
 
@@ -59,6 +60,7 @@ class Fence:
             self.check()  # whoever has taken over since may have listed what was committed too late for this list
             for intent in left:
                 rotation.remove_leftover(self._storage, intent.directory)
+            warn_of_index(self._storage, [checkpoint.ckpt_id for checkpoint in listing.current])
         else:
             self.check()
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from recckpt import layout, rotation
-from recckpt.commit import encode_index, write_index
+from recckpt.commit import write_index
 from recckpt.epochs import last_takeover, read_claim
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.index_file import index_problem
 from recckpt.intent import read_intent
 from recckpt.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints, read_manifest
 from recckpt.storage import Storage, open_storage
@@ -84,7 +85,7 @@ def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
     is_output_dir = listing.committed or listing.damaged or layout.OWN_DIR in storage.list_dirs()
     if not is_output_dir and not any(left.is_dead for left, _ in found):
         raise CheckpointNotFoundError(f"{storage.url}: found no checkpoint, expected an output dir")
-    problem = _index_problem(storage, listing)
+    problem = index_problem(storage, [checkpoint.ckpt_id for checkpoint in listing.current])
     if problem and not dry_run:
         write_index(storage, listing)
     dead = [left.path for left, _ in found if left.is_dead]
@@ -154,12 +155,3 @@ def _remove_fenced(storage: Storage, directory: str) -> None:
     record = read_manifest(storage, directory)
     if record is not None and last_takeover(storage).excludes(record):
         rotation.remove(storage, Checkpoint(directory, record))
-
-
-def _index_problem(storage: Storage, listing: Listing) -> str:
-    expected = encode_index(listing)
-    try:
-        found = storage.read(layout.INDEX_FILE, len(expected) + 1)
-    except FileNotFoundError:
-        return "missing" if expected else ""
-    return "" if found == expected else "not what the manifests say"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from recckpt import layout
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.group import together
+from recckpt.index_file import warn_of_index
 from recckpt.listing import Checkpoint, list_checkpoints, locate, newest_first
 from recckpt.load import plan
 from recckpt.load_conf import Entry, parse_load_conf
@@ -182,4 +183,6 @@ class Restorer:
         found = newest_first(storage)
         if required and not found:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
+        if self._ranks.rank == 0:
+            warn_of_index(storage, [checkpoint.ckpt_id for checkpoint in reversed(found)], unless_stale=True)
         return found
