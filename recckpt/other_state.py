@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from recckpt.load_plan import Planned
 from recckpt.sources import Source
 from recckpt.sparse_optim_state import merged_optimizer_state
 from recckpt.target import Target
+
+log = logging.getLogger("recckpt")
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,27 @@ def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: S
     states = {}
     for items, source in zip(by_source, sources, strict=True):
         for item in (item for item in items if item.name.group == "io_state"):
+            name = item.name.text
             if source.shards == target.shards:
-                states[item.name.text] = source.value(layout.io_state(target.shard), item.source)
+                states[name] = _own_position(source, item.source, target.shard)
             else:
-                of_all = [source.value(layout.io_state(shard), item.source) for shard in range(source.shards)]
-                states[item.name.text] = target.io_state.merged(item.name.text, of_all, target.shard, target.shards)
+                files = [source.state(layout.io_state(shard)) for shard in range(source.shards)]
+                of_all = [found[item.source] for found in files if item.source in found]
+                states[name] = target.io_state.merged(name, of_all, target.shard, target.shards)
     return states
+
+
+def _own_position(source: Source, name: str, shard: int) -> Any:
+    """Return the state of this rank; where it had none, that of rank 0, or of the first that had one."""
+    own = source.state(layout.io_state(shard))
+    if name in own:
+        return own[name]
+    for other in range(source.shards):
+        found = source.state(layout.io_state(other))
+        if name in found:
+            log.warning("%s: rank %d had no io state %r, it takes that of rank %d", source.label, shard, name, other)
+            return found[name]
+    return source.value(layout.io_state(shard), name)  # an error: the manifest says that a rank has one
 
 
 def _generators(target: Target, sources: Sequence[Source]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
@@ -75,11 +75,17 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
             group, info, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
         )
         try:
-            records = _write(staged, info, to, intent)
+            records, positions = _write(staged, info, to, intent)
+            names = {"extra": tuple(staged.extra), "io_state": positions}
             outcome.is_open = group.rank != 0
 
             def commit_all() -> Manifest:
-                record = commit(storage, fence, intent.directory, _manifest(info, intent, seq, staged, records))
+                record = commit(
+                    storage,
+                    fence,
+                    intent.directory,
+                    replace(_manifest(info, intent, seq, staged, records), names=names),
+                )
                 outcome.is_committed = True
                 return record
 
@@ -132,20 +138,22 @@ def lost_ranks_named(info: SaveInfo, outcome: Outcome | None = None) -> Iterator
         raise SaveFailedError(info.ckpt_id, lost.rank, cause, step=info.step, outcome=str(outcome)) from lost
 
 
-def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> list[ShardRecord]:
-    """Write the files of all ranks."""
+def _write(
+    staged: Staged, info: SaveInfo, to: Destination, intent: Intent
+) -> tuple[list[ShardRecord], tuple[str, ...]]:
+    """Write the files of all ranks; return what each wrote, and the names of which any has a position in the data."""
     group = to.group
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
         writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
-        plans = _on_all_ranks(group, info, lambda: staged.sharded.plan)
-        records = _on_all_ranks(group, info, lambda: writer.write(staged, progress, plans))
+        parts = _on_all_ranks(group, info, lambda: (staged.sharded.plan, tuple(staged.io_state)))
+        records = _on_all_ranks(group, info, lambda: writer.write(staged, progress, [plan for plan, _ in parts]))
         seconds = [record.seconds for record in records]
         info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
         info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])
     info.n_rows = sum(table.rows for record in records for table in record.tables)
     info.kept_rows = sum(record.n_kept for record in records)
-    return records
+    return records, tuple(dict.fromkeys(name for _, names in parts for name in names))
 
 
 def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group) -> Staged:
@@ -188,7 +196,6 @@ def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records:
         shards=tuple(record.shard for record in records),
         tables=_tables_of_all(records),
         files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
-        names={"extra": tuple(staged.extra), "io_state": tuple(staged.io_state)},
         state=staged.state,
         writer=_versions(),
         ephemeral=info.ephemeral,

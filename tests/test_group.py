@@ -1,5 +1,6 @@
 """Ranks that work together, and what one rank is without others."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -231,6 +232,21 @@ def test_ranks_that_disagree_on_a_table_commit_nothing(two_ranks):
         assert result["failed"][0] == "StateMismatchError"
         assert "table 't' of rank 1" in result["failed"][2]
         assert not result["committed"]
+
+
+def test_tables_whose_ids_several_ranks_own_are_refused_on_all_and_nothing_is_written(two_ranks):
+    for result in results_of(two_ranks, "save_tables_without_slices"):
+        kind, _, text = result["failed"]
+        assert kind == "ValueError"
+        assert "table 't': ranks 0 and 1 own the same ids; table 'u': ranks 0 and 1" in text
+        assert "ShardedHashTable, or give it slice=gen_slice(rank, ranks)" in text
+        assert result["left"] == []
+
+
+def test_a_position_that_one_rank_alone_has_is_in_the_manifest_and_goes_to_the_others_too(two_ranks):
+    assert results_of(two_ranks, "save_a_position_of_one_rank") == [71, 71]
+    manifest = json.loads((two_ranks[0] / "save_a_position_of_one_rank" / "ckpt_1" / "manifest.json").read_text())
+    assert manifest["names"]["io_state"] == ["stream", "own"]
 
 
 def test_a_committed_id_is_refused_on_all_ranks_alike(two_ranks):

@@ -134,12 +134,30 @@ class Lying:
 
 
 def disagree_on_a_table(rank, url):
-    table = HashTable(2 + rank, name="t")
+    table = HashTable(2 + rank, name="t", slice=gen_slice(rank, SIZE))
     saver = Saver(torch.nn.ModuleDict({"t": table}), output_dir=str(url))
     return {
         "failed": outcome(lambda: saver.save("c", rank, SIZE)),
         "committed": list(url.glob("*/manifest.json")) != [],
     }
+
+
+def save_tables_without_slices(rank, url):
+    saver = Saver(torch.nn.ModuleDict({"t": HashTable(2, name="t"), "u": HashTable(2, name="u")}), output_dir=str(url))
+    return {"failed": outcome(lambda: saver.save("c", rank, SIZE)), "left": sorted(p.name for p in url.iterdir())}
+
+
+def save_a_position_of_one_rank(rank, url):
+    run = Rank(rank, url).train(1)
+    own = Stream()
+    own.position = 70 + rank
+    if rank == 1:
+        run.saver.register_io_state("own", own)
+    run.manager.save()
+    restored, found = Rank(rank, url), Stream()
+    restored.saver.register_io_state("own", found)
+    restored.manager.restore()
+    return found.position
 
 
 def save_twice(rank, url):
@@ -190,6 +208,8 @@ SCENES = [
     fail_to_write,
     stage_what_cannot_be_saved,
     disagree_on_a_table,
+    save_tables_without_slices,
+    save_a_position_of_one_rank,
     save_twice,
     restore_what_is_damaged_for_one,
     restore_where_there_is_nothing,
