@@ -113,8 +113,8 @@ def under_fire(url, n_saves):
     return run.manager.global_step
 
 
-def test_what_is_saved_beside_training_is_the_whole_state_of_its_step(tmp_path):
-    assert under_fire(tmp_path, 4) > 4
+def test_what_is_saved_beside_training_is_the_whole_state_of_its_step(memory_url):
+    assert under_fire(memory_url, 4) > 4
 
 
 @pytest.mark.slow
