@@ -91,11 +91,14 @@ def main() -> None:
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--threads", type=int, help="of the training; torch's own default where it is not given")
+    parser.add_argument("--writers", type=int, default=Recckpt.writers, help="threads that write, of recckpt")
     parser.add_argument("--dense-mib", type=int, default=64)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    report({"case": "machine", "training_threads": torch.get_num_threads(), **describe_machine()})
+    Recckpt.writers = args.writers
+    threads = {"training_threads": torch.get_num_threads(), "writers": args.writers}
+    report({"case": "machine", **threads, **describe_machine()})
     for rows in args.rows:
         compare(rows, args.rounds, args.tmpfs, args.peers)
     report_dense(args.dense_mib, args.tmpfs)

@@ -119,9 +119,13 @@ class Peer(Protocol):
 class Recckpt:
     """Ours."""
 
+    writers = 4  # what a saver has unless told otherwise
+
     def __init__(self, training: Training, root: Path) -> None:
         self._training = training
-        self._saver = Saver(training.model, training.sparse_optim, output_dir=str(root), max_keep=None)
+        self._saver = Saver(
+            training.model, training.sparse_optim, output_dir=str(root), max_keep=None, concurrency=self.writers
+        )
 
     def warm_up(self, directory: Path) -> None:
         """Save once, with training beside it."""
