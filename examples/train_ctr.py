@@ -34,8 +34,7 @@ class DeepFM(nn.Module):
 
     def __init__(self, dim: int = 16, hidden: int = 64, seed: int = 0) -> None:
         super().__init__()
-        rows_start_at = Normal(std=0.01, seed=seed)
-        self.tables = nn.ModuleList(HashTable(1 + dim, name=name, initializer=rows_start_at) for name in FEATURES)
+        self.tables = self.make_tables(1 + dim, Normal(std=0.01, seed=seed))
         self.deep = nn.Sequential(
             nn.Linear(len(FEATURES) * dim, hidden),
             nn.ReLU(),
@@ -43,9 +42,17 @@ class DeepFM(nn.Module):
             nn.Linear(hidden, 1),
         )
 
+    def make_tables(self, row_size: int, rows_start_at: Normal) -> nn.Module:
+        """Return a table for each feature."""
+        return nn.ModuleList(HashTable(row_size, name=name, initializer=rows_start_at) for name in FEATURES)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids of shape (batch, features), shape (batch, features, row_size)."""
+        return torch.stack([table(ids[:, column]) for column, table in enumerate(self.tables.children())], dim=1)
+
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of a click, shape (batch,), for ids of shape (batch, features)."""
-        rows = torch.stack([table(ids[:, column]) for column, table in enumerate(self.tables)], dim=1)
+        rows = self.rows(ids)
         wide, factors = rows[..., 0].sum(1), rows[..., 1:]
         pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2
         deep: Tensor = self.deep(factors.flatten(1))

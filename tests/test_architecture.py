@@ -46,7 +46,7 @@ LINES = """
     dense.stored_shards  dense.chunk_verifier
     load_plan  rotation  pins  visibility  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     ownership  listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
-    sparse.snapshot  timeline  epochs  intent  room  keep  when  storage.outbox
+    sparse.snapshot  timeline  epochs  intent  index_file  room  keep  when  storage.outbox
     sparse.pre_images  sparse.routing  sparse.agreement  storage.work_dir
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     dense.chunks

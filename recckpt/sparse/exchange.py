@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from recckpt.group import rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,9 +108,9 @@ def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
     if group is None:
         if dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        elif (size := rank_and_size()[1]) > 1:
             raise ValueError(
-                f"found WORLD_SIZE={os.environ['WORLD_SIZE']} and no process group: call "
+                f"found one of {size} processes (WORLD_SIZE) and no process group: call "
                 "torch.distributed.init_process_group before sharded tables are made"
             )
         else:
