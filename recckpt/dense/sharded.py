@@ -72,7 +72,9 @@ def write_plan(tensors: Mapping[str, Tensor]) -> tuple[SavePlan, list[Tensor]]:
         try:
             plan = planner.create_local_plan()
         except ValueError as error:
-            raise ValueError(f"{name}: {error}; redistribute it to Shard or Replicate before the save") from error
+            raise ValueError(
+                f"{_called(name)}: {error}; redistribute it to Shard or Replicate before the save"
+            ) from error
         items += plan.items
         values += [cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items]
     return SavePlan(items), values
@@ -94,7 +96,7 @@ def agreed_plan(plans: Sequence[SavePlan | None], rank: int) -> list[WriteItem]:
             kind = item.tensor_data.properties.dtype, tuple(item.tensor_data.size)
             known, first = found.setdefault(item.index.fqn, (kind, number))
             if known != kind:
-                raise ValueError(f"{item.index.fqn}: {known} on rank {first}, {kind} on rank {number}")
+                raise ValueError(f"{_called(item.index.fqn)}: {known} on rank {first}, {kind} on rank {number}")
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     agreed, _ = planner.create_global_plan([plan or SavePlan([]) for plan in plans])
     return agreed[rank].items
@@ -145,6 +147,11 @@ def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
     shards = [Shard(values.to(shard.tensor.device), shard.metadata) for values, shard in held]
     group = of_several._process_group
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, of_several.metadata(), process_group=group)
+
+
+def _called(name: str) -> str:
+    """Return the name of a tensor, without whose it is."""
+    return name.partition("/")[2]
 
 
 def _kinds() -> tuple[type, ...]:

@@ -1,0 +1,89 @@
+import pytest
+import torch
+from builders import Run, flip_bit, tree
+from chunked import chunk_of, save_chunked
+
+from recckpt.dense.torch_file import TorchFile
+
+WHOLE = {
+    "w": torch.arange(60.0).reshape(10, 6),
+    "bias": torch.arange(5, dtype=torch.bfloat16),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 3),
+    "small": torch.arange(7).to(torch.float8_e4m3fn),
+    "unsigned": torch.arange(9).to(torch.uint16),
+    "flags": torch.tensor([True, False, True]),
+    "waves": torch.complex(torch.arange(3.0), torch.ones(3)),
+}
+LAYOUTS = {
+    "replicated": {},
+    "partitioned in rows": {
+        "w": [((0, 0), (4, 6)), ((4, 0), (4, 6)), ((8, 0), (2, 6))],
+        "bias": [((0,), (3,)), ((3,), (2,))],
+    },
+    "columns of tensor parallel layers": {"w": [((0, 0), (10, 3)), ((0, 3), (10, 3))]},
+    "both": {"w": [((r, c), (5, 3)) for r in (0, 5) for c in (0, 3)]},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_tensors_of_several_ranks_become_one_file_that_torch_reads(recckpt, tmp_path, layout):
+    chunks = [chunk_of(name, value, box) for name, value in WHOLE.items() for box in layout.get(name, [None])]
+    plain = {"plain": torch.ones(3), "_extra_state": {"version": 3, "names": ("a", b"b")}}
+    plain["view"] = plain["plain"]
+    forge = save_chunked(tmp_path / "runs", chunks[::2], chunks[1::2])
+    forge.edit_manifest(lambda values: values["files"].append({"name": "model.pt", "bytes": 0, "xxh3": "0" * 16}))
+    forge.save("model.pt", plain)
+    answer = recckpt("consolidate", tmp_path / "runs", "--out", tmp_path / "model.pt", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    assert sorted(answer.json["tensors"]) == sorted([*WHOLE, *plain])
+    assert sorted(answer.json["sharded"]) == sorted(WHOLE)
+    assert answer.json["bytes"] == (tmp_path / "model.pt").stat().st_size
+    for options in ({}, {"mmap": True}):
+        state = torch.load(tmp_path / "model.pt", weights_only=True, **options)
+        assert state["_extra_state"] == plain["_extra_state"]
+        assert state["view"].data_ptr() == state["plain"].data_ptr()
+        for name, value in {**WHOLE, "plain": plain["plain"]}.items():
+            assert (state[name].dtype, state[name].shape) == (value.dtype, value.shape)
+            assert state[name].untyped_storage().tolist() == value.untyped_storage().tolist()
+            assert state[name].data_ptr() % 64 == 0 or not options
+    with (tmp_path / "model.pt").open("rb") as content:
+        file = TorchFile(content, "model.pt")
+        assert all(
+            file.read(name).tobytes() == bytes(value.untyped_storage().tolist()) for name, value in WHOLE.items()
+        )
+
+
+def test_a_checkpoint_without_sharded_tensors_is_copied(recckpt, tmp_path):
+    run = Run(tmp_path / "runs").train(10)
+    answer = recckpt("consolidate", tmp_path / "runs", "--out", tmp_path / "model.pt")
+    assert (answer.code, answer.err) == (0, "")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    live = {name: value for name, value in run.model.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert sorted(state) == sorted(live)
+    assert all(torch.equal(state[name], value) for name, value in live.items())
+    size = (tmp_path / "model.pt").stat().st_size
+    assert (
+        answer.out
+        == f"ckpt_10: wrote {len(live)} tensors to {tmp_path / 'model.pt'}, {size / 1000:.1f} kB, 0 sharded\n"
+    )
+
+
+def test_what_cannot_be_done_is_one_line_and_leaves_nothing(recckpt, tmp_path):
+    forge = save_chunked(tmp_path / "runs", [chunk_of("w", WHOLE["w"])])
+    (tmp_path / "mine").write_text("mine")
+    before = tree(tmp_path)
+    for args, message in [
+        ((tmp_path / "nowhere",), "found no committed checkpoint"),
+        ((forge.directory, "--out", tmp_path / "mine"), "exists"),
+    ]:
+        answer = recckpt("consolidate", *args)
+        assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)
+        assert message in answer.err
+    flip_bit(forge.path("dense/00000-of-00001.bin"))
+    answer = recckpt("consolidate", forge.directory, "--out", tmp_path / "model.pt")
+    assert (answer.code, answer.out) == (1, "")
+    assert "ckpt_1/dense/00000-of-00001.bin at tensor 'w'" in answer.err
+    flip_bit(forge.path("dense/00000-of-00001.bin"))
+    assert recckpt("consolidate", "nosuch://x/y").code == 2
+    assert tree(tmp_path) == before
