@@ -41,13 +41,14 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
         for thread in threads:
             thread.start()
             started.append(thread)
-        for thread in started:
-            thread.join()
+        crew.wait()
     except BaseException:  # an interrupt, or no room for a thread
         crew.stop()
-        for thread in started:
-            thread.join()
+        crew.wait()
         raise
+    finally:
+        for thread in started:  # whose work is over: a join that is interrupted takes a thread that runs for one
+            thread.join()  # that has ended
     return crew.results()
 
 
@@ -58,8 +59,8 @@ class _Crew(Generic[_T, _R]):
         self._work, self._items = work, items
         self._results: dict[int, _R] = {}
         self._errors: dict[int, BaseException] = {}
-        self._lock = threading.Lock()
-        self._next = 0
+        self._changed = threading.Condition()
+        self._next = self._n_running = 0
 
     def run(self) -> None:
         while (number := self._take()) is not None:
@@ -68,10 +69,18 @@ class _Crew(Generic[_T, _R]):
             except BaseException as error:
                 self._errors[number] = error
                 self.stop()
+            with self._changed:
+                self._n_running -= 1
+                self._changed.notify_all()
 
     def stop(self) -> None:
-        with self._lock:
+        with self._changed:
             self._next = len(self._items)
+
+    def wait(self) -> None:
+        """Wait until all items are done, or one has failed and nothing runs any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next >= len(self._items) and not self._n_running)
 
     def results(self) -> list[_R]:
         if self._errors:
@@ -79,7 +88,8 @@ class _Crew(Generic[_T, _R]):
         return [self._results[number] for number in range(len(self._items))]
 
     def _take(self) -> int | None:
-        with self._lock:
-            number = self._next
-            self._next += 1
-        return number if number < len(self._items) else None
+        with self._changed:
+            if self._next >= len(self._items):
+                return None
+            self._next, self._n_running = self._next + 1, self._n_running + 1
+            return self._next - 1

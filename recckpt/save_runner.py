@@ -124,7 +124,9 @@ class SaveRunner:
             handle.committed.set_result(self._finish(staged, info, to, overwrite))
             return handle
         self._handle = handle
-        self._thread = threading.Thread(target=self._run, args=(handle, staged, to, overwrite), name="recckpt-save")
+        may_begin = threading.Event()
+        args = (may_begin, handle, staged, to, overwrite)
+        self._thread = threading.Thread(target=self._run, args=args, name="recckpt-save")
         info.let_go()
         try:
             self._thread.start()
@@ -132,6 +134,7 @@ class SaveRunner:
             self._handle = self._thread = None
             staged.close()
             raise
+        may_begin.set()
         return handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
@@ -143,17 +146,21 @@ class SaveRunner:
         handle, thread = self._handle, self._thread
         if handle is None or thread is None:
             return True
-        if timeout_sec != 0 or handle.done():
-            thread.join(timeout_sec or None)
-        if thread.is_alive():
+        if timeout_sec != 0:  # not by join: one that is interrupted takes a thread that runs for one that has ended
+            futures.wait([handle.committed], timeout_sec)
+        if not handle.done():
             return False
+        thread.join()
         self._handle = self._thread = None
         if handle in _untold:
             handle.wait()
         return True
 
-    def _run(self, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:
+    def _run(
+        self, may_begin: threading.Event, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool
+    ) -> None:
         """Be the thread of a save."""
+        may_begin.wait()  # training goes on first: it would wait 5 ms for the interpreter that a new thread holds
         give_way()
         try:
             record = self._finish(staged, handle.info, to, overwrite)

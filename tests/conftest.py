@@ -1,8 +1,10 @@
 """Fixtures that any test may ask for."""
 
 import json
+import signal
 import sys
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -62,6 +64,27 @@ def s3_url(s3_options, s3_buckets, monkeypatch):
 def url(request, tmp_path):
     """An output dir on each kind of storage."""
     return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue("memory_url")
+
+
+@pytest.fixture
+def interrupted():
+    """Give a block that waits until it is interrupted, as by control-C."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def block():
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return block
 
 
 @pytest.fixture

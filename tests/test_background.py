@@ -6,7 +6,7 @@ import pytest
 from builders import ClickModel
 
 from recckpt import Saver
-from recckpt.background import give_way, run_all
+from recckpt.background import _Crew, give_way, run_all
 
 
 def test_results_come_in_the_order_of_the_items():
@@ -69,6 +69,20 @@ def test_nothing_runs_any_more_when_an_error_is_raised():
     with pytest.raises(ValueError, match="first"):
         run_all(work, range(2), 2)
     assert finished == [1]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("recckpt")]
+
+
+def test_nothing_runs_any_more_when_an_interrupt_is_raised(interrupted, monkeypatch):
+    finished, stopped, stop = [], threading.Event(), _Crew.stop
+
+    def work(n):
+        stopped.wait(60)
+        finished.append(sum(range(3_000_000 * (1 - n))))
+
+    monkeypatch.setattr(_Crew, "stop", lambda crew: (stop(crew), stopped.set()))
+    with interrupted():
+        run_all(work, range(2), 2)
+    assert len(finished) == 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("recckpt")]
 
 

@@ -44,6 +44,20 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, gate):
         assert again[part] == expected[part], part
 
 
+def test_training_goes_on_before_the_thread_of_a_save_does_anything(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    order, save, interval = [], save_runner.save, sys.getswitchinterval()
+    monkeypatch.setattr(save_runner, "save", lambda *args, **kwargs: order.append("save") or save(*args, **kwargs))
+    sys.setswitchinterval(60)  # who runs is not interrupted
+    try:
+        handle = saver.save("c", blocking=False)
+        order.append("training")
+    finally:
+        sys.setswitchinterval(interval)
+    handle.wait()
+    assert order == ["training", "save"]
+
+
 def test_the_buffers_of_one_save_do_not_change_the_one_before(tmp_path):
     table, saver = build(tmp_path)
     weight = saver.model["top"].weight
@@ -80,6 +94,18 @@ def test_a_save_that_has_begun_cannot_be_cancelled(tmp_path, gate):
     assert (handle.committed.cancel(), handle.done(), saver.is_saving) == (False, False, True)
     writing.open()
     assert handle.wait().ckpt_id == "c"
+
+
+def test_a_save_goes_on_after_a_wait_for_it_that_was_interrupted(tmp_path, gate, interrupted):
+    _, saver = build(tmp_path)
+    writing = gate(LocalStorage, "create")
+    saver.save("c", blocking=False)
+    with interrupted():
+        saver.settle()
+    assert (saver.is_saving, saver.settle(0)) == (True, False)
+    writing.open()
+    assert saver.settle()
+    assert checkpoints(tmp_path) == ["c"]
 
 
 ROOMS = {
