@@ -1,0 +1,60 @@
+"""A rank that saves and restores as it is told, one JSON line in and one out: ``upload_ranks.py RANK PORT OPTIONS``."""
+
+import json
+import logging
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from builders import ClickModel, table_state
+from fsspec.config import conf
+from late_storage import LateStorage
+
+from recckpt import Saver, model_state
+from recckpt.sparse import gen_slice
+from recckpt.storage import open_storage
+
+SIZE = 2
+
+
+def run(rank, url, step, late, **options):
+    """Save the rows of a step, load them into another model, and return what came of it."""
+    model = ClickModel(slice=gen_slice(rank, SIZE))
+    ids = torch.arange(500)
+    for table in model.tables:
+        table.insert(ids[table.slice.owns(ids)], torch.full((int(table.slice.owns(ids).sum()), 4), float(step)))
+    storages = []
+    model_state.open_storage = lambda path: (
+        storages.append(LateStorage(path) if late else open_storage(path)) or storages[-1]
+    )
+    saver = Saver(model, output_dir=url, **options)
+    if late:
+        [storage] = storages
+        storage.late = {f"ckpt/{name}": seen for name, seen in late.items()}
+        storage.transfers = LateStorage(url).transfers
+    try:
+        saver.save("ckpt", rank, SIZE, step=step, overwrite=True)
+    except Exception as error:
+        return {"failed": [type(error).__name__, getattr(error, "rank", None), str(error)]}
+    other = ClickModel(slice=gen_slice(rank, SIZE))
+    report = Saver(other, output_dir=url, **options).load(shard_id=rank)
+    equal = [table_state(a) == table_state(b) for a, b in zip(model.tables, other.tables, strict=True)]
+    return {"failed": None, "equal": equal, "step": report.global_step}
+
+
+def main():
+    rank, port, conf["s3"] = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    torch.set_num_threads(1)
+    logging.getLogger("recckpt").setLevel(logging.ERROR)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+    )
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(rank, **json.loads(line))), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
