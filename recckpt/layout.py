@@ -151,6 +151,11 @@ def has_tensors(name: str) -> bool:
     return name == MODEL or name.startswith(f"{DENSE_DIR}/")
 
 
+def is_of_rank(name: str) -> bool:
+    """Say whether a file is one of those of which a rank reads only some: rows, positions and random states."""
+    return name.startswith((f"{SPARSE_DIR}/", "io_state_", "rng_"))
+
+
 def is_part(name: str) -> bool:
     """Say whether a name is that of a part."""
     return name.endswith(".arrow")

@@ -72,7 +72,7 @@ def load(
     with ExitStack() as held:  # until the end: the writer of a checkpoint may remove it meanwhile
         for source in sources:
             held.callback(source.release)
-        open_files(sources)
+        open_files(sources, target.needs())
         planned = plan(target, sources, problems)
         by_source = [[item for item in planned.items if item.offer == number] for number in range(len(sources))]
         tables, live = target.state()
@@ -122,8 +122,7 @@ def _fill_tables(
     loads = []
     for items, source in zip(by_source, sources, strict=True):
         chosen = _table_loads(items, source, tables)
-        parts = source.parts() if chosen else []
-        loads.append(CheckpointLoad(chosen, parts, source.files, source.checkpoint.directory))
+        loads.append(CheckpointLoad(chosen, source.parts if chosen else [], source.files, source.checkpoint.directory))
         source.files.fetch(loads[-1].wanted_files(), concurrency)
     what = sources[0].checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     with Progress(f"loading {what}", sum(load.n_bytes for load in loads)) as progress:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from recckpt import layout
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
-from recckpt.group import together
+from recckpt.group import on_rank_0, together
 from recckpt.index_file import warn_of_index
 from recckpt.listing import Checkpoint, list_checkpoints, locate, newest_first
 from recckpt.load import plan
@@ -28,6 +28,10 @@ _T = TypeVar("_T")
 
 _Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
 _OWN = Entry(label="output_dir", is_own=True)
+
+
+def _failed(rank: int, cause: str) -> RecckptError:
+    return RecckptError(f"restoring failed on rank {rank}: {cause}")
 
 
 class Restorer:
@@ -48,7 +52,7 @@ class Restorer:
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
         entry = parse_load_conf(load_conf, own=True)
-        candidates = self._on_all_ranks(lambda: self._candidates(global_step, required=required))
+        candidates = self._on_rank_0(lambda: self._candidates(global_step, required=required))
         if not candidates:
             log.info("%s: no checkpoint to restore, starting from step 0", self._state.storage.url)
             return 0
@@ -57,7 +61,7 @@ class Restorer:
         if whole and candidates[0].manifest.save_id == resumed and self._run.held_step == self._run.global_step:
             log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
             return self._run.global_step
-        again = partial(self._on_all_ranks, partial(self._candidates, global_step, required=True))
+        again = partial(self._on_rank_0, partial(self._candidates, global_step, required=True))
         until_whole(again, partial(self._load, [], entry=entry, rng=rng, holds=whole), first=candidates)
         return self._run.global_step
 
@@ -65,7 +69,7 @@ class Restorer:
         """Say, and log, whether there are checkpoints that were not restored; a save might rotate them away."""
         if self._run.held_step is not None:
             return False
-        is_empty = self._on_all_ranks(lambda: list_checkpoints(self._state.storage).is_empty)
+        is_empty = self._on_rank_0(lambda: list_checkpoints(self._state.storage).is_empty)
         if not is_empty:
             url = self._state.storage.url
             log.warning("%s: nothing is saved before training starts: found checkpoints that were not restored", url)
@@ -80,8 +84,8 @@ class Restorer:
             self._followed = followed(self._state.target(self._ranks.rank, self._ranks.size).inventory(), sources)
             return report
 
-        first = self._on_all_ranks(lambda: self._located(bank))
-        again = partial(self._on_all_ranks, partial(self._located, bank, required=bool(first[1])))
+        first = self._on_rank_0(lambda: self._located(bank))
+        again = partial(self._on_rank_0, partial(self._located, bank, required=bool(first[1])))
         return until_whole(again, load, first=first)
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
@@ -103,7 +107,7 @@ class Restorer:
             return source
 
         for number, entry in enumerate(self._followed):
-            taken = until_whole(partial(self._on_all_ranks, entry.newer), load)
+            taken = until_whole(partial(self._on_rank_0, entry.newer), load)
             if taken is not None:
                 self._followed[number] = replace(entry, taken=taken)
                 self._run.held_step = None
@@ -145,8 +149,9 @@ class Restorer:
             shards = {"shard_id": self._ranks.rank, "shard_num": self._ranks.size}
             reports.append(self._state.load_sources(sources, **shards, rng=rng, problems=problems))
 
-        # All ranks open all files before any of them changes anything: they may be gone for one that comes late.
-        self._on_all_ranks(partial(open_files, sources))
+        # All ranks open what they need before any of them changes anything: it may be gone for one that comes late.
+        needs = self._state.target(self._ranks.rank, self._ranks.size).needs()
+        self._on_all_ranks(partial(open_files, sources, needs))
         self._on_all_ranks(load)
         return reports[0]
 
@@ -163,13 +168,16 @@ class Restorer:
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
 
-    def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
-        """Do work on every rank and return what rank 0 found; if it fails on any, raise on all."""
+    def _on_all_ranks(self, work: Callable[[], object]) -> None:
+        """Do work on every rank; if it fails on any, raise on all."""
         if self._ranks.size == 1:
-            return work()
-        return together(
-            self._ranks.group, work, lambda rank, cause: RecckptError(f"restoring failed on rank {rank}: {cause}")
-        )[0]
+            work()
+        else:
+            together(self._ranks.group, work, _failed)
+
+    def _on_rank_0(self, work: Callable[[], _T]) -> _T:
+        """Return what rank 0 finds: listings of one storage may differ between ranks, and all load the same."""
+        return work() if self._ranks.size == 1 else on_rank_0(self._ranks.group, work, _failed)
 
     def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
         sources, problems = located_bank(bank)

@@ -16,10 +16,28 @@ from recckpt.load_conf import Entry, parse_bank
 from recckpt.load_plan import Inventory, Offer
 from recckpt.names import Name
 from recckpt.problems import Problems
+from recckpt.sparse.buckets import Slice
 from recckpt.sparse.catalog import Part
-from recckpt.sparse.shards import read_parts
+from recckpt.sparse.shards import met_shards, read_parts
 from recckpt.storage import Storage
 from recckpt.storage.held import HeldFiles
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a rank reads of the files of which each rank reads some.
+
+    Attributes:
+        shard: number of this rank.
+        shards: number of ranks.
+        slices: slot of a table of the model -> the ids that this rank owns, None for all.
+        positions: whether it has positions in the data.
+    """
+
+    shard: int
+    shards: int
+    slices: Mapping[Name, Slice | None]
+    positions: bool
 
 
 @dataclass
@@ -34,6 +52,7 @@ class Source:
     _shards: ShardReader | None = None
     _states: dict[str, dict[str, Any]] = field(default_factory=dict)
     _inventories: dict[tuple[str, ...], Inventory] = field(default_factory=dict)
+    _parts: list[Part] | None = None
 
     @property
     def label(self) -> str:
@@ -47,7 +66,7 @@ class Source:
 
     @property
     def files(self) -> HeldFiles:
-        """Its files, all opened when they are first asked for, so that no writer that removes them disturbs.
+        """Its files; what every rank reads is opened when they are first asked for, the rest by :meth:`hold`.
 
         Raises:
             CheckpointRemovedError: it is gone already.
@@ -55,15 +74,34 @@ class Source:
         """
         if self._held is None:
             sizes = {file.name: file.n_bytes for file in self.checkpoint.manifest.files}
-            self._held = HeldFiles(self.storage, self.checkpoint.directory, sizes)
+            common = [name for name in sizes if not layout.is_of_rank(name)]
+            self._held = HeldFiles(self.storage, self.checkpoint.directory, sizes, common)
         return self._held
+
+    def hold(self, needs: Needs) -> None:
+        """Open what a rank needs, so that no writer that removes it disturbs.
+
+        Raises:
+            CheckpointRemovedError, CorruptCheckpointError: as :attr:`files`; or a catalog is damaged.
+        """
+        there = range(self.shards) if needs.positions and self.shards != needs.shards else {0, needs.shard}
+        of_ranks = [layout.rng(needs.shard), *(layout.io_state(shard) for shard in there)]
+        self.files.hold(name for name in of_ranks if self.checkpoint.manifest.file(name))
+        slices = {own for name, own in needs.slices.items() if self.entry.wants(name)}
+        if slices and self._parts is None:
+            manifest = self.checkpoint.manifest
+            catalogs = {manifest.shards[number].catalog for number in met_shards(manifest, slices)}
+            self.files.hold(sorted(catalogs))
+            self.bytes_read += sum(file.n_bytes for file in manifest.files if file.name in catalogs)
+            self._parts = read_parts(self.checkpoint, self.files, slices)
+            self.files.hold(part.file for part in self._parts)
 
     def release(self) -> None:
         """Close the files, and forget what was read of them; what it offers is kept."""
         if self._shards is not None:
             self.bytes_read += self._shards.bytes_read
             self._shards.close()
-        self._held, self._shards, self._states = None, None, {}
+        self._held, self._shards, self._parts, self._states = None, None, None, {}
 
     @property
     def shards_of_tensors(self) -> ShardReader:
@@ -88,11 +126,10 @@ class Source:
         """The names of objects whose state it has."""
         return registered_names(self.checkpoint, self.files)
 
+    @property
     def parts(self) -> list[Part]:
-        """Return the parts of all shards, from their catalogs."""
-        catalogs = {shard.catalog for shard in self.checkpoint.manifest.shards}
-        self.bytes_read += sum(file.n_bytes for file in self.checkpoint.manifest.files if file.name in catalogs)
-        return read_parts(self.checkpoint, self.files)
+        """The parts with rows for the rank that :meth:`hold` was called for."""
+        return self._parts or []
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
@@ -128,14 +165,14 @@ class Source:
         return {add + name.removeprefix(strip): value for name, value in found.items()}
 
 
-def open_files(sources: Sequence[Source]) -> None:
-    """Open all files of some checkpoints before anything is read.
+def open_files(sources: Sequence[Source], needs: Needs) -> None:
+    """Open what a rank needs of some checkpoints before anything changes.
 
     Raises:
-        CheckpointRemovedError, CorruptCheckpointError: as :attr:`Source.files`.
+        CheckpointRemovedError, CorruptCheckpointError: as :meth:`Source.hold`.
     """
     for source in sources:
-        _ = source.files
+        source.hold(needs)
 
 
 def bank_sources(bank: Sequence[Mapping[str, Any]], problems: Problems) -> list[Source]:

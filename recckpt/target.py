@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from recckpt.io_state import Registry
 from recckpt.load_plan import PLAIN, Inventory, Thing
 from recckpt.names import GLOBAL_STEP, ID, SPARSE_OPTIM, Name, slot_name
+from recckpt.sources import Needs
 from recckpt.sparse.source import source_of
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 from recckpt.types import HashTable
@@ -37,6 +38,12 @@ class Target:
     @cached_property
     def _state(self) -> tuple[dict[str, HashTable], dict[str, Any]]:
         return split_sparse_dense_state_dict(unwrap(self.model).state_dict())
+
+    def needs(self) -> Needs:
+        """Return what this rank reads of what each rank reads some of."""
+        tables = self.state()[0]
+        slices = {name: getattr(tables[name.table], "slice", None) for name in self.inventory() if name.is_slot}
+        return Needs(self.shard, self.shards, slices, positions=len(self.io_state) > 0)
 
     def inventory(self) -> Inventory:
         """Return the names that can be loaded."""

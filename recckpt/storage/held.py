@@ -48,19 +48,31 @@ class HeldFiles:
         storage: where the checkpoint lies.
         directory: the checkpoint's directory in it.
         sizes: name of a file in the checkpoint -> its bytes, by the manifest.
+        first: the files that are opened at once; None for all.
 
     Raises:
         CheckpointRemovedError: a file is gone, and the manifest too.
         CorruptCheckpointError: a file is gone, and the manifest is there.
     """
 
-    def __init__(self, storage: Storage, directory: str, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, storage: Storage, directory: str, sizes: Mapping[str, int], first: Iterable[str] | None = None
+    ) -> None:
         self.url = storage.url
         self._storage, self._directory = storage, directory
         self._sizes = {layout.join(directory, name): n_bytes for name, n_bytes in sizes.items()}
         self._maps: dict[str, memoryview] = {}
-        for path in islice(self._sizes, _MOST_MAPS):
-            found = self._reached(path, storage.map)
+        self.hold(sizes if first is None else first)
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Open files of the checkpoint, by their names in it, unless they are open.
+
+        Raises:
+            CheckpointRemovedError, CorruptCheckpointError: as above.
+        """
+        paths = dict.fromkeys(layout.join(self._directory, name) for name in names)
+        for path in islice((path for path in paths if path not in self._maps), _MOST_MAPS - len(self._maps)):
+            found = self._reached(path, self._storage.map)
             if found is None:
                 break
             self._maps[path] = found
