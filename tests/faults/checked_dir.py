@@ -120,6 +120,13 @@ class CheckedDir:
         for version in self.versions:
             version.is_sure = version in kept
 
+    def _settle(self) -> None:
+        """Find out what dead writers have removed: a policy that keeps more from now on cannot bring it back."""
+        found = [checkpoint.manifest.state["value"] for checkpoint in list_checkpoints(self._storage).committed]
+        self.versions = [version for version in self.versions if version.is_sure or version.value in found]
+        for version in self.versions:
+            version.is_sure = True
+
     # what is done
 
     def restart(self) -> None:
@@ -130,6 +137,7 @@ class CheckedDir:
         watch(self.trainer.saver.storage, self._die_in_time)
 
     def save(self, named: str = "") -> None:
+        self._settle()
         manifest = self.trainer.save_as(named) if named else self.trainer.save()
         self._committed(manifest.ckpt_id, rotated=True)
         found = list_checkpoints(self._storage).current
