@@ -138,14 +138,14 @@ class LoadConfError(RecckptError, ValueError):
 
 
 class LookupFailedError(RecckptError):
-    """A lookup in sharded tables failed on one rank; all ranks raise this, and none waits for another.
+    """A lookup in sharded tables, or its backward pass, failed on one rank; all raise this, and none waits.
 
     Attributes:
         rank: the first rank that failed.
     """
 
     def __init__(self, what: str, rank: int, cause: str, remedy: str) -> None:
-        super().__init__(f"looking up {what} failed on rank {rank}: {cause}; {remedy}")
+        super().__init__(f"{what} failed on rank {rank}: {cause}; {remedy}")
         self.rank = rank
 
 

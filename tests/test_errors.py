@@ -30,7 +30,7 @@ EXAMPLES = [
     StateMismatchError("model.pt", missing=["a"], unexpected=["b"], mismatched={"c": ("int8", "int64")}, remedy="so"),
     LoadConfError("load_conf: unknown key 'lod'"),
     WriterFencedError("epoch 3"),
-    LookupFailedError("table 't'", 1, "ValueError: ids must be int64", "mend it"),
+    LookupFailedError("looking up 't'", 1, "ValueError: ids must be int64", "mend it"),
     SaveFailedError("ckpt_1", 3, "OSError: disk full"),
     CommitNotDurableError("ckpt_1", 0, "OSError: disk on fire"),
     RankLostError([1, 2], "it did not answer within 5 s"),

@@ -1,4 +1,4 @@
-"""Before rows are sent, the ranks make sure that all of them are about the same lookup, and able to do it."""
+"""Before rows are sent, the ranks make sure that all of them are about the same thing, and able to do it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 from recckpt.errors import LookupFailedError
 from recckpt.sparse.exchange import Exchange
 
-_ORDER = "all ranks must look up the same tables in the same order and mode"
+_ORDER = "all ranks must look up the same tables in the same order and mode, with losses that depend on all of them"
 
 
 def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Exception | None) -> list[int]:
@@ -19,7 +19,7 @@ def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Except
 
     Args:
         exchange: the ranks.
-        what: the lookup, in words that are the same on all ranks.
+        what: what they are about, in words that are the same on all ranks.
         lengths: of the messages that this rank will send.
         problem: why this rank cannot take part.
 
@@ -35,7 +35,7 @@ def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Except
     if marks != [mark] * exchange.size:
         calls = _texts(exchange, what)
         rank = next(rank for rank, call in enumerate(calls) if call != calls[0])
-        raise LookupFailedError(calls[0], rank, f"it is at the lookup of {calls[rank]}", _ORDER)
+        raise LookupFailedError(calls[0], rank, f"it is at {calls[rank]}", _ORDER)
     lengths_coming: list[int] = coming
     return lengths_coming
 

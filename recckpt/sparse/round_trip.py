@@ -54,13 +54,16 @@ class RoundTrip:
         rows = self._exchange.all_to_all(message, owned, asked_for)
         if bool(rows[self._trailers(asked_for)].any()):
             remedy = "rows may have been inserted already: mend the cause on that rank"
-            raise_alike(self._exchange, self._what, problem, remedy)
+            raise_alike(self._exchange, f"looking up {self._what}", problem, remedy)
         return tuple(rows[torch.from_numpy(places).to(rows.device)] for places in self._route.positions)
 
     def return_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Add gradients of the rows to the owners' tables; None for a table that the loss does not depend on here.
 
         A table that the loss of any rank depends on gets gradients on all ranks, if only of no rows.
+
+        Raises:
+            LookupFailedError: a rank is at something else, such as its next lookup; all ranks raise it.
         """
         owned, asked_for = self._lengths(self._asked), self._lengths(self._route)
         options = {"dtype": torch.promote_types(self._like["dtype"], torch.float32), "device": self._like["device"]}
@@ -71,6 +74,7 @@ class RoundTrip:
                 add_by_group(places, grad, sums)
                 flags.view(-1)[number] = 1
         sums[self._trailers(asked_for)] = flags
+        agree(self._exchange, f"the backward pass through {self._what}", asked_for, None)
         returned = self._exchange.all_to_all(sums, asked_for, owned)
         flags = returned[self._trailers(owned)].flatten(1).any(0)
         by_rank = [self._cut(rows, rank) for rank, rows in enumerate(torch.split(returned, owned))]
@@ -87,7 +91,7 @@ class RoundTrip:
             message, lengths = self._route.message()
         except Exception as error:
             message, lengths, problem = np.empty(0, np.int64), [0] * self._exchange.size, error
-        coming = agree(self._exchange, self._what, lengths, problem)
+        coming = agree(self._exchange, f"looking up {self._what}", lengths, problem)
         received = self._exchange.all_to_all(torch.from_numpy(message), lengths, coming)
         self._asked = asked(received.numpy(), coming, len(self._tables))
 

@@ -326,7 +326,7 @@ def test_tables_looked_up_together_give_what_each_gives_alone_with_the_messages_
             assert torch.equal(rows[name], other_rows[name])
         for table, other in zip(tables, other_tables, strict=True):
             assert_same_rows(table, other, rtol=0, atol=0)
-    assert counts == {True: 4, False: 16}
+    assert counts == {True: 5, False: 20}
 
 
 def test_tables_of_several_shapes_and_dtypes_are_one_collection():
@@ -442,8 +442,38 @@ def test_ranks_that_are_at_different_lookups_raise_alike(look_up, other):
         assert error.rank == 2
         assert str(error).startswith("looking up 'a' (training, mean) of float32 (3,) with gradients failed on rank 2")
         assert other in str(error)
-        assert str(error).endswith("all ranks must look up the same tables in the same order and mode")
+        assert "all ranks must look up the same tables in the same order and mode" in str(error)
         assert n_rows == 0
+
+
+def forget_the_backward_pass(tables, rank):
+    """Rank 1 goes on to the next step."""
+    loss = tables.tables[0](ids_of(1)).sum()
+    if rank != 1:
+        loss.backward()
+    tables.tables[1](ids_of(1))
+
+
+def go_back_in_another_order(tables, rank):
+    losses = [table(ids_of(1)).sum() for table in tables.tables]
+    for loss in losses if rank == 1 else losses[::-1]:
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("train", "here", "there"),
+    [
+        (forget_the_backward_pass, "the backward pass through 'a'", "looking up 'b'"),
+        (go_back_in_another_order, "the backward pass through 'b'", "the backward pass through 'a'"),
+    ],
+)
+def test_ranks_of_which_one_is_not_at_the_same_backward_pass_raise_alike(train, here, there):
+    for error, _ in failures(3, train):
+        assert isinstance(error, LookupFailedError)
+        assert error.rank == 1
+        assert str(error).startswith(f"{here} (training, mean) of float32 (3,) with gradients failed on rank 1: it is")
+        assert f"it is at {there} (training, mean)" in str(error)
+        assert str(error).endswith("with losses that depend on all of them")
 
 
 def test_an_owner_that_cannot_make_a_row_raises_on_all():

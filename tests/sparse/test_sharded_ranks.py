@@ -90,11 +90,18 @@ def test_what_they_save_is_a_table_that_one_rank_loads(scene, root, size, alone)
 
 
 def test_wrong_ids_on_one_rank_raise_on_all_and_the_next_lookup_works(scene):
-    for failed, rows in scene("fail_and_go_on"):
+    for failed, _, rows in scene("fail_and_go_on"):
         rank, text, n_rows = failed
         assert (rank, n_rows) == (1, 0)
         assert "failed on rank 1: ValueError: ids must be int64, found torch.int32" in text
-        assert rows == scene("fail_and_go_on")[0][1]
+        assert rows == scene("fail_and_go_on")[0][2]
+
+
+def test_a_forgotten_backward_pass_on_one_rank_raises_on_all(scene):
+    for _, (rank, text), _ in scene("fail_and_go_on"):
+        assert rank == 1
+        assert text.startswith("the backward pass through 't'")
+        assert "failed on rank 1: it is at looking up 't'" in text
 
 
 def test_many_rows_from_one_rank_few_from_others_and_none_at_all_find_their_way(scene, size):
