@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -127,7 +128,9 @@ def compare(args: argparse.Namespace) -> None:
     }
     for number, (way, make) in enumerate(ways.items()):
         print(f"== {way}", flush=True)
-        run = make(args.output_dir / f"way{number}")
+        output_dir = args.output_dir / f"way{number}"
+        shutil.rmtree(output_dir, ignore_errors=True)  # of an earlier plot
+        run = make(output_dir)
         run.train(args.steps)
         axes[number].semilogy([1e3 * seconds for seconds in run.step_sec], linewidth=0.7)
         axes[number].set(title=way, ylabel="ms a step")
