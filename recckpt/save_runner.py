@@ -11,6 +11,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from recckpt.background import give_way
 from recckpt.errors import RecckptError, SaveFailedError
@@ -123,19 +124,24 @@ class SaveRunner:
         if not info.background:
             handle.committed.set_result(self._finish(staged, info, to, overwrite))
             return handle
-        self._handle = handle
-        may_begin = threading.Event()
-        args = (may_begin, handle, staged, to, overwrite)
-        self._thread = threading.Thread(target=self._run, args=args, name="recckpt-save")
-        info.let_go()
-        try:
-            self._thread.start()
-        except RuntimeError:  # no room for a thread, or the interpreter is about to end
-            self._handle = self._thread = None
-            staged.close()
-            raise
-        may_begin.set()
+        self._begin(handle, staged, to, overwrite)
         return handle
+
+    def _begin(self, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:
+        """Start the thread of a save, or call the save off."""
+        may_begin: SimpleQueue[bool] = SimpleQueue()
+        args = (may_begin, handle, staged, to, overwrite)
+        thread = threading.Thread(target=self._run, args=args, name="recckpt-save")
+        handle.info.let_go()
+        self._handle, self._thread, is_started = handle, thread, False
+        try:
+            thread.start()
+            is_started = True
+        finally:  # an interrupt, no room for a thread, or the interpreter is about to end
+            may_begin.put(is_started)
+            if not is_started:
+                self._handle = self._thread = None
+                staged.close()
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save that is under way, and say whether it has ended.
@@ -157,10 +163,11 @@ class SaveRunner:
         return True
 
     def _run(
-        self, may_begin: threading.Event, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool
+        self, may_begin: SimpleQueue[bool], handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool
     ) -> None:
         """Be the thread of a save."""
-        may_begin.wait()  # training goes on first: it would wait 5 ms for the interpreter that a new thread holds
+        if not may_begin.get():  # training goes on first: it would wait 5 ms for the interpreter that a new thread has
+            return
         give_way()
         try:
             record = self._finish(staged, handle.info, to, overwrite)

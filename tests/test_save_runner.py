@@ -241,6 +241,25 @@ def test_where_no_thread_can_be_started_the_save_is_over(tmp_path, monkeypatch):
     assert saver.save("c", blocking=False).wait().ckpt_id == "c"
 
 
+def test_a_save_that_is_interrupted_while_its_thread_starts_is_called_off(tmp_path, monkeypatch):
+    table, saver = build(tmp_path)
+    table(torch.arange(10))
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save("c", blocking=False)
+    assert saver.is_saving is False
+    assert not any(reference() for reference in table.store._snapshots), "nothing is copied aside any more"
+    assert saver.save("c", blocking=False).wait().ckpt_id == "c"
+    assert saver.settle()
+
+
 def test_a_load_waits_for_nobody_and_changes_no_save_that_is_under_way(tmp_path, gate):
     table, saver = build(tmp_path)
     table(torch.arange(10))
