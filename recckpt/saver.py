@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Literal, overload
@@ -18,10 +19,12 @@ from recckpt.keep import Keep, as_keep
 from recckpt.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
 from recckpt.ownership import check_owners
-from recckpt.room import check_room
+from recckpt.room import check_rooms
 from recckpt.save import lost_ranks_named
 from recckpt.save_runner import Groups, OnSave, SaveHandle, SaveRunner
 from recckpt.stage import Staged, estimated_bytes, stage
+from recckpt.storage.options import transfers_of
+from recckpt.storage.transfers import VISIBLE_SEC
 from recckpt.timeline import SaveInfo
 
 log = logging.getLogger("recckpt")
@@ -43,6 +46,14 @@ class Saver(ModelState):
             the slowest rank writes longer than the fastest.
         min_free_bytes: a save that would leave less room than this, by an estimate, is refused before it begins;
             where the storage knows its room.
+        max_uploads: how many files go up to the output dir at once from one host, over all its ranks; None for as many
+            as there are threads.
+        work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
+            once they are there, though they still have to go up. Empty but while a save or load is at work.
+        pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
+            those of an object store: to ``work_dir``, else to the temporary directory.
+        visible_sec: how long ranks look for what others have written, which a network file system may show late; at
+            most half of ``timeout_sec``.
         on_save: called with the :class:`recckpt.timeline.SaveInfo` of each save that is committed, once rotation is
             over, in the thread of the save; what it raises is logged and fails nothing.
 
@@ -61,12 +72,25 @@ class Saver(ModelState):
         *,
         timeout_sec: float = DEFAULT_TIMEOUT_SEC,
         min_free_bytes: int = 0,
+        max_uploads: int | None = None,
+        work_dir: str | os.PathLike[str] | None = None,
+        pre_download: bool = False,
+        visible_sec: float = VISIBLE_SEC,
         on_save: OnSave | None = None,
     ) -> None:
         as_keep(max_keep)
         if type(min_free_bytes) is not int or min_free_bytes < 0:
             raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
+        transfers = transfers_of(
+            output_dir,
+            max_uploads=max_uploads,
+            work_dir=work_dir,
+            pre_download=pre_download,
+            visible_sec=visible_sec,
+            timeout_sec=positive_number("timeout_sec", timeout_sec),
+        )
         super().__init__(model, sparse_optim, output_dir, concurrency)  # last: it makes the output dir
+        self.storage.transfers = transfers
         self.max_keep = max_keep
         self._timeout_sec = positive_number("timeout_sec", timeout_sec)
         self._min_free_bytes = min_free_bytes
@@ -160,8 +184,7 @@ class Saver(ModelState):
 
         def take() -> Staged:
             check_owners(self.model, ranks.front)  # first: it fails on all ranks or on none
-            n_bytes = sum(ranks.front.all_gather(estimated_bytes(self.model, rank)))
-            check_room(self.storage, n_bytes, self._min_free_bytes)
+            check_rooms(self.storage, estimated_bytes(self.model, rank), self._min_free_bytes, ranks.front)
             with info.timed("stage"):
                 return stage(
                     self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state, buffers=buffers

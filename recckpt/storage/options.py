@@ -42,4 +42,4 @@ def transfers_of(
     downloads = copies or WorkDir(tempfile.gettempdir())
     if copies is not None:
         copies.prepare()
-    return Transfers(slots, copies, downloads if pre_download else None, waiting(visible_sec))
+    return Transfers(slots, copies, downloads if pre_download else None, waiting(min(visible_sec, timeout_sec / 2)))

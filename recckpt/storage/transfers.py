@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from recckpt.storage.slots import UploadSlots
     from recckpt.storage.work_dir import WorkDir
 
-VISIBLE_SEC = 60.0  # NFS keeps what it knows of a directory for as long
+VISIBLE_SEC = 90.0  # NFS keeps what it knows of a directory for 60
 
 
 def waiting(timeout_sec: float = VISIBLE_SEC) -> RetryPolicy:
