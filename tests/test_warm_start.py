@@ -1,7 +1,6 @@
 """Warm start: state of other runs, before the own run begins or resumes."""
 
 import logging
-import pickle
 import shutil
 import threading
 
@@ -11,6 +10,7 @@ from bank_runs import live_bytes, run, saved, slots_of, table, values_of
 from builders import Run, flip_bit, state_of, table_state, tree
 from foreign import ForeignTable
 from forge import Tables
+from thread_ranks import ThreadGroup, alone, on_ranks
 from torch import nn
 
 from recckpt import (
@@ -21,8 +21,6 @@ from recckpt import (
     Saver,
     StateMismatchError,
 )
-from recckpt.background import run_all
-from recckpt.save_runner import Groups
 from recckpt.sparse import gen_slice
 
 
@@ -425,42 +423,6 @@ class Position:
 class Mergeable(Position):
     def merge_io_state(self, states, index, count):
         return {"position": (tuple(state["position"] for state in states), index, count)}
-
-
-class ThreadGroup:
-    """Ranks that are threads; what they tell each other is pickled, as it would be."""
-
-    def __init__(self, rank, size, shared, barrier):
-        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
-
-    def all_gather(self, value):
-        self._shared[self.rank] = pickle.dumps(value)
-        self._barrier.wait(60)
-        values = [pickle.loads(data) for data in self._shared]
-        self._barrier.wait(60)
-        return values
-
-    def broadcast(self, value):
-        return self.all_gather(value)[0]
-
-
-def alone(group):
-    """Return what a saver has of its ranks: saves in the background would have a group of their own."""
-    return Groups(group, group)
-
-
-def on_ranks(size, work):
-    """Do work on several ranks at once: ``work(rank, connect)``; return what each of them returned."""
-    shared, barrier = [b""] * size, threading.Barrier(size)
-
-    def on_rank(rank):
-        def connect(saver):
-            saver._groups[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
-            return saver
-
-        return work(rank, connect)
-
-    return run_all(on_rank, range(size), size)
 
 
 def sliced(rank, size, ids=(), value=1.0):
