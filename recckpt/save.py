@@ -33,6 +33,7 @@ from recckpt.sparse.saver import SparseSaver
 from recckpt.stage import Staged
 from recckpt.storage import Storage
 from recckpt.timeline import SaveInfo
+from recckpt.types import SlotSpec
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -204,18 +205,19 @@ def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records:
 
 def _tables_of_all(records: list[ShardRecord]) -> tuple[TableEntry, ...]:
     """Add up the rows of the ranks; a table is one thing, so its slots are the same on all."""
-    tables: dict[str, TableEntry] = {}
+    rows: dict[str, int] = {}
+    slots: dict[str, tuple[SlotSpec, ...]] = {}
     for rank, record in enumerate(records):
         for table in record.tables:
-            known = tables.setdefault(table.name, TableEntry(table.name, 0, table.slots))
-            if known.slots != table.slots:
+            known = slots.setdefault(table.name, table.slots)
+            if known != table.slots:
                 raise StateMismatchError(
                     f"table {table.name!r} of rank {rank}",
-                    mismatched={"slots": (table.slots, known.slots)},
+                    mismatched={"slots": (table.slots, known)},
                     remedy="give the table the same shape, dtype and optimizer on every rank",
                 )
-            tables[table.name] = TableEntry(table.name, known.rows + table.rows, table.slots)
-    return tuple(tables.values())
+            rows[table.name] = rows.get(table.name, 0) + table.rows
+    return tuple(TableEntry(name, count, slots[name]) for name, count in rows.items())
 
 
 def _tidy(to: Destination, info: SaveInfo) -> None:

@@ -96,7 +96,8 @@ class ShardWriter:
         [catalog] = catalogs_written
         files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
         files += [self._write_catalog(outbox, catalog)]
-        tables = tuple(TableEntry(t.name, t.n_rows, t.slots) for t in staged.tables)
+        alike = {t.slots: t.slots for t in staged.tables}  # all ranks are sent this: what is one object is sent once
+        tables = tuple(TableEntry(t.name, t.n_rows, alike[t.slots]) for t in staged.tables)
         shard = ShardEntry(files[-1].name, catalog.buckets)
         n_kept = sum(table.n_kept for table in staged.tables)
         return ShardRecord(self._intent.save_id, shard, tables, tuple(files), n_kept=n_kept)

@@ -158,15 +158,15 @@ def test_a_checkpoint_that_was_asked_for_by_name_is_not_replaced_by_another(rota
 
 @pytest.mark.parametrize("read", [locate_path, CheckpointReader])
 def test_a_checkpoint_that_goes_while_its_files_are_counted_is_not_damaged(rotates, memory_url, monkeypatch, read):
-    size = ObjectStorage.size
+    sizes = ObjectStorage.sizes
 
-    def save_and_size(storage, name):
-        if name == "ckpt_1/model.pt" and rotates.times:
+    def save_and_look(storage, directory):
+        if directory == "ckpt_1" and rotates.times:
             rotates.times -= 1
             rotates.run.save()
-        return size(storage, name)
+        return sizes(storage, directory)
 
-    monkeypatch.setattr(ObjectStorage, "size", save_and_size)
+    monkeypatch.setattr(ObjectStorage, "sizes", save_and_look)
     rotates.times = 1
     with pytest.raises(CheckpointNotFoundError):
         read(f"{memory_url}/ckpt_1")

@@ -113,7 +113,7 @@ def test_a_failed_save_keeps_no_room(tmp_path, monkeypatch):
     table, saver = build(tmp_path)
     table(torch.arange(1000))
     with monkeypatch.context() as patch:
-        Fault(patch, LocalStorage, "size", 1, for_ever=True, code=errno.ENOSPC)
+        Fault(patch, LocalStorage, "sync_dir", 3, for_ever=True, code=errno.ENOSPC)  # the first of the commit
         with pytest.raises(SaveFailedError, match="injected"):
             saver.save("c")
     assert {name for name in tree(tmp_path) if not name.startswith(".recckpt")} == {"c", "c/INTENT", "c/sparse"}
