@@ -65,8 +65,8 @@ def fork_ranks(size: int, root: Path, work: Callable[[int, int, Path], Any]) -> 
 
 
 def warm_up() -> None:
-    """Import and load what torch, numba and recckpt put off to its first use: once, and not on every rank."""
-    import torch._dynamo
+    """Load what numba and recckpt put off to their first use: once, and not on every rank."""
+    import torch
 
     from recckpt.sparse import HashTable, SparseSGD
 

@@ -38,7 +38,7 @@ def agree(runs):
 
 
 def test_two_ranks_learn_what_one_learns(tmp_path):
-    agree(run(tmp_path, 40, [1, 2]))
+    agree(run(tmp_path, 30, [1, 2]))
 
 
 @pytest.mark.slow

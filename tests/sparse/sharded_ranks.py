@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # of which every rank would import its own
 import torch.distributed as dist
 from rank_processes import fork_ranks
 

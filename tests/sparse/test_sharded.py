@@ -61,7 +61,7 @@ def loss_of(rows, weight=1.0):
 BATCHES = st.lists(st.integers(-6, 6) | st.integers(-(2**63), 2**63 - 1), max_size=30)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.lists(BATCHES, min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 3))
 def test_every_id_is_sent_once_to_the_one_rank_whose_slice_owns_it_and_found_again(ids, n_ranks, spacing):
     ids = [np.array(batch, np.int64) for batch in ids]
@@ -93,7 +93,7 @@ RUNS = st.integers(1, 5).flatmap(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(RUNS, st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(["mean", "sum"]))
 def test_training_over_many_ranks_is_training_of_one_table_on_all_their_batches(steps, optimizer, gradients):
     size = len(steps[0])
