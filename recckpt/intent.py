@@ -41,9 +41,9 @@ def write_intent(storage: Storage, intent: Intent) -> None:
     storage.put_if_absent(layout.join(intent.directory, layout.INTENT), data)
 
 
-def read_intent(storage: Storage, directory: str) -> Intent | None:
-    """Return whose attempt a directory is, None where that cannot be told."""
-    name = layout.join(directory, layout.INTENT)
+def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
+    """Return whose attempt a directory is, by a file in it, None where that cannot be told."""
+    name = layout.join(directory, file)
     with suppress(FileNotFoundError, NotADirectoryError, CorruptCheckpointError):
         fields = parse(storage.read(name, _MAX_BYTES), name)
         return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))

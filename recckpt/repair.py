@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -115,18 +115,19 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         names = storage.list_files(directory)
         if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
             continue  # committed meanwhile, or not ours
-        what, is_dead = _attempt(storage, directory, alive, is_empty=not names)
+        what, is_dead = _attempt(storage, directory, alive, names)
         yield Leftover(directory, what, is_dead), partial(rotation.remove_leftover, storage, directory)
     for name in filter(layout.is_temporary, storage.list_files("")):
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
 
 
-def _attempt(storage: Storage, directory: str, alive: int, *, is_empty: bool) -> tuple[str, bool]:
+def _attempt(storage: Storage, directory: str, alive: int, names: Sequence[str]) -> tuple[str, bool]:
     """Say what a directory without a manifest is, and whether its writer is dead: one that was followed is."""
-    intent = read_intent(storage, directory)
+    died_at_once = bool(names) and all(name.startswith(f"{layout.INTENT}.") for name in names)  # before the name was it
+    intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
     if intent is not None:
         return f"an unfinished save, {_whose(storage, intent.epoch)}", intent.epoch < alive
-    if is_empty:
+    if not names:
         return "an empty directory, it may be of a save that has just begun", False
     return f"files without {layout.INTENT}: nobody knows whose", False
 

@@ -104,6 +104,17 @@ def test_saves_of_a_dead_writer_go_and_those_of_the_last_stay_and_are_named(runs
     assert tree(runs) == {name: data for name, data in before.items() if name.split("/")[0] != "ckpt_20"}
 
 
+def test_a_save_that_died_before_it_had_its_mark_goes_with_its_writer(runs):
+    for directory, epoch in (("ckpt_8", 1), ("ckpt_9", 2)):
+        begin(runs, directory, epoch)
+        (runs / directory / "INTENT").rename(runs / directory / "INTENT.0123456789abcdef.tmp")
+    done = repair(str(runs), clean=True)
+    assert done.removed == ("ckpt_8",)
+    assert [left.is_dead for left in done.leftovers] == [True, False]
+    assert not (runs / "ckpt_8").exists()
+    assert (runs / "ckpt_9").exists()
+
+
 def test_a_claim_without_a_list_makes_nobody_dead(runs):
     begin(runs, "ckpt_20", 2, "model.pt")
     owner = runs / ".recckpt/owner"
