@@ -137,7 +137,7 @@ class Autosave:
             return None
         run.event_time = _latest(self._ranks.gather(run.event_time))
         times = {} if run.event_time is None else {EVENT_TIME: run.event_time}
-        measured = {name: float(value) for name, value in (metrics or {}).items()}
+        measured = {name: _number(name, value) for name, value in (metrics or {}).items()}
         try:
             saved = self._saver.save(
                 ckpt_id,
@@ -200,6 +200,13 @@ class Autosave:
         if is_over:
             self._save("regular", state, metrics, blocking=False)
         return is_over and self.settle(left())
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]  # tensors and numpy's numbers too
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
 
 
 def _latest(times: Sequence[float | None]) -> float | None:

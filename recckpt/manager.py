@@ -71,7 +71,12 @@ class CheckpointManager:
             saver,
             self._run,
             ranks,
-            Schedule(as_when(save_interval), None if ephemeral is None else as_when(ephemeral), clock, backpressure),
+            Schedule(
+                as_when(save_interval),
+                None if ephemeral is None else as_when(ephemeral, "ephemeral"),
+                clock,
+                backpressure,
+            ),
             SignalWatch(save_on_signal),
             async_save=async_save,
             grace_sec=grace,

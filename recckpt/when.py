@@ -190,7 +190,7 @@ class AnyOf(_Joined):
         return f"AnyOf({', '.join(map(repr, self.whens))})"
 
 
-def as_when(save_interval: int | When) -> When:
+def as_when(save_interval: int | When, name: str = "save_interval") -> When:
     """Return what a number of steps stands for, and any other :class:`When` as it is.
 
     Raises:
@@ -201,7 +201,7 @@ def as_when(save_interval: int | When) -> When:
     if type(save_interval) is int and save_interval >= 1:
         return EverySteps(save_interval)
     raise ValueError(
-        f"save_interval must be an int of at least 1, found {save_interval!r}; or an object with due() and "
+        f"{name} must be an int of at least 1, found {save_interval!r}; or an object with due() and "
         "same_on_all_ranks, such as recckpt.when.EverySeconds(600)"
     )
 

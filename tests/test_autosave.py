@@ -439,6 +439,18 @@ def test_metrics_state_and_event_time_are_in_the_manifest(tmp_path):
     assert run.train(1).manager.save(metrics={"auc": 0.75}).state == {"event_time": 200.0, "auc": 0.75}
 
 
+@pytest.mark.parametrize("value", ["high", None, [0.5], 10**400, torch.ones(2)])
+def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path, value):
+    with pytest.raises(ValueError, match=r"metrics\['auc'\]: found .*, expected a number"):
+        Small(tmp_path).train(1, metrics={"auc": value})
+    assert checkpoints(tmp_path) == []
+
+
+def test_an_ephemeral_interval_that_is_none_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="ephemeral must be an int of at least 1, found 0"):
+        Small(tmp_path, ephemeral=0)
+
+
 def test_metrics_decide_when_to_save(tmp_path):
     run = Small(tmp_path, save_interval=WhenTrue(lambda now: now.metrics.get("loss", 0.0) > 2))
     for loss in (1.0, 3.0, 2.0):
