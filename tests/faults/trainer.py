@@ -14,6 +14,18 @@ from recckpt.sparse import HashTable, SparseAdagrad
 _values = count(1)
 
 
+class Stream:
+    """A position in the data; without one, nobody would look at the file of positions."""
+
+    position = 0
+
+    def dump_io_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_io_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 class Trainer:
     """A process that trains: each save is of another value, which is also in the manifest."""
 
@@ -22,6 +34,7 @@ class Trainer:
         self.top = nn.Linear(1, 1, bias=False)
         model = nn.ModuleDict({"t": self.table, "top": self.top})
         self.saver = Saver(model, SparseAdagrad([self.table]), url, max_keep=max_keep, concurrency=1)
+        self.saver.register_io_state("stream", Stream())
         self.manager = CheckpointManager(self.saver, 10**9)
 
     @property
