@@ -11,11 +11,13 @@ if TYPE_CHECKING:
         CheckpointExistsError,
         CheckpointNotFoundError,
         CheckpointRemovedError,
+        CommitNotDurableError,
         CorruptCheckpointError,
         FormatVersionError,
         LoadConfError,
         LookupFailedError,
         PartlyLoadedError,
+        RankLostError,
         RecckptError,
         SaveFailedError,
         StateMismatchError,
@@ -23,12 +25,16 @@ if TYPE_CHECKING:
     )
     from recckpt.manager import CheckpointManager
     from recckpt.reader import CheckpointReader
+    from recckpt.save_runner import SaveHandle
     from recckpt.saver import Saver
     from recckpt.split import filter_out_sparse_param, split_sparse_dense_state_dict
+    from recckpt.timeline import SaveInfo
     from recckpt.types import is_hashtable
 
 _HOMES = {
     "Saver": "saver",
+    "SaveHandle": "save_runner",
+    "SaveInfo": "timeline",
     "CheckpointManager": "manager",
     "CheckpointReader": "reader",
     "split_sparse_dense_state_dict": "split",
@@ -46,10 +52,14 @@ _HOMES = {
     "PartlyLoadedError": "errors",
     "WriterFencedError": "errors",
     "SaveFailedError": "errors",
+    "CommitNotDurableError": "errors",
+    "RankLostError": "errors",
 }
 
 __all__ = [
     "Saver",
+    "SaveHandle",
+    "SaveInfo",
     "CheckpointManager",
     "CheckpointReader",
     "split_sparse_dense_state_dict",
@@ -67,6 +77,8 @@ __all__ = [
     "PartlyLoadedError",
     "WriterFencedError",
     "SaveFailedError",
+    "CommitNotDurableError",
+    "RankLostError",
 ]
 
 logging.getLogger("recckpt").addHandler(logging.NullHandler())
