@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from recckpt import rotation, timeline
 from recckpt.commit import begin, commit, write_index
+from recckpt.dense.sharded_state import check_shares, is_whole
 from recckpt.errors import (
     CommitNotDurableError,
     RankLostError,
@@ -147,8 +148,11 @@ def _write(
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
         writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
-        parts = _on_all_ranks(group, info, lambda: (staged.sharded.plan, tuple(staged.io_state)))
-        records = _on_all_ranks(group, info, lambda: writer.write(staged, progress, [plan for plan, _ in parts]))
+        parts = _on_all_ranks(group, info, lambda: (staged.sharded.summary, tuple(staged.io_state)))
+        if not is_whole([summary for summary, _ in parts]):
+            shares = _on_all_ranks(group, info, lambda: staged.sharded.shares)
+            _on_rank_0(group, info, lambda: check_shares(shares))
+        records = _on_all_ranks(group, info, lambda: writer.write(staged, progress))
         seconds = [record.seconds for record in records]
         info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
         info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])

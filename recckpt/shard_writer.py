@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recckpt import layout
 from recckpt.background import run_all
@@ -22,9 +22,6 @@ from recckpt.stage import Staged
 from recckpt.storage import HashingSink, NewFiles, Storage
 from recckpt.storage.outbox import Outbox
 from recckpt.visibility import Lookout
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
 
 
 @dataclass(frozen=True)
@@ -58,30 +55,22 @@ class ShardWriter:
         self._concurrency = concurrency
         self._rank, self._ranks = group.rank, group.size
 
-    def write(self, staged: Staged, progress: Progress, plans: Sequence[SavePlan | None] = ()) -> ShardRecord:
+    def write(self, staged: Staged, progress: Progress) -> ShardRecord:
         """Write dense beside sparse, and the catalog last.
-
-        Args:
-            staged: the state.
-            progress: counts bytes of rows.
-            plans: what each rank has of sharded tensors.
 
         Raises:
             OSError: the storage failed.
-            ValueError: the ranks disagree on a sharded tensor.
         """
         begin = time.perf_counter()
         if self._rank:
             Lookout(self._storage).check_intent(self._intent)
         with Outbox(self._storage) as outbox:
-            record = self._write_to(outbox, staged, progress, plans)
+            record = self._write_to(outbox, staged, progress)
             staged.close()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(self._concurrency)
         return replace(record, seconds=time.perf_counter() - begin)
 
-    def _write_to(
-        self, outbox: NewFiles, staged: Staged, progress: Progress, plans: Sequence[SavePlan | None]
-    ) -> ShardRecord:
+    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardRecord:
         catalogs_written: list[Catalog] = []
         files: list[FileEntry] = []
         states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
@@ -89,7 +78,7 @@ class ShardWriter:
             states |= {layout.MODEL: staged.dense, layout.EXTRA: staged.extra}
         pieces: list[Callable[[], None]] = [
             lambda: files.extend(self._write_states(outbox, states)),
-            lambda: files.extend(self._write_sharded(outbox, staged, plans)),
+            lambda: files.extend(self._write_sharded(outbox, staged)),
             lambda: catalogs_written.append(self._write_tables(outbox, staged, progress)),
         ]
         run_all(lambda piece: piece(), pieces, self._concurrency)
@@ -105,9 +94,8 @@ class ShardWriter:
     def _write_states(self, to: NewFiles, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
         return [save_state(state, to, self._intent.directory, name) for name, state in states.items()]
 
-    def _write_sharded(self, to: NewFiles, staged: Staged, plans: Sequence[SavePlan | None]) -> list[FileEntry]:
-        own = staged.sharded.own_chunks(plans, self._rank)
-        directory, save_id = self._intent.directory, self._intent.save_id
+    def _write_sharded(self, to: NewFiles, staged: Staged) -> list[FileEntry]:
+        own, directory, save_id = staged.sharded.chunks, self._intent.directory, self._intent.save_id
         return save_chunks(own, to, directory, save_id=save_id, shard=self._rank, shards=self._ranks)
 
     def _write_tables(self, to: NewFiles, staged: Staged, progress: Progress) -> Catalog:

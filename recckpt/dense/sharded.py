@@ -1,23 +1,21 @@
 """Tensors whose values lie on several ranks (DTensor, FSDP2, ShardedTensor): the only place that knows their kinds.
 
-Which rank writes what, and which bytes a rank needs, is planned by torch.distributed.checkpoint.
+Which part of a tensor a rank has, and of which stored parts it is made, is planned by torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+import xxhash
 from torch import Tensor
 
 from recckpt.dense.stored_shards import Read, StoredShards
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 _KINDS = {"torch.distributed.tensor": "DTensor", "torch.distributed._shard.sharded_tensor": "ShardedTensor"}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -52,60 +50,53 @@ def local_bytes(value: Tensor) -> int:
     mesh = getattr(value, "device_mesh", None)
     if mesh is not None:
         return n_bytes // int(mesh.size()) if mesh.get_coordinate() is not None else 0
-    return sum(piece.values.nbytes for piece in local_pieces("", value))
+    return sum(piece.values.nbytes for piece in Pieces().of("", value))
 
 
-def write_plan(tensors: Mapping[str, Tensor]) -> tuple[SavePlan, list[Tensor]]:
-    """Return what this rank has of sharded tensors: an item each, and the values beside it.
+class Pieces:
+    """Finds what this rank has of tensors, for one save or load: tensors that are laid out alike are looked at once."""
 
-    Raises:
-        ValueError: values that are only summands of what the tensor is; names it.
-    """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.planner import SavePlan
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[int, ...]] = {}
 
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    items: list[WriteItem] = []
-    values: list[Tensor] = []
-    for name, tensor in tensors.items():
-        planner.set_up_planner({name: tensor}, None, is_coordinator=False)
+    @torch.no_grad()
+    def of(self, name: str, value: Tensor) -> list[Piece]:
+        """Return what this rank has of a tensor, sharded or not; the values are the tensor's own.
+
+        Raises:
+            ValueError: values that are only summands of what the tensor is; names it.
+        """
+        one = cast(Any, value)
+        kind = (value.shape, one.device_mesh, one.placements) if hasattr(value, "device_mesh") else None
+        if kind in self._known:
+            return [Piece(self._known[kind], one.to_local())]
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({name: value}, None, is_coordinator=False)
         try:
-            plan = planner.create_local_plan()
+            items = planner.create_local_plan().items
         except ValueError as error:
-            raise ValueError(
-                f"{_called(name)}: {error}; redistribute it to Shard or Replicate before the save"
-            ) from error
-        items += plan.items
-        values += [cast(Tensor, planner.resolve_data(item)).detach() for item in plan.items]
-    return SavePlan(items), values
+            raise ValueError(f"{name}: {error} Redistribute it to Shard or Replicate before the save") from error
+        pieces = [Piece(tuple(i.index.offset or ()), cast(Tensor, planner.resolve_data(i)).detach()) for i in items]
+        if kind is not None and pieces:
+            self._known[kind] = pieces[0].offsets
+        return pieces
 
 
-def agreed_plan(plans: Sequence[SavePlan | None], rank: int) -> list[WriteItem]:
-    """Return what this rank is to write, of what each rank has: of what several have, one writes it.
+def is_written_here(name: str, value: Tensor, piece: Piece) -> bool:
+    """Say whether this rank is the one, of those that have a piece of a sharded tensor, that writes it.
 
-    Raises:
-        ValueError: the ranks disagree on a tensor.
+    Each rank can tell by itself, and the work is shared out by names and places.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.planner import SavePlan
-
-    found: dict[str, tuple[Any, int]] = {}
-    for number, plan in enumerate(plans):
-        for item in plan.items if plan else []:
-            assert item.tensor_data is not None  # only tensors are planned
-            kind = item.tensor_data.properties.dtype, tuple(item.tensor_data.size)
-            known, first = found.setdefault(item.index.fqn, (kind, number))
-            if known != kind:
-                raise ValueError(f"{_called(item.index.fqn)}: {known} on rank {first}, {kind} on rank {number}")
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    agreed, _ = planner.create_global_plan([plan or SavePlan([]) for plan in plans])
-    return agreed[rank].items
-
-
-def local_pieces(name: str, value: Tensor) -> list[Piece]:
-    """Return what this rank has of a tensor, sharded or not; the values are the tensor's own."""
-    plan, values = write_plan({name: value})
-    return [Piece(tuple(item.index.offset or ()), held) for item, held in zip(plan.items, values, strict=True)]
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is None:
+        return True
+    replica, replicas = 0, 1
+    for dim, placement in enumerate(cast(Any, value).placements):
+        if placement.is_replicate():
+            replica, replicas = replica * mesh.size(dim) + mesh.get_coordinate()[dim], replicas * mesh.size(dim)
+    return replicas == 1 or xxhash.xxh3_64_intdigest(f"{name} {piece.offsets}".encode()) % replicas == replica
 
 
 def planned_reads(stored: StoredShards, offsets: Sequence[int], sizes: Sequence[int]) -> list[Read]:
@@ -147,11 +138,6 @@ def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
     shards = [Shard(values.to(shard.tensor.device), shard.metadata) for values, shard in held]
     group = of_several._process_group
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, of_several.metadata(), process_group=group)
-
-
-def _called(name: str) -> str:
-    """Return the name of a tensor, without whose it is."""
-    return name.partition("/")[2]
 
 
 def _kinds() -> tuple[type, ...]:

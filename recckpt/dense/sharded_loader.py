@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recckpt.dense.chunks import EXTRA
-from recckpt.dense.sharded import is_sharded, local_pieces, may_be_sharded, planned_reads, with_values
+from recckpt.dense.sharded import Pieces, is_sharded, may_be_sharded, planned_reads, with_values
 from recckpt.dense.sharded_state import STAND_IN
 from recckpt.dense.stored_shards import ShardReader, StoredShards
 
@@ -34,7 +34,7 @@ def as_live(found: Found, live: Tensor | None, reader: ShardReader, dtype: torch
     if live is None:
         return _box(found, (0,) * len(found.shape), tuple(found.shape), reader)
     parts = []
-    for piece in local_pieces("", live):
+    for piece in Pieces().of("", live):
         sizes = tuple(piece.values.shape)
         ends = [min(begin + size, whole) for begin, size, whole in zip(piece.offsets, sizes, found.shape, strict=True)]
         inside = tuple(max(0, end - begin) for begin, end in zip(piece.offsets, ends, strict=True))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
+import xxhash
 from torch import Tensor
 
 from recckpt.dense.buffers import Copy, Place
 from recckpt.dense.chunks import EXTRA, MODEL
 from recckpt.dense.portable import portable
-from recckpt.dense.sharded import agreed_plan, is_sharded, may_be_sharded, write_plan
+from recckpt.dense.sharded import Pieces, is_sharded, is_written_here, may_be_sharded
 from recckpt.dense.stored_tensor import NUMPY_DTYPES
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
 
 STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that stands for a tensor in extra.pt
 
@@ -34,41 +34,75 @@ class OwnChunk:
 
 
 @dataclass(frozen=True)
-class ShardedState:
-    """What this rank has of sharded tensors.
+class Share:
+    """What a rank has of one sharded tensor: how many of its values it writes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    n_values: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the ranks compare: in most jobs that is all that is to be said.
 
     Attributes:
-        plan: an item for each piece; None where it has no sharded tensor. Goes to all ranks.
-        values: the pieces, by (tensor, offsets).
+        digest: of names, dtypes and shapes.
+        n_values: of all tensors, on all ranks.
+        n_own: how many of them this rank writes.
     """
 
-    plan: SavePlan | None = None
-    values: Mapping[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
+    digest: int
+    n_values: int
+    n_own: int
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all pieces, of which other ranks may have some too."""
-        return sum(values.nbytes for values in self.values.values())
 
-    def own_chunks(self, plans: Sequence[SavePlan | None], rank: int) -> list[OwnChunk]:
-        """Return what this rank is to write, given the plans of all ranks.
+@dataclass(frozen=True)
+class ShardedState:
+    """What this rank writes of sharded tensors.
 
-        Raises:
-            ValueError: the ranks disagree on a tensor.
-        """
-        if not any(plans):
-            assert self.plan is None
-            return []
-        chunks = []
-        for item in agreed_plan(plans, rank):
-            of, _, name = item.index.fqn.partition("/")
-            assert item.tensor_data is not None  # only tensors are planned
-            shape, offsets = tuple(item.tensor_data.size), tuple(item.index.offset or ())
-            values = self.values[item.index.fqn, offsets]
-            if values.numel() or 0 in shape:
-                dtype = str(values.dtype).removeprefix("torch.")
-                chunks.append(OwnChunk(of, name, dtype, shape, offsets, values))
-        return chunks
+    Attributes:
+        chunks: the boxes.
+        shares: of each tensor that it has any part of.
+    """
+
+    chunks: Sequence[OwnChunk] = ()
+    shares: Mapping[str, Share] = field(default_factory=dict)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What other ranks compare with theirs."""
+        names = repr(sorted((name, share.dtype, share.shape) for name, share in self.shares.items()))
+        n_values = sum(math.prod(share.shape) for share in self.shares.values())
+        n_own = sum(share.n_values for share in self.shares.values())
+        return Summary(xxhash.xxh3_64_intdigest(names.encode()), n_values, n_own)
+
+
+def is_whole(summaries: Sequence[Summary]) -> bool:
+    """Say whether all ranks have the same tensors and write all of their values; where not, shares must be compared."""
+    kinds = {(summary.digest, summary.n_values) for summary in summaries}
+    return len(kinds) == 1 and summaries[0].n_values == sum(summary.n_own for summary in summaries)
+
+
+def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
+    """Check that the ranks agree on each tensor, and together write it once.
+
+    Raises:
+        ValueError: they do not; names it.
+    """
+    kinds: dict[str, tuple[int, Share]] = {}
+    written: Counter[str] = Counter()
+    for rank, own in enumerate(shares):
+        for name, share in own.items():
+            first, known = kinds.setdefault(name, (rank, share))
+            if (share.dtype, share.shape) != (known.dtype, known.shape):
+                one, other = f"{known.dtype} {known.shape} on rank {first}", f"{share.dtype} {share.shape} on {rank}"
+                raise ValueError(f"sharded tensor {_called(name)}: found {one}, {other}; expected one of all ranks")
+            written[name] += share.n_values
+    for name, (_, share) in kinds.items():
+        if written[name] != math.prod(share.shape):
+            found = f"found {written[name]} values on {len(shares)} ranks, expected {math.prod(share.shape)}"
+            raise ValueError(f"sharded tensor {_called(name)}: {found}; save on all ranks that have a part of it")
 
 
 class ShardedTensors:
@@ -93,22 +127,29 @@ class ShardedTensors:
         return lambda place, state: copy(place, self._without(str(place[-1]), state) if may_be_sharded() else state)
 
     def staged(self, copy: Copy) -> ShardedState:
-        """Return what this rank has of the tensors, copied.
+        """Return what this rank writes of the tensors, copied.
 
         Raises:
             ValueError: a tensor cannot be saved; names it.
         """
-        if not self._tensors:
-            return ShardedState()
-        plan, values = write_plan(self._tensors)
-        held: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        for item, value in zip(plan.items, values, strict=True):
-            fqn, offsets = item.index.fqn, tuple(item.index.offset or ())
-            place: Place = ("sharded", fqn, offsets)
-            held[fqn, offsets] = portable(fqn.partition("/")[2], copy(place, value))
-            if str(value.dtype).removeprefix("torch.") not in NUMPY_DTYPES:
-                raise ValueError(f"{fqn.partition('/')[2]}: a sharded tensor of {value.dtype} cannot be saved; cast it")
-        return ShardedState(plan, held)
+        chunks: list[OwnChunk] = []
+        shares: dict[str, Share] = {}
+        pieces = Pieces()
+        for fqn, tensor in self._tensors.items():
+            of, name = fqn.partition("/")[0], _called(fqn)
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            if dtype not in NUMPY_DTYPES:
+                raise ValueError(f"{name}: a sharded tensor of {tensor.dtype} cannot be saved; cast it")
+            n_values = 0
+            for piece in pieces.of(name, tensor):
+                is_here = is_written_here(fqn, tensor, piece)
+                if is_here and (piece.values.numel() or 0 in shape):
+                    place: Place = ("sharded", fqn, piece.offsets)
+                    values = portable(name, copy(place, piece.values))
+                    chunks.append(OwnChunk(of, name, dtype, shape, piece.offsets, values))
+                    n_values += values.numel()
+            shares[fqn] = Share(dtype, shape, n_values)
+        return ShardedState(chunks, shares)
 
     def _without(self, name: str, state: Any) -> Any:
         try:
@@ -125,3 +166,8 @@ class ShardedTensors:
         if type(value) in (list, tuple):
             return type(value)(self._stood_in(f"{name}[{i}]", item) for i, item in enumerate(value))
         return value
+
+
+def _called(fqn: str) -> str:
+    """Return the name of a tensor, without whose it is."""
+    return fqn.partition("/")[2]

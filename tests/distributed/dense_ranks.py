@@ -27,7 +27,9 @@ from torch.distributed.tensor import (
 )
 
 from recckpt import SaveFailedError, Saver, StateMismatchError
+from recckpt.consolidate import consolidate
 from recckpt.storage.local import LocalStorage
+from recckpt.verify import verify
 
 TRUTH = {
     "w": torch.randn(10, 7, generator=torch.Generator().manual_seed(0)),
@@ -246,6 +248,10 @@ def refusals(rank, size, root):
     assert "w" in str(error)
 
     model.w = distribute_tensor(torch.zeros(10, 7), mesh, [Shard(0)])
+    error = error_of(lambda: Saver(model, output_dir=str(root / f"alone-{rank}")).save("c", 0, 1))
+    assert isinstance(error, SaveFailedError)
+    assert "sharded tensor w: found 35 values on 1 ranks, expected 70" in str(error), error
+
     create = LocalStorage.create
     if rank == 1:
         LocalStorage.create = full
@@ -256,6 +262,28 @@ def refusals(rank, size, root):
     dist.barrier()
     assert not list((root / "refusals").glob("*/manifest.json"))
     saver.save("full", rank, size)
+
+
+def one_rank_in_a_process_group(root):
+    """A mesh of one rank, and a store in memory."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(5, 3)
+    fully_shard(model, mesh=mesh)
+    truth = {name: whole(value) for name, value in model.state_dict().items()}
+    manifest = Saver(model, output_dir="memory://one").save("c")
+    assert [file.name for file in manifest.files if "dense" in file.name] == [
+        "dense/00000-of-00001.bin",
+        "dense/00000-of-00001.json",
+    ]
+    torch.manual_seed(8)
+    model = nn.Linear(5, 3)
+    Saver(model, output_dir="memory://one").load()
+    same(model.state_dict(), truth)
+    assert verify("memory://one") == []
+    consolidate("memory://one", str(root / "one.pt"))
+    same(torch.load(root / "one.pt", weights_only=True), truth)
+    dist.destroy_process_group()
 
 
 def full(self, name):
@@ -272,6 +300,8 @@ def work(rank, size, root, *, number, last):
         legacy(rank, size, root.parent, number=number)
     if size == 4 and not number:
         same_rows_twice(rank, size, root.parent)
+    if size == 1:
+        one_rank_in_a_process_group(root.parent)
     if size == 2:
         refusals(rank, size, root.parent)
 
