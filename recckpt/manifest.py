@@ -100,8 +100,18 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the bytes of ``manifest.json``, sealed with their own checksum."""
-    return seal(_to_json(manifest), _SEAL)
+    """Return the bytes of ``manifest.json``, sealed with their own checksum.
+
+    Raises:
+        ValueError: no reader would take it, for its size.
+    """
+    data = seal(_to_json(manifest), _SEAL)
+    if len(data) > MAX_BYTES:
+        raise ValueError(
+            f"the manifest would have {len(data)} bytes, of {len(manifest.files)} files and {len(manifest.tables)} "
+            f"tables; at most {MAX_BYTES} are read back: save with fewer ranks or a lower concurrency"
+        )
+    return data
 
 
 def decode(data: bytes, path: str) -> Manifest:

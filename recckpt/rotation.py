@@ -7,6 +7,7 @@ from collections.abc import Collection
 from datetime import datetime, timezone
 
 from recckpt import layout
+from recckpt.background import run_all
 from recckpt.intent import Intent, read_intent
 from recckpt.keep import Keep, as_keep
 from recckpt.listing import Checkpoint, Listing, attempt_dirs
@@ -53,20 +54,20 @@ def leftovers(storage: Storage, listing: Listing, epoch: int) -> list[Intent]:
     return [intent for intent in found if not _has_manifest(storage, intent.directory)]
 
 
-def remove(storage: Storage, checkpoint: Checkpoint) -> None:
-    """Remove what recckpt wrote of a checkpoint; a failure is logged and never fails a save."""
+def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int = 1) -> None:
+    """Remove what recckpt wrote of a checkpoint, with several threads; a failure is logged and never fails a save."""
     try:
         storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: a crash leaves what nobody trusts
         storage.sync_dir(checkpoint.directory)
-        _remove_files(storage, checkpoint.directory, {file.name for file in checkpoint.manifest.files})
+        _remove_files(storage, checkpoint.directory, {file.name for file in checkpoint.manifest.files}, concurrency)
     except OSError as error:
         log.warning("could not remove all of %s/%s: %s", storage.url, checkpoint.directory, error)
 
 
-def remove_leftover(storage: Storage, directory: str) -> None:
+def remove_leftover(storage: Storage, directory: str, concurrency: int = 1) -> None:
     """Remove what an attempt without a manifest wrote; a failure is logged and tried again at the next save."""
     try:
-        _remove_files(storage, directory, ())
+        _remove_files(storage, directory, (), concurrency)
         log.info("removed %s/%s, which was never finished", storage.url, directory)
     except OSError as error:
         log.warning("could not remove all of the leftover %s/%s: %s", storage.url, directory, error)
@@ -86,11 +87,13 @@ def abandon(storage: Storage, directory: str) -> None:
         log.warning("could not remove all of the failed attempt %s/%s: %s", storage.url, directory, error)
 
 
-def _remove_files(storage: Storage, directory: str, listed: Collection[str]) -> None:
+def _remove_files(storage: Storage, directory: str, listed: Collection[str], concurrency: int) -> None:
     """Remove our files, and the directory if it is empty then; INTENT last, since it says whose leftover this is."""
     names = [name for name in storage.list_files(directory) if name in listed or layout.is_ours(name)]
-    for name in sorted(names, key=lambda name: name == layout.INTENT):
-        storage.remove(layout.join(directory, name))
+    paths = [layout.join(directory, name) for name in names if name != layout.INTENT]
+    run_all(storage.remove, paths, storage.threads(concurrency))  # of 1,024 ranks, 11,000 requests
+    if layout.INTENT in names:
+        storage.remove(layout.join(directory, layout.INTENT))
     storage.remove_empty_dirs(directory)
 
 

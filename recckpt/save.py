@@ -235,10 +235,10 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
             victims = _expired(listing, to.max_keep, pinned_ids(storage))
             for victim in victims:
                 fence.check()
-                rotation.remove(storage, victim)
+                rotation.remove(storage, victim, to.concurrency)
             for left in rotation.leftovers(storage, listing, fence.epoch):
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
-                    rotation.remove_leftover(storage, left.directory)
+                    rotation.remove_leftover(storage, left.directory, to.concurrency)
             fence.check()
             write_index(storage, list_checkpoints(storage) if victims else listing)
         timeline.append(storage, info)

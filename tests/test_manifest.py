@@ -260,3 +260,12 @@ def test_40_000_tables_fit():
     tables = tuple(TableEntry(f"feature_{n}", n, slots) for n in range(40_000))
     record = decode(encode(replace(example(), tables=tables)), PATH)
     assert all(record.table(entry.name) is entry for entry in record.tables)
+
+
+def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch):
+    data = encode(example())
+    monkeypatch.setattr("recckpt.manifest.MAX_BYTES", len(data))
+    assert decode(encode(example()), PATH) == example()
+    monkeypatch.setattr("recckpt.manifest.MAX_BYTES", len(data) - 1)
+    with pytest.raises(ValueError, match=f"{len(data)} bytes, of 4 files and 2 tables"):
+        encode(example())

@@ -47,6 +47,18 @@ def test_the_manifest_goes_first(storage, monkeypatch):
     assert set(removed) == written
 
 
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_the_intent_goes_last_however_many_threads_remove(storage, monkeypatch, concurrency):
+    save_tables(storage, *[[filled("item", [shard])] for shard in range(9)], ckpt_id="a")
+    written = {f"a/{name}" for name in storage.list_files("a")}
+    remove, removed = type(storage).remove, []
+    monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
+    rotation.remove(storage, list_checkpoints(storage).committed[0], concurrency)
+    assert (removed[0], removed[-1]) == ("a/manifest.json", "a/INTENT")
+    assert set(removed) == written
+    assert storage.list_files("a") == []
+
+
 def test_files_of_others_and_their_directories_stay(tmp_path, caplog):
     storage = open_storage(str(tmp_path))
     save(storage, "a", "b")

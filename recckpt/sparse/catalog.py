@@ -80,7 +80,11 @@ class Catalog:
 
 
 def encode(catalog: Catalog) -> bytes:
-    """Return the bytes of a catalog file."""
+    """Return the bytes of a catalog file.
+
+    Raises:
+        ValueError: no reader would take it, for its size.
+    """
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -89,7 +93,13 @@ def encode(catalog: Catalog) -> bytes:
         "shards": catalog.shards,
     }
     parts = ",\n".join(_part_json(part) for part in catalog.parts)
-    return f'{json.dumps(head)[:-1]}, "parts": [\n{parts}\n]}}\n'.encode()
+    data = f'{json.dumps(head)[:-1]}, "parts": [\n{parts}\n]}}\n'.encode()
+    if len(data) > MAX_BYTES:
+        raise ValueError(
+            f"the catalog of shard {catalog.shard} would have {len(data)} bytes, at most {MAX_BYTES} are read back: "
+            "save on more ranks"
+        )
+    return data
 
 
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:

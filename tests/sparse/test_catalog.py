@@ -150,3 +150,12 @@ def test_a_catalog_of_40_000_tables_is_read_at_once():
     batches = tuple(Batch(name, 1, (5, 6), SUMS) for name in names)
     whole = Catalog("ab" * 16, 0, 1, (Part(PART, 10**9, 0, tuple(names), batches),))
     assert decode(encode(whole), PATH, big, 0) == whole
+
+
+def test_a_catalog_that_no_reader_would_take_is_not_written(monkeypatch):
+    data = encode(catalog())
+    monkeypatch.setattr("recckpt.sparse.catalog.MAX_BYTES", len(data))
+    assert decode(encode(catalog()), PATH, manifest(), 0) == catalog()
+    monkeypatch.setattr("recckpt.sparse.catalog.MAX_BYTES", len(data) - 1)
+    with pytest.raises(ValueError, match=f"shard 0 would have {len(data)} bytes, at most {len(data) - 1}"):
+        encode(catalog())
