@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from builders import Run, state_of
@@ -35,9 +36,10 @@ def work_dir(tmp_path):
 
 
 def run_of(url, work_dir, **options):
-    """Return a run that saves by way of a work dir."""
+    """Return a run that saves and restores by way of a work dir."""
     run = Run(url, **options)
-    run.saver.storage.transfers = transfers_of(run.saver.output_dir, **NO_OPTIONS | {"work_dir": work_dir})
+    asked = NO_OPTIONS | {"work_dir": work_dir, "pre_download": True}
+    run.saver.storage.transfers = transfers_of(run.saver.output_dir, **asked)
     return run
 
 
@@ -101,6 +103,9 @@ def test_training_copies_nothing_aside_while_files_go_up(memory_url, work_dir, g
     handle = saver.save("c", blocking=False)
     held.wait()
     assert len(copies_in(work_dir)) > 1
+    [snapshot] = [reference() for reference in table.store._snapshots]
+    with pytest.raises(RuntimeError, match="closed"):
+        snapshot.ids.gather(np.arange(1))
     table.insert(torch.arange(1000), torch.ones(1000, 2))
     held.open()
     handle.wait()
