@@ -118,6 +118,8 @@ class Autosave:
                 raise
             log.error("%s", failure)
         finally:
+            if self._schedule.forget():
+                log.warning("a save was due and put off, and will not be made; `with manager:` saves the last step")
             self._signals.release()
 
     def settle(self, timeout_sec: float | None = None) -> bool:

@@ -112,8 +112,15 @@ class Schedule:
             return wanted
         return None
 
+    def forget(self) -> bool:
+        """Drop what was put off, and say whether there was anything."""
+        had_pending, self._pending = self._pending is not None, None
+        self.counts.dropped += had_pending
+        return had_pending
+
     def begun(self, kind: Kind, step: int, event_time: float | None) -> None:
-        """Take note of a save; a regular one counts for the ephemeral ones too."""
+        """Take note of a save; a regular one counts for the ephemeral ones too, and either for what was put off."""
         self.counts.begun += 1
+        self._pending = None
         now = Moment(step, self._clock(), event_time)
         self._last |= dict.fromkeys(self._whens if kind == "regular" else [kind], now)

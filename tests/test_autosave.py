@@ -400,6 +400,26 @@ def test_with_latest_a_save_is_made_as_soon_as_there_is_room(tmp_path, gate):
     assert pressed.run.committed == [(2, 2.0), (8, 8.0)]
 
 
+def test_what_was_put_off_is_not_dropped_without_a_word(tmp_path, gate, caplog):
+    pressed = Pressed(tmp_path, gate, "latest")
+    pressed.run.train(5)
+    pressed.let_go()
+    pressed.run.manager.close()
+    assert (pressed.run.manager.counts, steps_of(pressed.run)) == (SaveCounts(begun=1, dropped=2), [2])
+    assert "a save was due and put off, and will not be made" in caplog.text
+
+
+def test_a_save_of_any_kind_makes_up_for_what_was_put_off(tmp_path, gate, caplog):
+    pressed = Pressed(tmp_path, gate, "latest")
+    pressed.run.train(6)
+    pressed.let_go()
+    pressed.run.manager.save()
+    pressed.run.train(1)
+    pressed.run.manager.close()
+    assert pressed.run.manager.counts.begun == 2
+    assert "put off" not in caplog.text
+
+
 # what is kept, and what is kept with it
 
 
