@@ -1,0 +1,198 @@
+"""A save of many ranks without its rows: the real save on rank 0, told what the other ranks would have written.
+
+Records come from the real shard writer, catalogs from the real encoder; parts are holes of the right size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recckpt import layout
+from recckpt.fence import Fence
+from recckpt.intent import Intent
+from recckpt.io_state import dump_rng
+from recckpt.manifest import Manifest
+from recckpt.progress import Progress
+from recckpt.save import Destination, save
+from recckpt.shard_writer import ShardRecord, ShardWriter
+from recckpt.sparse.buckets import Slice, gen_slice
+from recckpt.sparse.catalog import Batch, Catalog, Part
+from recckpt.sparse.plan import BATCH_BYTES, PartPlan, plan_parts, row_bytes
+from recckpt.sparse.saver import SparseSaver
+from recckpt.stage import Staged
+from recckpt.storage import Storage
+from recckpt.storage.base import NewFiles
+from recckpt.timeline import SaveInfo
+from recckpt.types import EMBEDDING, SlotSpec
+
+DIMS = (8, 16, 32, 64)
+MOMENTS = ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is saved.
+
+    Attributes:
+        ranks: how many save.
+        tables: of the model, of four widths, with the slots of Adam.
+        batches: of each table on each rank; batches that would have more than 8 MiB are more.
+        n_bytes: of all rows on all ranks.
+        threads: that write on each rank.
+    """
+
+    ranks: int
+    tables: int = 200
+    batches: int = 64
+    n_bytes: int = 100 * 10**9
+    threads: int = 8
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of one table on one rank."""
+        return self.n_bytes // (self.ranks * self.tables)
+
+    @property
+    def batch_bytes(self) -> int:
+        """The size at which a batch is full."""
+        return min(BATCH_BYTES, self.table_bytes // self.batches)
+
+    def hollow_tables(self) -> list[Any]:
+        """Return the tables of one rank."""
+        slots = [slots_of(DIMS[number % len(DIMS)]) for number in range(self.tables)]
+        return [
+            HollowTable(f"feature_{number:03d}", max(1, self.table_bytes // row_bytes(of_one)), of_one)
+            for number, of_one in enumerate(slots)
+        ]
+
+
+def slots_of(dim: int) -> tuple[SlotSpec, ...]:
+    """Return the slots of a table, which each table has for itself, as on a real rank."""
+    return tuple(SlotSpec(name, "float32", (dim,)) for name in (EMBEDDING, *MOMENTS))
+
+
+@dataclass(frozen=True)
+class HollowTable:
+    """A table of which nothing is known but its size."""
+
+    name: str
+    n_rows: int
+    slots: tuple[SlotSpec, ...]
+    n_kept = 0
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class HollowSaver(SparseSaver):
+    """Leaves holes in place of parts, and has the catalog that their rows would have."""
+
+    def __init__(self, job: Job, url: str) -> None:
+        super().__init__(job.threads, batch_bytes=job.batch_bytes)
+        self._job, self._root = job, Path(url)
+
+    def save(self, sources: Sequence[Any], storage: NewFiles, directory: str, **of_shard: Any) -> Catalog:
+        """Make the files, and return what there is to say of them."""
+        save_id, shard, shards = (of_shard[key] for key in ("save_id", "shard", "shards"))
+        rng, buckets = np.random.default_rng(shard), gen_slice(shard, shards)
+        sizes = [(source.n_rows, source.slots) for source in sources]
+        parts = []
+        for plan in plan_parts(sizes, self._job.threads, least_bytes=BATCH_BYTES):
+            tables = tuple(sources[chunk.table].name for chunk in plan.chunks)
+            batches = tuple(self._batches_of(plan, sources, buckets, rng))
+            file, n_bytes = layout.part(shard, shards, plan.group, plan.number), _file_bytes(plan, len(batches))
+            _leave_hole(self._root / directory / file, n_bytes)
+            parts.append(Part(file, n_bytes, int(rng.integers(2**63)), tables, batches))
+        return Catalog(save_id, shard, shards, tuple(parts))
+
+    def _batches_of(self, plan: PartPlan, sources: Sequence[Any], slice: Slice, rng: Any) -> Iterator[Batch]:
+        rows, columns = max(1, self._job.batch_bytes // plan.row_bytes), ["table", "id", *(s.name for s in plan.slots)]
+        for chunk in plan.chunks:
+            table = sources[chunk.table]
+            begins = range(chunk.begin, chunk.end, rows)
+            sums = rng.integers(2**64, size=(len(begins), len(columns)), dtype=np.uint64).tolist()
+            for begin, values in zip(begins, sums, strict=True):
+                end = min(begin + rows, chunk.end)
+                first, last = (slice.begin + at * (slice.end - slice.begin) // table.n_rows for at in (begin, end - 1))
+                yield Batch(table.name, end - begin, (first, last + 1), dict(zip(columns, values, strict=True)))
+
+
+def _file_bytes(plan: PartPlan, n_batches: int) -> int:
+    """Return about the size of an Arrow file: values, and of each batch its padding, header and place in the footer."""
+    rows = sum(chunk.end - chunk.begin for chunk in plan.chunks)
+    return rows * plan.row_bytes + n_batches * (64 * (2 + len(plan.slots)) + 600) + 16 * len(plan.chunks) + 2000
+
+
+def _leave_hole(path: Path, n_bytes: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb") as file:
+        file.truncate(n_bytes)
+
+
+def staged(job: Job) -> Staged:
+    """Return what a rank has to write."""
+    dense = {f"top.{number}.weight": torch.zeros(64, 64) for number in range(8)}
+    positions = {"stream": {"epoch": 3, "position": 123_456}}
+    return Staged(job.hollow_tables(), dense, {"dense_optim": {"state": {}}}, positions, dump_rng(), 1, {"loss": 0.5})
+
+
+class OneOfMany:
+    """The group as rank 0 sees it: it does its own part, and the other ranks are made up.
+
+    Args:
+        job: what is saved.
+        others: gives the records of the ranks from 1 on: whose directory they write into -> records.
+    """
+
+    rank = 0
+
+    def __init__(self, job: Job, others: Callable[[Intent], Sequence[ShardRecord]]) -> None:
+        self.size, self._others = job.ranks, others
+        self._intent: Intent | None = None
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value of rank 0, and what the others would send: a record, or the same as rank 0."""
+        is_record = isinstance(value, tuple) and isinstance(value[0], ShardRecord)
+        if not is_record or self._intent is None:
+            return [value] * self.size
+        return [value, *((record, None) for record in self._others(self._intent))]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0; the first that has one says where the others write."""
+        result = value[0] if isinstance(value, tuple) else None
+        if isinstance(result, tuple) and isinstance(result[0], Intent):
+            self._intent = result[0]
+        return value
+
+
+class _Rank:
+    """One of the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardRecord:
+    """Write what a rank writes, its rows aside, and return what it would send."""
+    writer = ShardWriter(intent, storage, HollowSaver(job, storage.url), 1, _Rank(rank, job.ranks))  # type: ignore[arg-type]
+    with Progress("", 0) as progress:
+        return writer.write(staged(job), progress)
+
+
+def save_as_rank_0(
+    job: Job,
+    storage: Storage,
+    fence: Fence,
+    info: SaveInfo,
+    others: Callable[[Intent], Sequence[ShardRecord]],
+    max_keep: int | None,
+) -> Manifest:
+    """Save, as rank 0 of many."""
+    to = Destination(storage, fence, OneOfMany(job, others), HollowSaver(job, storage.url), 1, max_keep)
+    return save(staged(job), info, to)
