@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from builders import flip_bit
 from rank_processes import fork_ranks
 from torch import nn
 from torch.distributed._shard import sharded_tensor
@@ -26,7 +27,7 @@ from torch.distributed.tensor import (
     init_device_mesh,
 )
 
-from recckpt import SaveFailedError, Saver, StateMismatchError
+from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
 from recckpt.consolidate import consolidate
 from recckpt.storage.local import LocalStorage
 from recckpt.verify import verify
@@ -150,9 +151,9 @@ def training(rank, size, root):
     """Take up runs of other numbers of ranks under FSDP2, with the moments of Adam, and save one."""
     for source in sorted(root.glob("training-*")):
         model, optimizer = trained(size, seed=1)
-        saver = Saver(model, output_dir=str(root / "unused"))
+        saver = Saver(model, output_dir=str(source))
         saver.register_for_checkpointing("optimizer", optimizer)
-        saver.load(str(source), "c", shard_id=rank)
+        assert CheckpointManager(saver, 10**9).restore() == 3
         same(state_of(model, optimizer), torch.load(root / f"truth-{source.name}"))
         step(model, optimizer, seed=9)
     if size > 1:
@@ -163,7 +164,7 @@ def training(rank, size, root):
     name = f"training-{size}"
     saver = Saver(model, output_dir=str(root / name))
     saver.register_for_checkpointing("optimizer", optimizer)
-    handle = saver.save("c", rank, size, blocking=False, overwrite=True)
+    handle = saver.save("c", rank, size, step=3, blocking=False, overwrite=True)
     truth = state_of(model, optimizer)
     step(model, optimizer, seed=4)  # changes all that is being saved
     handle.wait()
@@ -264,6 +265,24 @@ def refusals(rank, size, root):
     saver.save("full", rank, size)
 
 
+def damage_for_one(rank, size, root):
+    """All ranks go back to the checkpoint before, though only one of them reads what is damaged."""
+    mesh, url = init_device_mesh("cpu", (size,)), root / "damage"
+    model = nn.Linear(4, 6)
+    fully_shard(model, mesh=mesh)
+    manager = CheckpointManager(Saver(model, output_dir=str(url), max_keep=2), 1)
+    for number in (1.0, 2.0):
+        with torch.no_grad():
+            model.weight.to_local().fill_(number)
+        manager.step()
+    dist.barrier()
+    if rank == 0:
+        flip_bit(url / "ckpt_2/dense/00001-of-00002.bin")
+    dist.barrier()
+    assert manager.restore() == 1
+    assert whole(model.weight).eq(1).all()
+
+
 def one_rank_in_a_process_group(root):
     """A mesh of one rank, and a store in memory."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -304,6 +323,7 @@ def work(rank, size, root, *, number, last):
         one_rank_in_a_process_group(root.parent)
     if size == 2:
         refusals(rank, size, root.parent)
+        damage_for_one(rank, size, root.parent)
 
 
 if __name__ == "__main__":
