@@ -6,14 +6,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from recckpt import layout
 from recckpt.manifest import Manifest, Scalar
 from recckpt.run import EVENT_TIME, Ranks, Run
+from recckpt.save import lost_ranks_named
 from recckpt.save_runner import SaveHandle
 from recckpt.saver import Saver
 from recckpt.schedule import Kind, SaveCounts, Schedule
 from recckpt.signals import SignalWatch, goes_on, most_urgent
+from recckpt.timeline import SaveInfo
 
 log = logging.getLogger("recckpt")
 
@@ -75,13 +78,13 @@ class Autosave:
         if self._ranks.size == 1 or self._saver.has_lost_ranks:
             self.settle(timeout_sec=0)
         measured = metrics or {}
-        due = self._schedule.due(run.global_step, run.event_time, measured, lambda own: any(self._ranks.gather(own)))
-        kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
+        due = self._schedule.due(run.global_step, run.event_time, measured, lambda own: any(self._gather(own)))
+        kind = self._schedule.admit(due, lambda: self._gather(self._saver.is_saving)[0])
         if kind is not None:
             self._save(kind, state, metrics, blocking=not self._async_save)
             self._reload()
         if self._signals.is_watching:
-            number = most_urgent(self._ranks.gather(self._signals.take()))
+            number = most_urgent(self._gather(self._signals.take()))
             if number is not None:
                 self._answer(number, state, metrics)
 
@@ -137,7 +140,7 @@ class Autosave:
         if run.held_step == run.global_step:
             log.info("%s is saved already", ckpt_id)
             return None
-        run.event_time = _latest(self._ranks.gather(run.event_time))
+        run.event_time = _latest(self._gather(run.event_time))
         times = {} if run.event_time is None else {EVENT_TIME: run.event_time}
         measured = {name: _number(name, value) for name, value in (metrics or {}).items()}
         try:
@@ -159,6 +162,12 @@ class Autosave:
         if kind == "regular":
             run.held_step = run.global_step
         return saved
+
+    def _gather(self, own: Any) -> list[Any]:
+        """Return the answers of all ranks. Collective; a rank that is missing fails the save of this step."""
+        step = self._run.global_step
+        with lost_ranks_named(SaveInfo(layout.step_id(step), step)):
+            return self._ranks.gather(own)
 
     def _note_failure(self) -> bool:
         """Say whether the save in the background has failed since the last call; no checkpoint holds its step then."""

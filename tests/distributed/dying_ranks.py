@@ -14,6 +14,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it has much to say of connections that end
+
 import torch
 import torch.distributed as dist
 from rank_processes import warm_up
