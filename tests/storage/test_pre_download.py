@@ -109,14 +109,16 @@ def test_without_a_work_dir_copies_go_to_the_temporary_directory(memory_url, tmp
     assert len(mapped_from(tmp_path)) == 1
 
 
-def test_checkpoints_of_a_bank_are_copied_too(memory_url, work_dir, tmp_path, opened):
+def test_checkpoints_of_a_bank_are_copied_too(memory_url, work_dir, tmp_path, monkeypatch):
+    copies, real = [], WorkDir.new_file
+    monkeypatch.setattr(WorkDir, "new_file", lambda self: copies.append(self.url) or real(self))
     save_tables(open_storage(memory_url), [filled("t", range(10), shape=2)], concurrency=1)
     table = HashTable(2, name="t")
     model = torch.nn.ModuleDict({"t": table})
     saver = Saver(model, output_dir=str(tmp_path / "runs"), work_dir=work_dir, pre_download=True)
     saver.load_by_config({"path": memory_url, "load": ["t"]})
     assert len(table) == 10
-    assert opened == [PART]
+    assert copies == [str(work_dir)]
 
 
 def test_a_download_dir_without_room_refuses_the_load_and_changes_nothing(memory_url, work_dir, monkeypatch):

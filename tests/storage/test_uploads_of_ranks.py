@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -25,14 +24,12 @@ class Ranks:
     """The processes; each call is one save and one load."""
 
     def __init__(self, port, options, tmp):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            meeting = free.getsockname()[1]
         path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp)}
         command = [sys.executable, str(Path(__file__).parent / "upload_ranks.py")]
         self.processes = [
             subprocess.Popen(
-                [*command, str(rank), str(meeting), as_json(options_of(options, port))],
+                [*command, str(rank), str(tmp), as_json(options_of(options, port))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

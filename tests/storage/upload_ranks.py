@@ -1,4 +1,4 @@
-"""A rank that saves and restores as it is told, one JSON line in and one out: ``upload_ranks.py RANK PORT OPTIONS``."""
+"""A rank that saves and restores as it is told, one JSON line in and one out: ``upload_ranks.py RANK DIR OPTIONS``."""
 
 import json
 import logging
@@ -44,11 +44,11 @@ def run(rank, url, step, late, **options):
 
 
 def main():
-    rank, port, conf["s3"] = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    rank, directory, conf["s3"] = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
     logging.getLogger("recckpt").setLevel(logging.ERROR)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
     )
     print("ready", flush=True)
     for line in sys.stdin:
