@@ -77,7 +77,8 @@ class ProcessExchange:
         import torch.distributed as dist
 
         flat = rows.detach().reshape(len(rows), math.prod(rows.shape[1:]))
-        message = flat.to(self._carrier(rows.device)).contiguous().view(torch.uint8)
+        carrier = carrier_of(dist.get_backend_config(self.group), rows.device)
+        message = flat.to(carrier).contiguous().view(torch.uint8)
         answer = message.new_empty((sum(received), message.shape[1]))
         dist.all_to_all_single(answer, message, list(received), list(sent), group=self.group)
         return answer.view(rows.dtype).view(len(answer), *rows.shape[1:]).to(rows.device)
@@ -85,13 +86,17 @@ class ProcessExchange:
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessExchange:
         return self  # a copy of a model talks to the same ranks
 
-    def _carrier(self, device: torch.device) -> torch.device:
-        """Return the device that the group sends from: that of the rows, unless it has no backend of its own."""
-        import torch.distributed as dist
 
-        pairs = (pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
-        backends = {kind: backend for kind, backend in pairs if backend != "gloo" or kind == "cpu"}
-        return device if device.type in backends else torch.device("cpu" if "cpu" in backends else next(iter(backends)))
+def carrier_of(backends: str, device: torch.device) -> torch.device:
+    """Return the device from which rows on ``device`` are sent: the same, unless its backend is gloo or missing.
+
+    Args:
+        backends: such as ``"cpu:gloo,cuda:nccl"``.
+        device: where the rows lie.
+    """
+    pairs = (pair.split(":") for pair in backends.split(","))
+    kinds = [kind for kind, backend in pairs if backend != "gloo" or kind == "cpu"]
+    return device if device.type in kinds else torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:

@@ -12,6 +12,7 @@ from rooms import on_ranks
 
 from recckpt import LookupFailedError, Saver
 from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, gen_slice
+from recckpt.sparse.exchange import carrier_of
 from recckpt.sparse.routing import asked, route
 
 START = Normal(0.0, 0.1, seed=3)
@@ -507,6 +508,21 @@ def test_processes_without_a_process_group_are_refused(monkeypatch):
 def test_arguments_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ShardedHashTable(2, name="t", **options)
+
+
+@pytest.mark.parametrize(
+    ("backends", "rows", "carrier"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cuda:1", "cpu"),
+        ("cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda:nccl", "cpu", "cuda"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
+    ],
+)
+def test_gloo_carries_rows_from_the_cpu_and_nccl_from_the_device(backends, rows, carrier):
+    assert carrier_of(backends, torch.device(rows)) == torch.device(carrier)
 
 
 # a table like others
