@@ -111,10 +111,12 @@ def _extra_state(target: Target, by_source: Sequence[Sequence[Planned]], sources
 def _fitted(target: Target, item: Planned, source: Source) -> Any:
     """Return the state of a registered object, its sharded tensors as they lie here."""
     name, saved = item.name.text, source.value(layout.EXTRA, item.source)
-    if not (may_be_sharded() or has_stand_ins(saved)):
+    try:
+        if not (may_be_sharded() or has_stand_ins(saved)):
+            return saved
+        return fitted(*target.extra.beside(name, saved), source.shards_of_tensors)
+    except RecursionError:  # nested without end: the object may refuse it
         return saved
-    saved, like = target.extra.beside(name, saved)
-    return fitted(saved, like, source.shards_of_tensors)
 
 
 def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any]:

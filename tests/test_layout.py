@@ -75,6 +75,8 @@ def test_the_names_of_files_are_those_of_the_specification():
     assert layout.catalog(3, 4) == "sparse/00003-of-00004.json"
     assert layout.part(3, 4, 12, 5) == "sparse/00003-of-00004.g12.05.arrow"
     assert layout.part(100_000, 100_001, 0, 123) == "sparse/100000-of-100001.g0.123.arrow"
+    assert layout.dense_index(3, 4) == "dense/00003-of-00004.json"
+    assert layout.dense_data(3, 4) == "dense/00003-of-00004.bin"
     assert (layout.io_state(7), layout.rng(7)) == ("io_state_7.pt", "rng_7.pt")
     assert layout.step_id(1000) == "ckpt_1000"
 
@@ -82,6 +84,7 @@ def test_the_names_of_files_are_those_of_the_specification():
 def test_what_recckpt_writes_is_known_as_its_own():
     names = ["manifest.json", "INTENT", "model.pt", "extra.pt", layout.io_state(0), layout.rng(12)]
     names += [layout.catalog(0, 1), layout.part(0, 1, 0, 0), layout.part(123_456, 200_000, 3, 100)]
+    names += [layout.dense_index(0, 2), layout.dense_data(123_456, 200_000)]
     names += ["manifest.json.0123456789abcdef.tmp", "INTENT.0123456789abcdef.tmp"]
     for name in names:
         assert layout.is_ours(name)

@@ -54,6 +54,17 @@ def test_tensors_of_several_ranks_become_one_file_that_torch_reads(recckpt, tmp_
         )
 
 
+def test_show_lists_them_beside_the_others(recckpt, tmp_path):
+    forge = save_chunked(
+        tmp_path / "runs", [chunk_of("w", WHOLE["w"], ((0, 0), (4, 6)))], [chunk_of("w", WHOLE["w"], ((4, 0), (6, 6)))]
+    )
+    [tensor] = recckpt("show", forge.directory, "--json").json["tensors"]
+    assert tensor == {"name": "w", "dtype": "float32", "shape": [10, 6], "bytes": 240}
+    forge.path("dense/00001-of-00002.json").write_text("x")
+    answer = recckpt("show", forge.directory)
+    assert (answer.code, "ckpt_1/dense/00001-of-00002.json" in answer.err) == (1, True)
+
+
 def test_a_checkpoint_without_sharded_tensors_is_copied(recckpt, tmp_path):
     run = Run(tmp_path / "runs").train(10)
     answer = recckpt("consolidate", tmp_path / "runs", "--out", tmp_path / "model.pt")

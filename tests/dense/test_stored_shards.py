@@ -15,6 +15,7 @@ from mutations import mutated, mutated_json
 from recckpt import CheckpointReader
 from recckpt.dense import chunk_saver, stored_shards
 from recckpt.dense.sharded import planned_reads
+from recckpt.dense.sharded_loader import fitted, has_stand_ins
 from recckpt.dense.stored_shards import ShardReader
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.listing import locate
@@ -276,6 +277,26 @@ def test_bytes_that_are_as_the_manifest_says_and_not_as_the_index_says_are_damag
     forge.write("dense/00001-of-00002.bin", bytes(data))
     [problem] = verify(str(two_shards))
     assert problem.where == "tensor 'w', bytes 0 on"
+
+
+STAND_IN = {"recckpt.sharded": "obj['moment']"}
+
+
+def test_a_state_has_its_sharded_tensors_where_their_names_stand(tmp_path):
+    moment = values((5, 3))
+    save_chunked(tmp_path, [chunk_of("obj['moment']", moment, of="extra"), chunk_of("obj['moment']", values((2,)))])
+    saved = {"a": [1, (STAND_IN, "x")], "b": torch.ones(2)}
+    assert has_stand_ins(saved)
+    found = fitted(saved, None, reader_of(tmp_path))
+    assert bits(found["a"][1][0]) == bits(moment)
+    assert (found["a"][0], found["a"][1][1]) == (1, "x")
+    assert found["b"] is saved["b"]
+
+
+def test_a_name_that_stands_for_no_tensor_is_corrupt(two_shards):
+    with pytest.raises(CorruptCheckpointError) as caught:
+        fitted({"a": STAND_IN}, None, reader_of(two_shards))
+    assert (caught.value.path, caught.value.where) == ("ckpt_1/extra.pt", repr("obj['moment']"))
 
 
 class Fuzz:
