@@ -46,7 +46,7 @@ LINES = """
     dense.stored_shards  dense.chunk_verifier
     load_plan  rotation  pins  visibility  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     ownership  listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
-    sparse.snapshot  timeline  epochs  intent  index_file  room  keep  when  storage.outbox
+    sparse.snapshot  timeline  epochs  intent  index_file  room  keep  when  storage.outbox  storage.options
     sparse.pre_images  sparse.routing  sparse.agreement  storage.work_dir
     storage  load_conf  dense.torch_zip  sparse.catalog  sparse.column  sparse.index  sparse.initializers
     dense.chunks
@@ -76,7 +76,7 @@ TORCH_FREE = [
     *("types", "errors", "layout", "strict_json", "manifest", "storage", "storage.local", "storage.objects", "listing"),
     *("storage.faults", "storage.ranged", "storage.remote", "storage.retry", "storage.sftp", "storage.sftp_files"),
     *("storage.upload", "storage.outbox", "storage.slots", "storage.spool", "storage.transfers", "storage.work_dir"),
-    "visibility",
+    *("visibility", "storage.options"),
     *("checked", "background", "progress", "reader", "verify", "salvage", "__main__", "commit", "rotation", "text"),
     *("sealed", "epochs", "intent", "fence", "pins", "room", "keep", "when", "arguments"),
     *("names", "renames", "load_conf", "problems", "load_plan", "inventory", "plan_report", "sources", "warm_start"),
