@@ -74,6 +74,11 @@ def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
     yield from (f"{encoded}.{epoch}.{n}" for n in count(1))
 
 
+def is_attempt(directory: str, ckpt_id: str) -> bool:
+    """Say whether recckpt gives a directory this name for attempts at a checkpoint."""
+    return re.fullmatch(re.escape(encode_id(ckpt_id)) + r"(\.[1-9]\d*){0,2}", directory, re.ASCII) is not None
+
+
 def is_own(directory: str) -> bool:
     """Say whether a directory of the output dir is recckpt's own, which holds no checkpoint."""
     return directory == OWN_DIR

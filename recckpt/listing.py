@@ -109,7 +109,7 @@ def _list(storage: Storage, directories: Sequence[str]) -> Listing:
         elif read_manifest(storage, checkpoint.directory) is not None:  # or it has just been removed
             damaged[checkpoint.directory] = problem
     return Listing(
-        committed=tuple(sorted(committed, key=lambda c: c.manifest.order)),
+        committed=tuple(sorted(committed, key=lambda c: (c.manifest.order, layout.is_attempt(c.directory, c.ckpt_id)))),
         damaged=damaged,
         fenced=fenced,
         highest_seq=max((c.manifest.seq for c in found), default=0),

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
-from recckpt import rotation, timeline
+from recckpt import layout, rotation, timeline
 from recckpt.commit import begin, commit, write_index
 from recckpt.dense.sharded_state import check_shares, is_whole
 from recckpt.errors import (
@@ -232,7 +232,9 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
             listing = list_checkpoints(storage)
             for directory, error in listing.damaged.items():
                 log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-            victims = _expired(listing, to.max_keep, pinned_ids(storage))
+            expired = _expired(listing, to.max_keep, pinned_ids(storage))
+            # What somebody has moved or copied to another name is that one's.
+            victims = [c for c in expired if layout.is_attempt(c.directory, c.ckpt_id)]
             for victim in victims:
                 fence.check()
                 rotation.remove(storage, victim, to.concurrency)

@@ -1,6 +1,7 @@
 """The manager: counts steps, saves at intervals, and takes up a run where its newest checkpoint left it."""
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -148,6 +149,18 @@ def test_nothing_that_others_wrote_is_removed(tmp_path):
     assert checkpoints(tmp_path) == ["ckpt_3"]
     mine = {name for name, data in tree(tmp_path).items() if data == b"mine"}
     assert mine == {"notes.txt", "ckpt_1/notes.txt", "ckpt_0/file", "ckpt_9/model.pt"}
+
+
+def test_a_checkpoint_that_was_moved_or_copied_by_hand_stays(tmp_path):
+    manager, weight = small(tmp_path)
+    advance(manager, weight, 1)
+    (tmp_path / "ckpt_1").rename(tmp_path / "best")
+    advance(manager, weight, 1)
+    shutil.copytree(tmp_path / "ckpt_2", tmp_path / "z")
+    assert [found.directory for found in list_checkpoints(manager.saver.storage).current] == ["best", "ckpt_2"]
+    advance(manager, weight, 2)
+    assert checkpoints(tmp_path) == ["best", "ckpt_4", "z"]
+    assert [manager.restore(step) for step in (1, 2, 4)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("max_keep", [1, 2])
