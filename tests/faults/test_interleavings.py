@@ -41,7 +41,7 @@ def sweep(figures, root, script, max_keeps, first_halt, stride):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_writer_that_is_held_up_and_overtaken_is_fenced_and_harms_nothing(figures, root, script):
-    sweep(figures, root, script, (2, None), 31 * SCRIPTS.index(script), 97)
+    sweep(figures, root, script, (2, None), 31 * SCRIPTS.index(script), 61)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
