@@ -16,7 +16,7 @@ from rank_processes import fork_ranks
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -187,6 +187,22 @@ def same_rows_twice(rank, size, root):
     same(fresh.state_dict(), truth)
 
 
+def first_fsdp(rank, size, root):
+    """The older wrapper, whose sharded state comes as ShardedTensor, or as DTensor where it has a mesh."""
+    for mesh in (None, init_device_mesh("cpu", (size,))):
+        models = []
+        for seed in (6, 7):
+            torch.manual_seed(seed)
+            layers = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+            models.append(FullyShardedDataParallel(layers, device_id=torch.device("cpu"), device_mesh=mesh))
+            FullyShardedDataParallel.set_state_dict_type(models[-1], StateDictType.SHARDED_STATE_DICT)
+        url = str(root / f"first-{mesh is None}")
+        Saver(models[0], output_dir=url).save("c", rank, size)
+        Saver(models[1], output_dir=str(root / "unused")).load(url, "c", shard_id=rank)
+        one, other = ([parameter.detach() for parameter in model.parameters()] for model in models)
+        assert all(map(torch.equal, one, other))
+
+
 class Legacy(nn.Module):
     """A ShardedTensor, kept as its authors said."""
 
@@ -319,6 +335,7 @@ def work(rank, size, root, *, number, last):
         legacy(rank, size, root.parent, number=number)
     if size == 4 and not number:
         same_rows_twice(rank, size, root.parent)
+        first_fsdp(rank, size, root.parent)
     if size == 1:
         one_rank_in_a_process_group(root.parent)
     if size == 2:
