@@ -88,7 +88,16 @@ class RollCall:
         said = f"it did not answer within {self._timeout_sec:g} s" if timed_out else "its connection was closed"
         verdict = (missing, f"{said} ({cause})") if missing else ([self._rank], f"all ranks are there, but {cause}")
         ranks, text = json.loads(self._store.compare_set("missing", "", json.dumps(verdict)))
+        self._leave(set(ranks))
         return list(ranks), str(text)
+
+    def _leave(self, lost: set[int]) -> None:
+        """Rank 0 leaves last: the store may live in its process, which may end after this."""
+        self._store.set(f"gone/{self._rank}", "1")
+        gone = [f"gone/{rank}" for rank in range(self._size) if rank not in lost]
+        end = time.monotonic() + 0.75 * GRACE_SEC
+        while self._rank == 0 and not self._store.check(gone) and time.monotonic() < end:
+            time.sleep(_POLL_SEC)
 
     def _missing(self, ranks: range) -> list[int]:
         """Return those that have not come, by a few questions where they are few."""

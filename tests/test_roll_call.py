@@ -50,7 +50,7 @@ class StoppedStore(MemoryStore):
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
-    monkeypatch.setattr(roll_call, "GRACE_SEC", 0.2)
+    monkeypatch.setattr(roll_call, "GRACE_SEC", 0.5)
 
 
 def take(call, *, timed_out=False, cause="closed"):
@@ -68,6 +68,25 @@ def test_all_that_are_there_name_the_one_that_is_not_and_say_so_ever_after():
         assert call.is_lost
         with pytest.raises(RankLostError, match="rank 2 cannot be reached"):
             call.check()
+
+
+def test_rank_0_whose_process_may_hold_the_store_leaves_last():
+    class Slow(MemoryStore):
+        """One that hears of rank 2 only when rank 0 is ready to go."""
+
+        def set(self, key, value):
+            if key == "gone/2":
+                assert zero_is_ready.wait(60)
+            super().set(key, value)
+            if key == "gone/0":
+                zero_is_ready.set()
+
+    def leave(rank):
+        take(RollCall(store, rank, 3, timeout_sec=60.0))
+        return store.check(["gone/2"])
+
+    store, zero_is_ready = Slow(), threading.Event()
+    assert run_all(leave, (0, 2), 2) == [True, True]
 
 
 def test_one_that_comes_late_is_told_what_the_others_agreed_on():
