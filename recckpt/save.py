@@ -66,7 +66,7 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
 
     Raises:
         CheckpointExistsError: the id is committed already and ``overwrite`` is false.
-        SaveFailedError: a rank failed; nothing was committed.
+        SaveFailedError: a rank failed, and nothing was committed; or one is missing: the message says what is known.
         CommitNotDurableError: committed, but the storage failed before that was surely durable.
         WriterFencedError: another writer has taken the output dir over.
     """
@@ -77,9 +77,9 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
             group, info, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
         )
         try:
+            outcome.is_open = group.rank != 0
             records, positions = _write(staged, info, to, intent)
             names = {"extra": tuple(staged.extra), "io_state": positions}
-            outcome.is_open = group.rank != 0
 
             def commit_all() -> Manifest:
                 record = commit(
@@ -110,7 +110,7 @@ class Outcome:
     """What is known of a save when a rank turns out to be missing.
 
     Attributes:
-        is_open: all ranks have written, so that rank 0 may commit.
+        is_open: rank 0 may have all that it needs to commit, and this is another rank.
         is_committed: rank 0 has.
     """
 
@@ -121,7 +121,7 @@ class Outcome:
         if self.is_committed:
             return "the checkpoint is committed all the same: restart the job, which goes on from it"
         if self.is_open:
-            return "all ranks have written, and whether rank 0 has committed, the restarted job will find"
+            return "it is committed only if all ranks had written, which the restarted job will find"
         return "nothing was committed and older checkpoints are untouched: restart the job"
 
 
