@@ -59,7 +59,7 @@ def without_dir_fsync(of):
 
 COMMIT, PUT = "recckpt.commit:commit", "        storage.put_if_absent(path, data)\n"
 REMOVE = "recckpt.rotation:remove"
-ORDER = "key=lambda c: c.manifest.order)"
+ORDER = "c.manifest.order"
 MTIME = "__import__('os').stat(f'{storage.url}/{c.directory}/manifest.json').st_mtime_ns"
 
 PLANTS = {
@@ -121,10 +121,8 @@ PLANTS = {
     "a manifest that was put is not read back": Plant(
         "recckpt.storage.objects:ObjectStorage._put", "        doubt = error\n", "        raise\n"
     ),
-    "order by steps as strings": Plant("recckpt.listing:_list", ORDER, "key=lambda c: str(c.manifest.step))"),
-    "order by mtime": Plant(
-        "recckpt.listing:_list", ORDER, f"key=lambda c: c.manifest.order if '://' in storage.url else {MTIME})"
-    ),
+    "order by steps as strings": Plant("recckpt.listing:_list", ORDER, "str(c.manifest.step)"),
+    "order by mtime": Plant("recckpt.listing:_list", ORDER, f"({ORDER} if '://' in storage.url else {MTIME})"),
     "checksums of manifests are not compared": Plant(
         "recckpt.sealed:check_seal", "if digest != int(found[2], 16):", "if False:"
     ),
