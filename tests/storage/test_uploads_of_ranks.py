@@ -86,8 +86,17 @@ class Crowd:
         return True
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize(("max_uploads", "at_least", "at_most"), [(None, 3, 8), (2, 2, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("max_uploads", "at_least", "at_most", "staged"),
+    [
+        (None, 3, 8, False),
+        (1, 1, 1, True),
+        pytest.param(None, 3, 8, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, 2, False, marks=pytest.mark.slow),
+        pytest.param(2, 2, 2, True, marks=pytest.mark.slow),
+        pytest.param(1, 1, 1, False, marks=pytest.mark.slow),
+    ],
+)
 def test_no_more_files_go_up_at_once_than_was_said(
     ranks, proxy, s3_url, tmp_path, max_uploads, at_least, at_most, staged
 ):

@@ -57,7 +57,7 @@ def copies_in(work_dir, pid="self"):
     return [link for link in links if str(link).startswith(f"{work_dir}/")]
 
 
-@pytest.mark.parametrize("kind", ["local", "memory", "s3"])
+@pytest.mark.parametrize("kind", ["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_run_is_saved_rotated_and_restored_by_way_of_a_work_dir(kind, request, tmp_path, work_dir):
     url = str(tmp_path / "runs") if kind == "local" else request.getfixturevalue(f"{kind}_url")
     run = run_of(url, work_dir, interval=3, max_keep=2).train(10)
