@@ -32,6 +32,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(PY) benchmarks/table.py
 	$(PY) benchmarks/save_load.py
+	$(PY) benchmarks/simulate_ranks.py --ranks 256 --gb 25
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
