@@ -79,7 +79,7 @@ class Trial:
         return state, told
 
     def check(self, *newest):
-        """Check that it is one of these that is the newest, that the next save lands, and the next process tidies up."""
+        """Check that one of these is the newest, that the next save lands, and the next process tidies up."""
         restored(self.url, newest)
         state = self.step()
         self.manager.close()
