@@ -202,7 +202,7 @@ def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records:
         tables=_tables_of_all(records),
         files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
         state=staged.state,
-        writer=_versions(),
+        writer=_VERSIONS,
         ephemeral=info.ephemeral,
     )
 
@@ -269,7 +269,7 @@ def _on_all_ranks(group: Group, info: SaveInfo, work: Callable[[], _T]) -> list[
     return together(group, work, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
 
 
-def _versions() -> dict[str, str]:
+def _find_versions() -> dict[str, str]:
     versions = {}
     for package in ("recckpt", "torch", "numpy", "pyarrow"):
         try:
@@ -277,3 +277,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
+
+
+_VERSIONS = _find_versions()  # once: they are files, and a save does not depend on files of packages

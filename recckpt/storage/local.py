@@ -24,7 +24,8 @@ class LocalStorage(Storage):
 
     def prepare(self) -> None:
         """Make the root and check that files can be written to it."""
-        self._root.mkdir(parents=True, exist_ok=True)
+        with _doing("making a directory", self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
         probe = f".probe-{secrets.token_hex(8)}.tmp"
         try:
             self.put_if_absent(probe, b"")
@@ -80,7 +81,8 @@ class LocalStorage(Storage):
 
     def free_bytes(self) -> int | None:
         """Return what the file system has left for this user; quotas are not seen."""
-        found = os.statvfs(self._root)
+        with _doing("measuring free space", self._root):
+            found = os.statvfs(self._root)
         return found.f_bavail * found.f_frsize
 
     def threads(self, asked: int) -> int:
@@ -114,7 +116,7 @@ class LocalStorage(Storage):
                 entries = list(os.scandir(self._root))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        found = (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         return sorted(name for name in found if name != "lost+found")  # of the file system; root alone may look inside
 
     def list_files(self, directory: str) -> list[str]:
@@ -244,7 +246,9 @@ def _write_beside(path: Path, data: bytes) -> Path:
 
 def _make_dirs(path: Path) -> None:
     """Make a directory and those it is in, each durable in its parent."""
-    if not path.is_dir():
+    with _doing("looking up", path):
+        is_there = path.is_dir()
+    if not is_there:
         _make_dirs(path.parent)
         with _doing("making a directory", path):
             path.mkdir(exist_ok=True)
