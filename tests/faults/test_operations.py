@@ -211,7 +211,7 @@ def test_any_call_of_the_kernel_may_fail(worker, shared_ram, figures, name, call
 @pytest.mark.slow
 def test_a_file_that_may_not_grow_further_is_told_of_and_loses_nothing(worker, ram, figures):
     kernel = Kernel(worker, ram, "rotation", figures)
-    words = [kernel.save("a limit", "EFBIG", file_limit=limit) for limit in range(0, 12_000, 40 * SWEEP_STRIDE)]
+    words = [kernel.save("a limit", "EFBIG", file_limit=limit) for limit in range(0, 16_000, 40 * SWEEP_STRIDE)]
     figures.add("T3", faults=len(words))
     assert words[0] == "failed"
     assert words[-1] == "saved"
