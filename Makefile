@@ -19,7 +19,7 @@ test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadscope
 
 test-slow: $(STAMP)
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -n 2 --dist loadscope -m slow
 
 test-faults: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadscope -m "" tests/faults

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 NUMBERS = [0, 1, -1, 2, 127, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64]
@@ -89,7 +90,7 @@ def _tail(data: bytes, rng: random.Random) -> bytes:
 
 def mutated_json(value: Any, rng: random.Random) -> bytes:
     """Return the text of a JSON value with a few faults in its structure."""
-    value = json.loads(json.dumps(value))
+    value = deepcopy(value)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         holder, key = rng.choice(list(_places(value)))
         kind = rng.randrange(6)
@@ -99,15 +100,15 @@ def mutated_json(value: Any, rng: random.Random) -> bytes:
                 break
         elif kind == 1:
             other, other_key = rng.choice(list(_places(value)))
-            holder[key] = json.loads(json.dumps(other[other_key]))
+            holder[key] = deepcopy(other[other_key])
         elif kind == 2 and isinstance(holder, list):
-            holder.insert(rng.randint(0, len(holder)), holder[key])
+            holder.insert(rng.randint(0, len(holder)), deepcopy(holder[key]))
         elif kind == 3 and isinstance(holder, dict):
             holder[rng.choice(["", "x", f"{key}2", key.upper()])] = holder.pop(key)
         elif kind == 4 and type(holder[key]) is int:
             holder[key] = max(-(2**70), min(2**70, holder[key])) + rng.choice([-1, 1, -holder[key] - 1, 2**31, 2**62])
         else:
-            holder[key] = rng.choice(JSON_VALUES)
+            holder[key] = deepcopy(rng.choice(JSON_VALUES))  # a container may be changed by the next fault
     text = json.dumps(value).replace('"@digits"', "9" * 5000)  # more than Python reads
     if rng.randrange(10) == 0:  # a key twice
         text = text.replace("{", '{"rows": 1, "bytes": 0, "file": "x", ', 1)
