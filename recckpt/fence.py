@@ -85,13 +85,14 @@ class Fence:
     def _why_lost(self) -> WriterFencedError | None:
         if self._claim is None:
             return None
-        last = max(claimed_epochs(self._storage), default=0)
+        is_there, own = False, layout.claim(self._claim.epoch)
+        with suppress(FileNotFoundError):
+            is_there = self._storage.read(own, 1 << 20) == encode_claim(self._claim)
+        last = max(claimed_epochs(self._storage), default=0)  # last: nothing lies between this and what it allows
         if last > self._claim.epoch:
             return _fenced(self._storage, self._claim, last)
-        own = layout.claim(self._claim.epoch)
-        with suppress(FileNotFoundError):
-            if self._storage.read(own, 1 << 20) == encode_claim(self._claim):
-                return None
+        if is_there:
+            return None
         what = f"the claim {own} of this writer is gone or another's: the output dir was removed or made anew"
         return WriterFencedError(f"{self._storage.url}: {what}; this process writes nothing more there")
 
