@@ -6,13 +6,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from recckpt import layout
+from recckpt.errors import SaveFailedError
+from recckpt.group import together
 from recckpt.manifest import Manifest, Scalar
 from recckpt.run import EVENT_TIME, Ranks, Run
 from recckpt.save import lost_ranks_named
-from recckpt.save_runner import SaveHandle
+from recckpt.save_runner import SaveHandle, settle_together
 from recckpt.saver import Saver
 from recckpt.schedule import Kind, SaveCounts, Schedule
 from recckpt.signals import SignalWatch, goes_on, most_urgent
@@ -22,6 +25,7 @@ log = logging.getLogger("recckpt")
 
 _State = Mapping[str, Scalar] | None
 _Metrics = Mapping[str, float] | None
+_T = TypeVar("_T")
 
 
 class Autosave:
@@ -78,7 +82,7 @@ class Autosave:
         if self._ranks.size == 1 or self._saver.has_lost_ranks:
             self.settle(timeout_sec=0)
         measured = metrics or {}
-        due = self._schedule.due(run.global_step, run.event_time, measured, lambda own: any(self._gather(own)))
+        due = self._schedule.due(run.global_step, run.event_time, measured, lambda ask: any(self._together(ask)))
         kind = self._schedule.admit(due, lambda: self._gather(self._saver.is_saving)[0])
         if kind is not None:
             self._save(kind, state, metrics, blocking=not self._async_save)
@@ -90,14 +94,16 @@ class Autosave:
 
     def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
         """Save this step now, and wait; None where it is in a checkpoint that stays."""
-        self.settle()
+        with lost_ranks_named(self._info):
+            self.settle_together()
         saved = self._save("regular", state, metrics, blocking=True)
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
     def finish(self) -> None:
         """Save the last step, if one was made; also where the save before has failed, whose error is raised after."""
         try:
-            self.settle()
+            with lost_ranks_named(self._info):
+                self.settle_together()
         except Exception:
             self._save_last()
             raise
@@ -132,24 +138,28 @@ class Autosave:
         finally:
             self._note_failure()
 
+    def settle_together(self) -> None:
+        """Wait on all ranks, and raise the error of the save where a rank has not been told of it. Collective."""
+        settle_together(self.settle, self._info, self._ranks.group)
+
     def _save(self, kind: Kind, state: _State, metrics: _Metrics, *, blocking: bool) -> Manifest | SaveHandle | None:
         """Save this step, unless it is in a checkpoint that stays."""
         run = self._run
         ckpt_id = layout.step_id(run.global_step)
         self._note_failure()
-        if run.held_step == run.global_step:
+        found = self._together(lambda: (_numbers(metrics), run.held_step == run.global_step, run.event_time))
+        if all(is_held for _, is_held, _ in found):
             log.info("%s is saved already", ckpt_id)
             return None
-        run.event_time = _latest(self._gather(run.event_time))
+        run.event_time = _latest([event_time for _, _, event_time in found])
         times = {} if run.event_time is None else {EVENT_TIME: run.event_time}
-        measured = {name: _number(name, value) for name, value in (metrics or {}).items()}
         try:
             saved = self._saver.save(
                 ckpt_id,
                 self._ranks.rank,
                 self._ranks.size,
                 step=run.global_step,
-                state={**times, **measured, **(state or {})},
+                state={**times, **found[self._ranks.rank][0], **(state or {})},
                 overwrite=True,
                 ephemeral=kind == "ephemeral",
                 blocking=blocking,
@@ -165,9 +175,27 @@ class Autosave:
 
     def _gather(self, own: Any) -> list[Any]:
         """Return the answers of all ranks. Collective; a rank that is missing fails the save of this step."""
-        step = self._run.global_step
-        with lost_ranks_named(SaveInfo(layout.step_id(step), step)):
+        with lost_ranks_named(self._info):
             return self._ranks.gather(own)
+
+    def _together(self, work: Callable[[], _T]) -> list[_T]:
+        """Do work on all ranks and return all results. Collective; where it raises on one, all raise.
+
+        Raises:
+            Exception: of work, where this rank is alone.
+            SaveFailedError: work raised on a rank, or one is missing.
+        """
+        if self._ranks.size == 1:
+            return [work()]
+        info = self._info
+        with lost_ranks_named(info):
+            failed = partial(SaveFailedError, info.ckpt_id, step=info.step)
+            return together(self._ranks.group, work, failed)
+
+    @property
+    def _info(self) -> SaveInfo:
+        """The save of this step."""
+        return SaveInfo(layout.step_id(self._run.global_step), self._run.global_step)
 
     def _note_failure(self) -> bool:
         """Say whether the save in the background has failed since the last call; no checkpoint holds its step then."""
@@ -208,9 +236,14 @@ class Autosave:
         except Exception as error:
             log.error("%s", error)  # this step is saved all the more
             is_over = True
+        is_over = all(self._gather(is_over))  # of one rank it may end as the grace does
         if is_over:
             self._save("regular", state, metrics, blocking=False)
         return is_over and self.settle(left())
+
+
+def _numbers(metrics: _Metrics) -> dict[str, float]:
+    return {name: _number(name, value) for name, value in (metrics or {}).items()}
 
 
 def _number(name: str, value: object) -> float:

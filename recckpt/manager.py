@@ -211,7 +211,7 @@ class CheckpointManager:
             CheckpointRemovedError: time and again another process removed it before it was read.
             PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
         """
-        self._autosave.settle()
+        self._autosave.settle_together()
         step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
         self._autosave.start()
         return step
@@ -231,7 +231,7 @@ class CheckpointManager:
             CorruptCheckpointError: a file is damaged.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
-        self._autosave.settle()
+        self._autosave.settle_together()
         report = self._restorer.load_model_bank(bank)
         self._autosave.start()
         return report

@@ -135,7 +135,8 @@ class Restorer:
                 next_id = candidates[older].ckpt_id
                 log.error("%s is damaged, restoring %s instead: %s", checkpoint.ckpt_id, next_id, error)
                 continue
-            holds = holds and all(item.offer in (None, len(bank)) for item in report.items)
+            # Ranks may hold different tables, of which the bank has some.
+            holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
             self._take_step(checkpoint, report, holds=holds, with_bank=bool(bank))
             return report
         report = self._load_sources(bank, rng=False, problems=problems)

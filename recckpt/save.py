@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -166,24 +166,40 @@ def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group)
 
     Raises:
         Exception: whatever ``take`` raised here.
-        SaveFailedError: that was an OSError, or it raised on another rank, or one is missing; nothing was written.
+        SaveFailedError: that was an OSError, or it raised on another rank, or one is missing, or the ranks are not at
+            the same save; nothing was written.
     """
     failure: Exception | None = None
-    try:
-        staged = take()
-    except Exception as error:
-        failure = error
-    with lost_ranks_named(info):
-        reasons = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
+    with ExitStack() as closed_on_error:
+        try:
+            staged = take()
+            closed_on_error.callback(staged.close)
+        except Exception as error:
+            failure = error
+        with lost_ranks_named(info):
+            reason = failure and f"{type(failure).__name__}: {failure}"
+            told = group.all_gather((reason, info.ckpt_id, info.step))
+        _check_told(told, failure, info, group.rank)
+        closed_on_error.pop_all()
+    return staged
+
+
+def _check_told(
+    told: Sequence[tuple[str | None, str, int | None]], failure: Exception | None, info: SaveInfo, own: int
+) -> None:
+    """Raise the failure of this rank, else of the first, else that ranks are not at the same save."""
+    reasons = [reason for reason, _, _ in told]
     if isinstance(failure, OSError) and not isinstance(failure, RecckptError):  # of the storage, such as a full one
-        raise SaveFailedError(info.ckpt_id, group.rank, str(reasons[group.rank]), step=info.step) from failure
+        raise SaveFailedError(info.ckpt_id, own, str(reasons[own]), step=info.step) from failure
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            staged.close()
             raise SaveFailedError(info.ckpt_id, rank, reason, step=info.step)
-    return staged
+    for rank, (_, ckpt_id, step) in enumerate(told):
+        if (ckpt_id, step) != told[0][1:]:
+            cause = f"it saves {ckpt_id!r} of step {step}, rank 0 {told[0][1]!r} of step {told[0][2]}"
+            raise SaveFailedError(info.ckpt_id, rank, f"{cause}: all ranks save the same", step=info.step)
 
 
 def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:

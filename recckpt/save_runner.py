@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from recckpt.background import give_way
 from recckpt.errors import RecckptError, SaveFailedError
 from recckpt.fence import Fence
-from recckpt.group import Group
+from recckpt.group import Group, has_lost_ranks, together
 from recckpt.keep import Keep
 from recckpt.manifest import Manifest
-from recckpt.save import Destination, save, stage_on_all_ranks
+from recckpt.save import Destination, lost_ranks_named, save, stage_on_all_ranks
 from recckpt.sparse.saver import SparseSaver
 from recckpt.stage import Staged
 from recckpt.storage import Storage
@@ -118,7 +118,8 @@ class SaveRunner:
             RecckptError: it raised on another rank; or the save before failed, and nobody has been told yet.
         """
         handle = SaveHandle(info)
-        self.settle()
+        with lost_ranks_named(info):
+            settle_together(self.settle, info, ranks.front)
         staged = stage_on_all_ranks(take, info, ranks.front)
         to = Destination(self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep)
         if not info.background:
@@ -187,6 +188,25 @@ class SaveRunner:
             except Exception:
                 log.exception("%s is saved, but on_save=%r failed", info.ckpt_id, self._on_save)
         return record
+
+
+def settle_together(settle: Callable[[], object], info: SaveInfo, group: Group) -> None:
+    """Wait on all ranks for the save that is under way, and raise its error where one has not been told. Collective.
+
+    One rank may have been told by :meth:`SaveHandle.wait`, and another not: all raise then.
+
+    Args:
+        settle: waits on this rank.
+        info: the save that is to follow.
+        group: all ranks.
+
+    Raises:
+        RecckptError: the save failed.
+        RankLostError: a rank is missing.
+    """
+    if has_lost_ranks(group):
+        settle()  # its error says more than that a rank is missing by now
+    together(group, settle, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
 
 
 def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 from recckpt.when import Moment, When
@@ -69,7 +70,7 @@ class Schedule:
         step: int,
         event_time: float | None,
         metrics: Mapping[str, float],
-        agreed: Callable[[bool], bool],
+        agreed: Callable[[Callable[[], bool]], bool],
     ) -> Kind | None:
         """Return the kind of save that is due.
 
@@ -77,15 +78,15 @@ class Schedule:
             step: steps so far.
             event_time: the latest so far.
             metrics: what the caller measured.
-            agreed: makes one answer of those of all ranks; asked where they may differ.
+            agreed: asks on all ranks and makes one answer of theirs; for what they may answer differently.
         """
         now = Moment(step, self._clock(), event_time, metrics)
         for kind, last in self._last.items():
             if last.event_time is None and event_time is not None:
                 self._last[kind] = replace(last, event_time=event_time)
         for kind, when in self._whens.items():  # where both are due, the regular one is made
-            answer = when.due(now, self._last[kind])
-            if answer if when.same_on_all_ranks else agreed(answer):
+            ask = partial(when.due, now, self._last[kind])
+            if ask() if when.same_on_all_ranks else agreed(ask):
                 return kind
         return None
 

@@ -14,12 +14,12 @@ class Clock:
         return self.now
 
 
-def never(answer):
+def never(ask):
     raise AssertionError("nobody is to be asked")
 
 
-def alone(answer):
-    return answer
+def alone(ask):
+    return ask()
 
 
 def idle():
@@ -156,9 +156,9 @@ def test_predicates_see_the_step_and_what_was_measured():
 def test_ranks_are_asked_only_where_they_may_differ():
     asked = []
 
-    def agreed(answer):
-        asked.append(answer)
-        return answer
+    def agreed(ask):
+        asked.append(ask())
+        return asked[-1]
 
     run = Ticks(EverySteps(2), EverySeconds(10), agreed=agreed)
     run.ticks(2)
@@ -169,7 +169,7 @@ def test_ranks_are_asked_only_where_they_may_differ():
 
 
 def test_what_another_rank_finds_due_is_due_here():
-    run = Ticks(EverySeconds(10), agreed=lambda answer: True)
+    run = Ticks(EverySeconds(10), agreed=lambda ask: True)
     assert run.due() == "regular"
 
 

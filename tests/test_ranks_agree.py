@@ -1,0 +1,155 @@
+"""What only one of several ranks meets or knows: all of them go on alike, and none waits for the others."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+from builders import checkpoints
+from thread_ranks import on_ranks
+
+from recckpt import CheckpointManager, RecckptError, SaveFailedError, Saver
+from recckpt.sparse import HashTable, gen_slice
+from recckpt.storage.local import LocalStorage
+from recckpt.when import WhenTrue
+
+SIZE = 2
+
+
+def table_model(rank):
+    table = HashTable(2, name="t", slice=gen_slice(rank, SIZE))
+    ids = torch.arange(20)
+    table(ids[table.slice.owns(ids)])
+    return torch.nn.ModuleDict({"t": table})
+
+
+def managers(tmp_path, work, *, interval=10**9, model=table_model, **options):
+    """Return what ``work(rank, manager)`` returned on each rank, or raised."""
+
+    def on_rank(rank, connect):
+        saver = connect(Saver(model(rank), output_dir=str(tmp_path / "run")))
+        manager = CheckpointManager(saver, interval, shard_id=rank, shard_num=SIZE, **options)
+        try:
+            return work(rank, manager)
+        except RecckptError as error:
+            return error
+
+    return on_ranks(SIZE, on_rank)
+
+
+def full_on_rank_1(monkeypatch):
+    """Let parts of rank 1 fail for as long as the event is set."""
+    is_full, create = threading.Event(), LocalStorage.create
+
+    def create_or_fail(self, name):
+        if is_full.is_set() and name.rpartition("/")[2].startswith("00001-of") and name.endswith(".arrow"):
+            raise OSError(28, "No space left on device", name)
+        return create(self, name)
+
+    monkeypatch.setattr(LocalStorage, "create", create_or_fail)
+    is_full.set()
+    return is_full
+
+
+def fail_in_the_background(rank, saver, is_full, everybody):
+    """Let a save in the background fail, of which rank 0 alone is told."""
+    handle = saver.save("a", rank, SIZE, blocking=False)
+    with suppress(SaveFailedError):
+        handle.committed.result()
+    if rank == 0:
+        with pytest.raises(SaveFailedError):
+            handle.wait()
+    everybody.wait(60)
+    is_full.clear()
+
+
+@pytest.mark.parametrize("by_manager", [False, True])
+def test_a_failure_that_one_rank_was_told_of_is_raised_on_all_by_the_next_save(tmp_path, monkeypatch, by_manager):
+    is_full, everybody = full_on_rank_1(monkeypatch), threading.Barrier(SIZE)
+
+    def work(rank, manager):
+        fail_in_the_background(rank, manager.saver, is_full, everybody)
+        save = manager.save if by_manager else lambda: manager.saver.save("ckpt_0", rank, SIZE)
+        with pytest.raises(SaveFailedError, match="saving 'a' failed on rank 1") as caught:
+            save()
+        return caught.value.ckpt_id, save().ckpt_id
+
+    assert managers(tmp_path, work) == [("a", "ckpt_0")] * SIZE
+    assert checkpoints(tmp_path / "run") == ["ckpt_0"]
+
+
+def test_a_failure_that_one_rank_was_told_of_is_raised_on_all_by_a_restore(tmp_path, monkeypatch):
+    is_full, everybody = full_on_rank_1(monkeypatch), threading.Barrier(SIZE)
+
+    def work(rank, manager):
+        fail_in_the_background(rank, manager.saver, is_full, everybody)
+        with pytest.raises(SaveFailedError, match="saving 'a' failed on rank 1"):
+            manager.restore()
+        return manager.restore()
+
+    assert managers(tmp_path, work) == [0] * SIZE
+
+
+def test_ranks_that_save_different_steps_are_refused(tmp_path):
+    def on_rank(rank, connect):
+        saver = connect(Saver(table_model(rank), output_dir=str(tmp_path)))
+        with pytest.raises(SaveFailedError, match="rank 1: it saves 'c' of step 8, rank 0 'c' of step 7"):
+            saver.save("c", rank, SIZE, step=7 + rank)
+        with pytest.raises(SaveFailedError, match="rank 1: it saves 'd1' of step None, rank 0 'd0' of step None"):
+            saver.save(f"d{rank}", rank, SIZE)
+        return saver.save("c", rank, SIZE, step=8).step
+
+    assert on_ranks(SIZE, on_rank) == [8] * SIZE
+    assert checkpoints(tmp_path) == ["c"]
+
+
+def test_a_metric_that_is_no_number_on_one_rank_fails_the_save_of_all(tmp_path):
+    def work(rank, manager):
+        with pytest.raises(SaveFailedError, match=r"saving 'ckpt_1' failed on rank 1: ValueError: metrics\['auc'\]"):
+            manager.step(metrics={"auc": "high" if rank else 0.5})
+        manager.step(metrics={"auc": 0.5})
+        return manager.global_step
+
+    assert managers(tmp_path, work, interval=1) == [2] * SIZE
+    assert checkpoints(tmp_path / "run") == ["ckpt_2"]
+
+
+def test_a_predicate_that_raises_on_one_rank_fails_the_step_of_all(tmp_path):
+    def work(rank, manager):
+        with pytest.raises(SaveFailedError, match="saving 'ckpt_1' failed on rank 1: KeyError: 'auc'"):
+            manager.step(metrics={"auc": 0.9} if rank == 0 else {})
+        manager.step(metrics={"auc": 0.9})
+
+    assert managers(tmp_path, work, interval=WhenTrue(lambda now: now.metrics["auc"] > 0.5)) == [None] * SIZE
+    assert checkpoints(tmp_path / "run") == ["ckpt_2"]
+
+
+def with_a_new_table_on_rank_0(rank):
+    model = table_model(rank)
+    if rank == 0:
+        model["new"] = HashTable(2, name="new")
+    return model
+
+
+def test_a_bank_that_gives_one_rank_a_table_lets_all_save_that_step(tmp_path):
+    bank = Saver(torch.nn.ModuleDict({"new": HashTable(2, name="new")}), output_dir=str(tmp_path / "bank"))
+    bank.save("ckpt_9", 0, 1, step=9)
+    managers(tmp_path, lambda rank, manager: manager.save())
+
+    def resume(rank, manager):
+        manager.load_model_bank([{"path": str(tmp_path / "bank"), "ignore_error": True}])
+        return [table.name for table in manager.save().tables], manager.save()
+
+    assert managers(tmp_path, resume, model=with_a_new_table_on_rank_0) == [(["t", "new"], None)] * SIZE
+
+
+def test_where_the_grace_ends_before_the_save_of_one_rank_does_none_begins_another(tmp_path):
+    def work(rank, manager):
+        if rank == 1:
+            manager.saver.settle = lambda timeout_sec=None: False
+        is_saved = manager._autosave._save_within(60.0, None, None)
+        if rank == 1:
+            del manager.saver.settle
+        return is_saved, manager.save().ckpt_id
+
+    assert managers(tmp_path, work) == [(False, "ckpt_0")] * SIZE
