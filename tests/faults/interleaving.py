@@ -81,6 +81,10 @@ def overtaken(url: str, script: str, max_keeps: tuple[int | None, int | None], h
         second = scene.begin(1, script)
         second.go()
         files = scene.witness.files()
+        if is_held and (deed := re.fullmatch(r"remove (.*/)manifest\.json", first.at)):
+            # It has checked and not yet removed: one checkpoint goes that it found surplus, which is not the newest.
+            files = {name: data for name, data in files.items() if not name.startswith(deed[1])}
+            assert files
         while first.go(9):
             scene.witness.look()
         scene.witness.look()
