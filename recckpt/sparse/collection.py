@@ -45,11 +45,12 @@ class EmbeddingCollection(nn.Module):
         for table in self._sharded:
             key = (table.embedding_shape, table.dtype, table.device, table.exchange)
             groups.setdefault(key, []).append(table)
-        unknown = ids.keys() - {table.name for table in self._sharded}
+        given = ids if isinstance(ids, Mapping) else {}  # which all ranks are told of, as of any that do not fit
+        unknown = given.keys() - {table.name for table in self._sharded}
         rows: dict[str, Tensor] = {}
         for tables in groups.values():
             names = [table.name for table in tables]
-            own = {name: ids[name] for name in (*names, *unknown) if name in ids}
+            own = {name: given[name] for name in (*names, *unknown) if name in given}
             rows |= zip(names, look_up_together(tables, own), strict=True)
         return rows
 

@@ -402,6 +402,7 @@ def failures(size, look_up, after=None):
             "found ids for ['a'], expected for ['a', 'b']: for a table without ids, give an empty tensor",
         ),
         ({"a": ids_of(1), "b": ids_of(), "c": ids_of()}, "found ids for ['a', 'b', 'c'], expected for ['a', 'b']"),
+        (None, "found ids for [], expected for ['a', 'b']"),
     ],
 )
 def test_wrong_ids_on_one_rank_raise_on_all_before_anything_changes(wrong, cause):
