@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the 
 
 def flat_ids(ids: Tensor) -> Int64s:
     """Return ``ids`` in one dimension on the CPU, without a copy where they lie there."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids must be an int64 tensor, found a {type(ids).__name__}; convert them with torch.as_tensor")
     if ids.dtype != torch.int64:
         raise ValueError(f"ids must be int64, found {ids.dtype}; convert them with ids.long()")
     flat: Int64s = ids.detach().reshape(-1).cpu().contiguous().numpy()
@@ -28,7 +31,10 @@ def flat_ids(ids: Tensor) -> Int64s:
 
 def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[int, ...]:
     """Return ``shape`` as a tuple; ``()`` is a shape where it may be ``scalar``."""
-    sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
+    given: tuple[object, ...] = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+    if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in given):
+        raise ValueError(f"a shape is an int or a sequence of ints, found {shape!r}")
+    sizes = tuple(int(cast(int, size)) for size in given)
     if (not sizes and not scalar) or math.prod(sizes) < 1 or any(size < 1 for size in sizes):
         raise ValueError(f"a shape needs dimensions of at least 1, found {sizes}")
     return sizes
@@ -37,8 +43,8 @@ def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of ``dtype`` in the format."""
     name = str(dtype).removeprefix("torch.")
-    if name not in ITEM_BYTES:
-        raise ValueError(f"a slot cannot be {dtype}; choose one of {', '.join(ITEM_BYTES)}")
+    if not isinstance(dtype, torch.dtype) or name not in ITEM_BYTES:
+        raise ValueError(f"a slot cannot be {dtype!r}; choose one of {', '.join(ITEM_BYTES)}")
     return name
 
 

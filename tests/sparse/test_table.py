@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +102,12 @@ def test_ids_of_another_dtype_are_refused(dtype):
         HashTable(1, name="t")(torch.zeros(1, dtype=dtype))
 
 
+@pytest.mark.parametrize("ids", [[1, 2], 3, np.arange(2)])
+def test_ids_that_are_no_tensor_are_refused_with_what_converts_them(ids):
+    with pytest.raises(TypeError, match=f"found a {type(ids).__name__}; convert them with torch.as_tensor"):
+        HashTable(1, name="t")(ids)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_dtypes_keep_every_value(dtype):
     table = HashTable(2, name="t", dtype=dtype)
@@ -111,7 +118,7 @@ def test_all_dtypes_keep_every_value(dtype):
     assert table(ids_of(9)).dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float8_e4m3fn, "float32", None])
 def test_dtypes_that_are_not_in_the_format_are_refused(dtype):
     with pytest.raises(ValueError, match="float32"):
         HashTable(2, name="t", dtype=dtype)
@@ -121,6 +128,19 @@ def test_dtypes_that_are_not_in_the_format_are_refused(dtype):
 def test_shapes_that_hold_nothing_are_refused(shape):
     with pytest.raises(ValueError, match="at least 1"):
         HashTable(shape, name="t")
+
+
+@pytest.mark.parametrize("shape", ["16", 16.0, True, None, (2, 2.5), ("8",), torch.ones(2)])
+def test_shapes_that_are_no_ints_are_refused(shape):
+    with pytest.raises(ValueError, match="int or a sequence of ints, found"):
+        HashTable(shape, name="t")
+
+
+def test_ints_of_numpy_are_a_shape():
+    assert (
+        HashTable((np.int64(2), 3), name="t").embedding_shape == HashTable(torch.Size([2, 3]), name="t").embedding_shape
+    )
+    assert HashTable(np.int32(4), name="t").embedding_shape == (4,)
 
 
 @pytest.mark.parametrize("name", ["", None, "a\0b", "x" * 1025, "\ud800"])
