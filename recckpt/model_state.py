@@ -32,11 +32,13 @@ class ModelState:
     """A model and its companions, and how checkpoints are loaded into them; :class:`recckpt.Saver` adds saving.
 
     Raises:
-        ValueError: a number is not one, or two tables share a name.
+        TypeError: the model or the optimizer is none.
+        ValueError: a number is not one, or two tables share a name, or the optimizer is that of dense parameters.
         OSError: the output dir cannot be written.
     """
 
     def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, output_dir: str, concurrency: int) -> None:
+        _check_parts(model, sparse_optim)
         split_sparse_dense_state_dict(unwrap(model).state_dict())
         self.model, self.sparse_optim = model, sparse_optim
         self._concurrency = positive_int("concurrency", concurrency)
@@ -192,3 +194,20 @@ class ModelState:
         if isinstance(obj, Optimizer) and not is_sparse:
             return NamedOptimizer(obj, lambda: unwrap(self.model).named_parameters())
         return obj
+
+
+def _check_parts(model: object, sparse_optim: object) -> None:
+    """Refuse what a save or load would only stumble over, or leave out."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
+    if sparse_optim is None:
+        return
+    if not isinstance(sparse_optim, Optimizer):
+        raise TypeError(f"sparse_optim must be an optimizer of tables or None, found a {type(sparse_optim).__name__}")
+    trained = {id(parameter) for group in sparse_optim.param_groups for parameter in group["params"]}
+    name = next((name for name, parameter in model.named_parameters() if id(parameter) in trained), None)
+    if name is not None:
+        raise ValueError(
+            f"sparse_optim must be an optimizer of tables, found {type(sparse_optim).__name__} of the dense parameter "
+            f"{name!r}; save it by register_for_checkpointing"
+        )

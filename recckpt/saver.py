@@ -58,7 +58,8 @@ class Saver(ModelState):
             over, in the thread of the save; what it raises is logged and fails nothing.
 
     Raises:
-        ValueError: a number is not one, or two tables share a name.
+        TypeError: the model, the optimizer or ``on_save`` is none.
+        ValueError: a number is not one, or two tables share a name, or the optimizer is that of dense parameters.
         OSError: the output dir cannot be written.
     """
 
@@ -81,6 +82,8 @@ class Saver(ModelState):
         as_keep(max_keep)
         if type(min_free_bytes) is not int or min_free_bytes < 0:
             raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
+        if on_save is not None and not callable(on_save):
+            raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
         transfers = transfers_of(
             output_dir,
             max_uploads=max_uploads,

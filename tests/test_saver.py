@@ -69,6 +69,28 @@ def test_two_tables_of_one_name_are_refused_when_the_saver_is_made(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "found"),
+    [
+        ({"model": nn.Linear(1, 1).state_dict()}, "model must be a torch.nn.Module, found a OrderedDict"),
+        ({"model": None}, "model must be a torch.nn.Module, found a NoneType"),
+        ({"sparse_optim": nn.Linear(1, 1)}, "sparse_optim must be an optimizer of tables or None, found a Linear"),
+        ({"on_save": 3}, "on_save must be a callable .*, found 3"),
+    ],
+)
+def test_a_part_of_the_wrong_type_is_refused_when_the_saver_is_made(tmp_path, kwargs, found):
+    with pytest.raises(TypeError, match=found):
+        Saver(**{"model": nn.Linear(1, 1), "output_dir": str(tmp_path / "new"), **kwargs})
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_optimizer_of_dense_parameters_is_refused_as_that_of_the_tables(tmp_path):
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"found Adam of the dense parameter '0.weight'.*register_for_checkpointing"):
+        Saver(model, torch.optim.Adam(model.parameters()), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_output_dir_that_is_a_file_is_refused_when_the_saver_is_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
