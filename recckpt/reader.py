@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -90,22 +92,26 @@ class CheckpointReader:
 
         Raises:
             KeyError: no such table or slot.
+            TypeError: ``ids`` are no int64 numbers, or ``columns`` is one name.
             CorruptCheckpointError: a file is damaged.
             CheckpointRemovedError: its writer has removed it, and the storage is no local file system.
         """
         entry = self._entry(name)
         slots = [slot.name for slot in entry.slots]
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
         for column in columns or ():
             if column not in (*slots, ID):
                 raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
         wanted = [slot for slot in slots if columns is None or slot in columns]
-        return self._batches(entry, wanted, None if ids is None else np.unique(np.fromiter(ids, np.int64)))
+        return self._batches(entry, wanted, None if ids is None else _distinct(ids))
 
     def lookup(self, name: str, ids: Sequence[int], columns: Collection[str] | None = None) -> pa.Table:
         """Return the rows of ``ids`` that the table has, in no particular order.
 
         Raises:
             KeyError: no such table or slot.
+            TypeError: as :meth:`table`.
             CorruptCheckpointError: a file is damaged.
         """
         batches = list(self.table(name, columns, ids))
@@ -177,6 +183,14 @@ def _opened(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, Hel
     storage, checkpoint = found
     sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
     return storage, checkpoint, HeldFiles(storage, checkpoint.directory, sizes)
+
+
+def _distinct(ids: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Return the ids in order, each once; a float or a string is none, though numpy would make one of it."""
+    try:
+        return np.unique(np.fromiter((index(id_) for id_ in ids), np.int64))
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error
 
 
 def _meets(batch: Batch, buckets: npt.NDArray[np.int64] | None) -> bool:

@@ -140,6 +140,26 @@ def test_an_unknown_table_or_slot_is_named_with_the_nearest(tmp_path):
             reader.lookup("item", [1], ["nothing"])
 
 
+@pytest.mark.parametrize("ids", [5, [1.0], ["1"], [2**63], [None], np.array([0.5])])
+def test_ids_that_are_no_int64_numbers_are_refused(tmp_path, ids):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(TypeError, match="ids must be a sequence of int64"):
+        reader.lookup("item", ids)
+
+
+def test_one_name_in_place_of_a_list_of_slots_is_refused(tmp_path):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(TypeError, match=r"pass \['embedding'\]"):
+        reader.lookup("item", [1], "embedding")
+
+
+@pytest.mark.parametrize("ids", [np.arange(3), range(3), (0, 1, 2), {0, 1, 2}, torch.arange(3)])
+def test_ids_come_in_any_collection_of_ints(tmp_path, ids):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert reader.lookup("item", ids).num_rows == 3
+
+
 def test_bfloat16_values_are_those_of_torch(tmp_path):
     table = noisy("item", "bfloat16")
     save_tables(storage_at(tmp_path), [table])
