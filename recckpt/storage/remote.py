@@ -35,8 +35,8 @@ class RemoteStorage(Storage):
             self._fs, self._root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **self.fs_options)
         except ImportError as error:
             raise ValueError(f"{url}: {error}; install the extra for it, such as recckpt[s3]") from error
-        except ValueError:
-            raise
+        except ValueError as error:
+            raise ValueError(f"{url}: {error}; expected a path, or a URL that fsspec and its backend take") from error
         except Exception as error:  # of backends that connect at once
             raise os_error(error, "connecting", self.url) from error
 
