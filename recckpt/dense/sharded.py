@@ -57,19 +57,21 @@ class Pieces:
     """Finds what this rank has of tensors, for one save or load: tensors that are laid out alike are looked at once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[int, ...]] = {}
+        self._known: dict[Any, Piece] = {}
 
     @torch.no_grad()
     def of(self, name: str, value: Tensor) -> list[Piece]:
         """Return what this rank has of a tensor, sharded or not; the values are the tensor's own.
 
         Raises:
-            ValueError: values that are only summands of what the tensor is; names it.
+            ValueError: values that are only summands of what the tensor is, or fewer or more than its layout gives this
+                rank, so that nobody knows where they belong; names it.
         """
         one = cast(Any, value)
         kind = (value.shape, one.device_mesh, one.placements) if hasattr(value, "device_mesh") else None
         if kind in self._known:
-            return [Piece(self._known[kind], one.to_local())]
+            known = self._known[kind]
+            return [Piece(known.offsets, _checked(name, value, one.to_local(), known.values.shape))]
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -79,8 +81,10 @@ class Pieces:
         except ValueError as error:
             raise ValueError(f"{name}: {error} Redistribute it to Shard or Replicate before the save") from error
         pieces = [Piece(tuple(i.index.offset or ()), cast(Tensor, planner.resolve_data(i)).detach()) for i in items]
+        for item, piece in zip(items, pieces, strict=True):
+            _checked(name, value, piece.values, cast(Any, item.tensor_data).chunk.sizes)
         if kind is not None and pieces:
-            self._known[kind] = pieces[0].offsets
+            self._known[kind] = pieces[0]
         return pieces
 
 
@@ -138,6 +142,17 @@ def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
     shards = [Shard(values.to(shard.tensor.device), shard.metadata) for values, shard in held]
     group = of_several._process_group
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, of_several.metadata(), process_group=group)
+
+
+def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -> Tensor:
+    """Return what this rank has of a tensor, if it is as large as the layout of the tensor says."""
+    if tuple(found.shape) != tuple(expected):
+        parts = f"found {tuple(found.shape)} of {tuple(value.shape)} on this rank, expected {tuple(expected)}"
+        placements = getattr(value, "placements", "")
+        raise ValueError(
+            f"{name or 'a sharded tensor'}: {parts} by its layout {placements}; make it by distribute_tensor"
+        )
+    return found
 
 
 def _kinds() -> tuple[type, ...]:

@@ -259,10 +259,16 @@ def refusals(rank, size, root):
     assert isinstance(error, ValueError)
     assert str(error).startswith("w: ")
 
-    model.w = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], shape=torch.Size([2 * size + rank]), stride=(1,))
+    model.w = DTensor.from_local(torch.ones(2 + rank), mesh, [Replicate()])
     error = error_of(lambda: saver.save("apart", rank, size))
     assert isinstance(error, SaveFailedError)
     assert "w" in str(error)
+
+    own = {0: 3, 1: 1}.get(rank, 2)  # as many in all as there are, but not where the layout has them
+    model.w = DTensor.from_local(torch.ones(own), mesh, [Shard(0)], shape=torch.Size([2 * size]), stride=(1,))
+    error = error_of(lambda: saver.save("uneven", rank, size))
+    assert isinstance(error, ValueError if rank < 2 else SaveFailedError)
+    assert f"w: found ({own if rank < 2 else 3},) of ({2 * size},) on this rank, expected (2,)" in str(error), error
 
     model.w = distribute_tensor(torch.zeros(10, 7), mesh, [Shard(0)])
     error = error_of(lambda: Saver(model, output_dir=str(root / f"alone-{rank}")).save("c", 0, 1))
