@@ -74,9 +74,10 @@ class Autosave:
     def step(self, state: _State, metrics: _Metrics, event_time: float | None) -> None:
         """Count a step, and save if it is time."""
         run = self._run
+        is_time = event_time is not None and _is_finite(event_time)  # first, so that a step that is refused counts not
         run.global_step += 1
         self._has_stepped = True
-        if event_time is not None and math.isfinite(event_time):
+        if event_time is not None and is_time:
             run.event_time = _latest([run.event_time, float(event_time)])
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.has_lost_ranks:
@@ -251,6 +252,15 @@ def _number(name: str, value: object) -> float:
         return float(value)  # type: ignore[arg-type]  # tensors and numpy's numbers too
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
+
+
+def _is_finite(event_time: float) -> bool:
+    try:
+        return math.isfinite(event_time)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
+        raise TypeError(
+            f"event_time must be a number of seconds since 1970, found {event_time!r}; a datetime has timestamp()"
+        ) from error
 
 
 def _latest(times: Sequence[float | None]) -> float | None:

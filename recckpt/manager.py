@@ -44,7 +44,8 @@ class CheckpointManager:
         clock: seconds, for policies of time.
 
     Raises:
-        ValueError: an argument is none of these.
+        TypeError: ``saver`` is none.
+        ValueError: another argument is none of these.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class CheckpointManager:
         save_at_start: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not isinstance(saver, Saver):
+            raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}")
         grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, save_at_start
         self._run = Run()
@@ -126,6 +129,7 @@ class CheckpointManager:
             event_time: the latest time of an event in this batch, in seconds since 1970.
 
         Raises:
+            TypeError: ``event_time`` is no number; the step is not counted.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """

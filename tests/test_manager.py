@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from datetime import datetime
 
 import pytest
 import torch
@@ -39,6 +40,20 @@ def test_an_interval_that_is_none_is_refused_when_the_manager_is_made(tmp_path, 
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
     with pytest.raises(ValueError, match=f"save_interval must be an int of at least 1, found {interval!r}"):
         CheckpointManager(saver, interval)
+
+
+def test_what_is_no_saver_is_refused_when_the_manager_is_made():
+    with pytest.raises(TypeError, match=r"saver must be a recckpt.Saver, found a Linear"):
+        CheckpointManager(nn.Linear(1, 1), 1)
+
+
+@pytest.mark.parametrize("event_time", ["noon", datetime(2026, 1, 1), torch.ones(2)])
+def test_a_step_with_an_event_time_that_is_no_number_is_refused_and_does_not_count(tmp_path, event_time):
+    manager, _ = small(tmp_path)
+    with pytest.raises(TypeError, match="event_time must be a number of seconds since 1970, found"):
+        manager.step(event_time=event_time)
+    assert manager.global_step == 0
+    assert checkpoints(tmp_path) == []
 
 
 def test_steps_are_counted_and_saved_at_multiples_of_the_interval(tmp_path):
