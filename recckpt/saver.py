@@ -190,7 +190,14 @@ class Saver(ModelState):
             check_rooms(self.storage, estimated_bytes(self.model, rank), self._min_free_bytes, ranks.front)
             with info.timed("stage"):
                 return stage(
-                    self.model, self.sparse_optim, self._extra, self._io_state, step=step, state=state, buffers=buffers
+                    self.model,
+                    self.sparse_optim,
+                    self._extra,
+                    self._io_state,
+                    step=step,
+                    state=state,
+                    buffers=buffers,
+                    rank=rank,
                 )
 
         with lost_ranks_named(info):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recckpt.dense.buffers import DenseBuffers, as_it_is
+from recckpt.dense.buffers import DenseBuffers, as_it_is, without_values
 from recckpt.dense.portable import portable
 from recckpt.dense.sharded import is_sharded, local_bytes
 from recckpt.dense.sharded_state import ShardedState, ShardedTensors
@@ -28,8 +28,8 @@ class Staged:
 
     Attributes:
         tables: rows that this rank writes.
-        dense: tensor name -> tensor; written by rank 0.
-        extra: registered name -> state; written by rank 0.
+        dense: tensor name -> tensor; written by rank 0, empty elsewhere.
+        extra: registered name -> state; written by rank 0, empty elsewhere.
         io_state: registered name -> state of this shard.
         rng: generator -> state of this rank.
         step: global step, None where the caller counts none.
@@ -71,6 +71,7 @@ def stage(
     step: int | None,
     state: Mapping[str, Scalar] | None = None,
     buffers: DenseBuffers | None = None,
+    rank: int = 0,
 ) -> Staged:
     """Take the state of a model and its companions as it is now.
 
@@ -84,6 +85,7 @@ def stage(
         step: global step, None where the caller counts none.
         state: what readers without torch want to know.
         buffers: where all other tensors are copied to; None where nothing changes before all is written.
+        rank: of those that stage together; what is the same on all is looked at by each, and taken by the first.
 
     Raises:
         ValueError: two tables of one name, or a value that could not be loaded back safely; names it. Or a step that
@@ -97,15 +99,17 @@ def stage(
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
-        extras = extra.dump(sharded.from_extra(copy))
+        copy_common = copy if rank == 0 else without_values
+        extras = extra.dump(sharded.from_extra(copy_common))
         if sparse_optim is not None:
             extras[SPARSE_OPTIM] = portable(
-                "the sparse optimizer", copy(("sparse optimizer",), sparse_optim.state_dict())
+                "the sparse optimizer", copy_common(("sparse optimizer",), sparse_optim.state_dict())
             )
+        common = {name: portable(name, copy_common(("dense", name), value)) for name, value in dense.items()}
         staged = Staged(
             tables=[],
-            dense={name: portable(name, copy(("dense", name), value)) for name, value in dense.items()},
-            extra=extras,
+            dense=common if rank == 0 else {},
+            extra=extras if rank == 0 else {},
             io_state=io_state.dump(copy),
             rng=dump_rng(),
             step=step,

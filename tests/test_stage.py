@@ -8,6 +8,7 @@ import torch
 from builders import OPTIMIZERS, ClickModel
 from torch import nn
 
+from recckpt.dense.buffers import DenseBuffers
 from recckpt.errors import StateMismatchError
 from recckpt.io_state import extra_registry, io_registry
 from recckpt.sparse import HashTable
@@ -30,6 +31,24 @@ def test_rows_and_bytes_are_counted():
 def test_tables_and_large_tensors_are_not_copied():
     model = nn.ModuleDict({"top": nn.Linear(4, 4)})
     assert staged(model).dense["top.weight"].data_ptr() == model["top"].weight.data_ptr()
+
+
+def test_a_rank_that_is_not_the_first_checks_what_is_the_same_on_all_and_copies_nothing_of_it():
+    model, extra, buffers = nn.Linear(1 << 10, 1 << 10), extra_registry(), DenseBuffers()
+    extra.add("optim", torch.optim.Adam(model.parameters()))
+    model(torch.ones(1 << 10)).sum().backward()
+    extra.get("optim").step()
+
+    def taken(rank):
+        return stage(model, None, extra, io_registry(), step=1, buffers=buffers, rank=rank)
+
+    elsewhere = taken(1)
+    assert (elsewhere.dense, elsewhere.extra, buffers._buffers) == ({}, {}, {})
+    assert taken(0).dense["weight"].shape == (1 << 10, 1 << 10)
+    assert sum(buffer.nbytes for buffer in buffers._buffers.values()) > 3 * model.weight.nbytes
+    model.register_buffer("bad", torch.empty(2, device="meta"))
+    with pytest.raises(ValueError, match="bad"):
+        taken(1)
 
 
 def test_taking_the_state_draws_no_random_numbers():

@@ -19,6 +19,11 @@ def as_it_is(place: Place, state: Any) -> Any:
     return state
 
 
+def without_values(place: Place, state: Any) -> Any:
+    """Return the form of a state that another rank writes: to be checked, and of no more use."""
+    return _Hollow({}).copy(place, state)
+
+
 class DenseBuffers:
     """Copies tensors to buffers on the CPU, each at its place in the state. Not thread-safe."""
 
@@ -73,6 +78,11 @@ class _Copies:
         self._copied[same] = tensor, buffer
         self.used[place] = buffer
         return buffer
+
+
+class _Hollow(_Copies):
+    def _copy_tensor(self, place: Place, tensor: Tensor) -> Tensor:
+        return torch.empty(0)
 
 
 def _lazy_bits(tensor: Tensor) -> tuple[bool, bool]:
