@@ -6,6 +6,7 @@ import os
 import re
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -66,11 +67,15 @@ class ProcessGroup:
     def __init__(self, timeout_sec: float = DEFAULT_TIMEOUT_SEC, call: RollCall | None = None) -> None:
         import torch.distributed as dist
 
-        self._dist, self.timeout_sec = dist, timeout_sec
+        self._dist, self.timeout_sec, self._world = dist, timeout_sec, dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.call = call or RollCall(shared_store(f"recckpt/ranks/{next(_made)}"), self.rank, self.size, timeout_sec)
         self._group: Any = None
+        self._disconnected: Callable[[], object] = lambda: None
         self._group = self._collective(self._formed)
+        # torch would keep it, with ten descriptors and six threads for each saver of two ranks.
+        self._disconnected = finalizer = weakref.finalize(self, _disconnect, self._group)
+        finalizer.atexit = False
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value of every rank."""
@@ -108,10 +113,13 @@ class ProcessGroup:
 
     def _close(self) -> None:
         """Close the connections: whoever still waits for this rank is told so."""
-        if self._group is not None:
-            with suppress(Exception):
-                self._dist.destroy_process_group(self._group)
-            self._group = None
+        self._group = None
+        self._disconnected()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process group that it was made for is no more, and another has been made, it may be."""
+        return self._world is not self._dist.group.WORLD
 
 
 def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
@@ -168,6 +176,11 @@ def has_lost_ranks(group: Group) -> bool:
     return isinstance(group, ProcessGroup) and group.call.is_lost
 
 
+def is_over(group: Group) -> bool:
+    """Say whether a group belongs to a process group that has been destroyed. Not collective."""
+    return isinstance(group, ProcessGroup) and group.is_over
+
+
 def together(group: Group, work: Callable[[], _T], failed: Callable[[int, str], RecckptError]) -> list[_T]:
     """Do work on every rank and return all results, in order of rank. Collective.
 
@@ -197,6 +210,13 @@ def on_rank_0(group: Group, work: Callable[[], _T], failed: Callable[[int, str],
     found, reason = group.broadcast((result, _sendable(failure)))
     _raise_alike(0, reason, failure, failed)
     return cast(_T, found)
+
+
+def _disconnect(group: Any) -> None:
+    import torch.distributed as dist
+
+    with suppress(Exception):  # gone already
+        dist.destroy_process_group(group)
 
 
 def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

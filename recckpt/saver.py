@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from recckpt import layout
 from recckpt.arguments import positive_number
 from recckpt.dense.buffers import DenseBuffers
-from recckpt.group import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, this_rank, twin_of
+from recckpt.group import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, is_over, this_rank, twin_of
 from recckpt.keep import Keep, as_keep
 from recckpt.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
@@ -253,7 +253,7 @@ class Saver(ModelState):
 
     def _ranks(self, shard_id: int, shard_num: int) -> Groups:
         key = shard_id, shard_num
-        if key not in self._groups:
+        if key not in self._groups or is_over(self._groups[key].front):
             front = group_of(*key, self._timeout_sec)
             self._groups[key] = Groups(front, twin_of(front))
         return self._groups[key]

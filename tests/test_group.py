@@ -145,6 +145,14 @@ def results_of(two_ranks, scene):
     return [results[scene] for results in two_ranks[1]]
 
 
+def test_a_saver_that_is_gone_leaves_no_connections(two_ranks):
+    assert results_of(two_ranks, "save_with_many_savers") == [0, 0]
+
+
+def test_a_saver_goes_on_where_the_ranks_have_met_again(two_ranks):
+    assert results_of(two_ranks, "meet_again") == ["b", "b"]
+
+
 def test_each_of_two_ranks_restores_what_it_saved(two_ranks):
     for result in results_of(two_ranks, "save_and_restore"):
         assert result["step"] == 3

@@ -1,5 +1,6 @@
 """What each of two real processes does for test_group.py: run it as ``two_ranks.py RANK DIR``."""
 
+import gc
 import json
 import logging
 import pickle
@@ -202,6 +203,26 @@ def save_each_for_itself(rank, url):
     return {"step": manager.restore(), "position": stream.position}
 
 
+def save_with_many_savers(rank, url):
+    def n_descriptors():
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = n_descriptors()
+    for number in range(3):
+        Saver(torch.nn.Linear(1, 1), output_dir=str(url / str(number))).save("c", rank, SIZE)
+    return n_descriptors() - before
+
+
+def meet_again(rank, url):
+    saver = Saver(torch.nn.Linear(1, 1), output_dir=str(url))
+    saver.save("a", rank, SIZE)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{url}/rendezvous", rank=rank, world_size=SIZE)
+    return saver.save("b", rank, SIZE).ckpt_id
+
+
 SCENES = [
     save_and_restore,
     start_from_a_bank,
@@ -214,6 +235,8 @@ SCENES = [
     restore_what_is_damaged_for_one,
     restore_where_there_is_nothing,
     save_each_for_itself,
+    save_with_many_savers,
+    meet_again,
 ]
 
 
