@@ -51,7 +51,7 @@ class Restorer:
         required: bool = False,
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
-        entry = parse_load_conf(load_conf, own=True)
+        entry = self._on_all_ranks(lambda: parse_load_conf(load_conf, own=True))
         candidates = self._on_rank_0(lambda: self._candidates(global_step, required=required))
         if not candidates:
             log.info("%s: no checkpoint to restore, starting from step 0", self._state.storage.url)
@@ -144,17 +144,13 @@ class Restorer:
         return report
 
     def _load_sources(self, sources: Sequence[Source], *, rng: bool, problems: Problems | None = None) -> LoadReport:
-        reports: list[LoadReport] = []  # that of this rank, since each tells of its own rows
-
-        def load() -> None:
+        def load() -> LoadReport:
             shards = {"shard_id": self._ranks.rank, "shard_num": self._ranks.size}
-            reports.append(self._state.load_sources(sources, **shards, rng=rng, problems=problems))
+            return self._state.load_sources(sources, **shards, rng=rng, problems=problems)
 
         # All ranks open what they need before any of them changes anything: it may be gone for one that comes late.
-        needs = self._state.target(self._ranks.rank, self._ranks.size).needs()
-        self._on_all_ranks(partial(open_files, sources, needs))
-        self._on_all_ranks(load)
-        return reports[0]
+        self._on_all_ranks(lambda: open_files(sources, self._state.target(self._ranks.rank, self._ranks.size).needs()))
+        return self._on_all_ranks(load)
 
     def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
         if report.global_step is not None:
@@ -169,12 +165,13 @@ class Restorer:
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
 
-    def _on_all_ranks(self, work: Callable[[], object]) -> None:
-        """Do work on every rank; if it fails on any, raise on all."""
+    def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
+        """Do work on every rank and return what it gave here; if it fails on any, raise on all."""
         if self._ranks.size == 1:
-            work()
-        else:
-            together(self._ranks.group, work, _failed)
+            return work()
+        found: list[_T] = []
+        together(self._ranks.group, lambda: found.append(work()), _failed)
+        return found[0]
 
     def _on_rank_0(self, work: Callable[[], _T]) -> _T:
         """Return what rank 0 finds: listings of one storage may differ between ranks, and all load the same."""

@@ -8,7 +8,7 @@ import torch
 from builders import checkpoints
 from thread_ranks import on_ranks
 
-from recckpt import CheckpointManager, RecckptError, SaveFailedError, Saver
+from recckpt import CheckpointManager, LoadConfError, RecckptError, SaveFailedError, Saver
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 from recckpt.when import WhenTrue
@@ -153,3 +153,14 @@ def test_where_the_grace_ends_before_the_save_of_one_rank_does_none_begins_anoth
         return is_saved, manager.save().ckpt_id
 
     assert managers(tmp_path, work) == [(False, "ckpt_0")] * SIZE
+
+
+def test_a_load_conf_that_is_wrong_on_one_rank_fails_the_restore_of_all(tmp_path):
+    managers(tmp_path, lambda rank, manager: (manager.step(), manager.save()))
+
+    def work(rank, manager):
+        with pytest.raises(LoadConfError, match="unknown key 'bogus'"):
+            manager.restore(load_conf={"bogus": 1} if rank else None)
+        return manager.restore()
+
+    assert managers(tmp_path, work) == [1] * SIZE
