@@ -285,5 +285,5 @@ def test_an_output_dir_is_a_path_or_url(url):
 
 
 def test_an_unknown_protocol_is_refused_by_name():
-    with pytest.raises(ValueError, match="nosuch://bucket/x: .*expected a path, or a URL"):
+    with pytest.raises(ValueError, match=r"nosuch://bucket/x: .*expected a path, or a URL"):
         open_storage("nosuch://bucket/x")
