@@ -130,9 +130,11 @@ def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tupl
         shard_num: None for those of this job; 1 for a process that works for itself.
 
     Raises:
-        ValueError: the numbers do not fit each other, or the environment has no numbers.
+        ValueError: the numbers do not fit each other, or those of the environment are needed and are no numbers, or
+            one of the two is missing.
     """
-    rank, size = rank_and_size()
+    is_told = shard_num == 1 or None not in (shard_id, shard_num)
+    rank, size = (0, 1) if is_told else rank_and_size()
     size = size if shard_num is None else shard_num
     rank = (0 if size == 1 else rank) if shard_id is None else shard_id
     if not (type(size) is int and type(rank) is int and 0 <= rank < size):
@@ -247,19 +249,26 @@ def rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
 
     Raises:
-        ValueError: one of the two variables is no number.
+        ValueError: one of the two variables is no number, or is missing where the other speaks of several ranks.
     """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None or size is None:
-        return 0, 1
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    text = ", ".join(f"{name}={value!r}" for name, value in found.items())
     try:
-        return int(rank), int(size)
+        rank, size = int(found.get("RANK", 0)), int(found.get("WORLD_SIZE", 1))
     except ValueError as error:
-        raise ValueError(f"RANK={rank!r}, WORLD_SIZE={size!r}: expected a number each, or neither") from error
+        raise ValueError(f"{text}: expected a number each, or neither") from error
+    if len(found) == 1 and (rank, size) != (0, 1):
+        raise ValueError(
+            f"found {text} in the environment without {'RANK' if 'RANK' not in found else 'WORLD_SIZE'}, and no "
+            "process group: this may be one of several processes, which would fight over one output dir; set both, as "
+            "torchrun does, or call init_process_group, or give shard_id and shard_num (0 and 1 where this one works "
+            "for itself)"
+        )
+    return rank, size
 
 
 def shared_store(name: str) -> Any:

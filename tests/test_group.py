@@ -13,6 +13,7 @@ from builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
 
 from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
 from recckpt.group import SoloGroup, group_of, this_rank, together
+from recckpt.sparse import ShardedHashTable
 
 
 class Recorded:
@@ -57,7 +58,6 @@ def test_numbers_that_do_not_fit_each_other_are_refused(shard, shards):
 
 def test_without_a_process_group_the_environment_says_which_rank_this_is(monkeypatch):
     monkeypatch.setenv("RANK", "2")
-    assert this_rank() == (0, 1), "WORLD_SIZE is missing"
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert this_rank() == (2, 3)
     assert this_rank(1) == (1, 3)
@@ -66,6 +66,34 @@ def test_without_a_process_group_the_environment_says_which_rank_this_is(monkeyp
     monkeypatch.setenv("WORLD_SIZE", "three")
     with pytest.raises(ValueError, match="WORLD_SIZE='three'"):
         this_rank()
+
+
+@pytest.mark.parametrize(("name", "value", "missing"), [("WORLD_SIZE", "2", "RANK"), ("RANK", "1", "WORLD_SIZE")])
+def test_one_of_several_processes_that_does_not_know_which_saves_nothing(tmp_path, monkeypatch, name, value, missing):
+    saver = Saver(ClickModel(), output_dir=str(tmp_path))
+    monkeypatch.setenv(name, value)
+    for save in (lambda: saver.save("a"), CheckpointManager(saver, 1).step, lambda: ShardedHashTable(2, name="t")):
+        with pytest.raises(
+            ValueError, match=rf"found {name}='{value}' .* without {missing}, .* set both[\s\S]*shard_num"
+        ):
+            save()
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("RANK", "0")])
+def test_one_variable_that_speaks_of_one_process_is_enough(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert this_rank() == (0, 1)
+
+
+def test_who_gives_its_numbers_is_not_asked_for_those_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    assert this_rank(1, 2) == (1, 2)
+    assert this_rank(None, 1) == (0, 1)
+    saver = Saver(ClickModel(), output_dir=str(tmp_path), max_keep=2)
+    saver.save("a", 0, 1)
+    CheckpointManager(saver, 1, shard_id=0, shard_num=1).step()
+    assert checkpoints(tmp_path) == ["a", "ckpt_1"]
 
 
 def test_under_torchrun_without_a_process_group_a_save_is_refused_and_a_load_takes_the_own_part(tmp_path, monkeypatch):
