@@ -17,6 +17,7 @@ from recckpt.run import EVENT_TIME, Ranks, Run
 from recckpt.save import lost_ranks_named
 from recckpt.save_runner import SaveHandle, settle_together
 from recckpt.saver import Saver
+from recckpt.scalars import as_numbers, as_scalars, check_scalars
 from recckpt.schedule import Kind, SaveCounts, Schedule
 from recckpt.signals import SignalWatch, goes_on, most_urgent
 from recckpt.timeline import SaveInfo
@@ -75,6 +76,8 @@ class Autosave:
         """Count a step, and save if it is time."""
         run = self._run
         is_time = event_time is not None and _is_finite(event_time)  # first, so that a step that is refused counts not
+        if self._ranks.size == 1:
+            check_scalars(state, metrics)
         run.global_step += 1
         self._has_stepped = True
         if event_time is not None and is_time:
@@ -92,6 +95,8 @@ class Autosave:
             number = most_urgent(self._gather(self._signals.take()))
             if number is not None:
                 self._answer(number, state, metrics)
+        if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
+            check_scalars(state, metrics)
 
     def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
         """Save this step now, and wait; None where it is in a checkpoint that stays."""
@@ -148,7 +153,9 @@ class Autosave:
         run = self._run
         ckpt_id = layout.step_id(run.global_step)
         self._note_failure()
-        found = self._together(lambda: (_numbers(metrics), run.held_step == run.global_step, run.event_time))
+        found = self._together(
+            lambda: ({**as_numbers(metrics), **as_scalars(state)}, run.held_step == run.global_step, run.event_time)
+        )
         if all(is_held for _, is_held, _ in found):
             log.info("%s is saved already", ckpt_id)
             return None
@@ -160,7 +167,7 @@ class Autosave:
                 self._ranks.rank,
                 self._ranks.size,
                 step=run.global_step,
-                state={**times, **found[self._ranks.rank][0], **(state or {})},
+                state={**times, **found[self._ranks.rank][0]},
                 overwrite=True,
                 ephemeral=kind == "ephemeral",
                 blocking=blocking,
@@ -241,17 +248,6 @@ class Autosave:
         if is_over:
             self._save("regular", state, metrics, blocking=False)
         return is_over and self.settle(left())
-
-
-def _numbers(metrics: _Metrics) -> dict[str, float]:
-    return {name: _number(name, value) for name, value in (metrics or {}).items()}
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]  # tensors and numpy's numbers too
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
 
 
 def _is_finite(event_time: float) -> bool:

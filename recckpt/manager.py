@@ -129,7 +129,9 @@ class CheckpointManager:
             event_time: the latest time of an event in this batch, in seconds since 1970.
 
         Raises:
-            TypeError: ``event_time`` is no number; the step is not counted.
+            TypeError: ``event_time`` is no number, or ``state`` or ``metrics`` no mapping.
+            ValueError: an entry of ``state`` is neither number nor string, or a metric no number. One rank alone has
+                not counted a step that is refused; of several, where a save is due, all raise ``SaveFailedError``.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """

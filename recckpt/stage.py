@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from recckpt.dense.sharded_state import ShardedState, ShardedTensors
 from recckpt.io_state import Registry, dump_rng
 from recckpt.manifest import Scalar
 from recckpt.names import SPARSE_OPTIM
+from recckpt.scalars import as_scalars
 from recckpt.sparse.source import TableSource, source_of, source_to_save
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 
@@ -90,12 +90,13 @@ def stage(
     Raises:
         ValueError: two tables of one name, or a value that could not be loaded back safely; names it. Or a step that
             is no count, or an entry of ``state`` that is neither number nor string.
+        TypeError: ``state`` is no mapping.
         StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
     """
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step must be an int of at least 0 or None, found {step!r}")
     sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
-    scalars = {**_learning_rates(sparse_optim), **(state or {})}
+    scalars = {**_learning_rates(sparse_optim), **as_scalars(state)}
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
@@ -113,7 +114,7 @@ def stage(
             io_state=io_state.dump(copy),
             rng=dump_rng(),
             step=step,
-            state={name: _scalar(name, value) for name, value in scalars.items()},
+            state=scalars,
             sharded=sharded.staged(copy),
         )
     staged.tables.extend(source_to_save(table, detached=buffers is not None) for table in sparse.values())
@@ -140,17 +141,7 @@ def _written_bytes(value: Tensor, rank: int) -> int:
     return value.nbytes if rank == 0 else 0
 
 
-def _scalar(name: Any, value: Any) -> Scalar:
-    """Return a value as JSON has it, which knows no NaN and no infinity: they become their names."""
-    found = portable(f"state[{name!r}]", value)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        found = found.item()
-    if not isinstance(name, str) or not isinstance(found, str | int | float | None):
-        raise ValueError(f"state[{name!r}]: found {value!r}, expected a name and a number, string, bool or None")
-    return str(found) if isinstance(found, float) and not math.isfinite(found) else found
-
-
 def _learning_rates(sparse_optim: Optimizer | None) -> dict[str, Scalar]:
     if sparse_optim is None:
         return {}
-    return {f"sparse_lr_{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)}
+    return as_scalars({f"sparse_lr_{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)})

@@ -43,7 +43,7 @@ LINES = """
     dense.sharded_state
     dense.sharded  dense.tensors  dense.torch_writer
     sparse.table  sparse.part_writer  sparse.remains  inventory  checkup  plan_report  fence
-    dense.stored_shards  dense.chunk_verifier
+    dense.stored_shards  dense.chunk_verifier  scalars
     load_plan  rotation  pins  visibility  dense.torch_file  dense.loader  sparse.module  sparse.shards  sparse.verifier
     ownership  listing  problems  checked  dense.saver  sparse.codec  sparse.store  sparse.partition  sparse.autograd
     sparse.snapshot  timeline  epochs  intent  index_file  room  keep  when  storage.outbox  storage.options

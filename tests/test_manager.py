@@ -56,6 +56,30 @@ def test_a_step_with_an_event_time_that_is_no_number_is_refused_and_does_not_cou
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"state": {"a": [1]}}, ValueError, r"state\['a'\]: found \[1\], expected a name and a number, string"),
+        ({"state": {1: 2}}, ValueError, r"state\[1\]: found 2, expected a name"),
+        ({"state": {"a": torch.ones(2)}}, ValueError, r"state\['a'\]: found tensor"),
+        ({"state": [1]}, TypeError, r"state must be a mapping of names to values, or None, found \[1\]"),
+        ({"metrics": [1]}, TypeError, r"metrics must be a mapping of names to values, or None, found \[1\]"),
+        ({"metrics": []}, TypeError, r"metrics must be a mapping"),
+        ({"metrics": {"auc": "high"}}, ValueError, r"metrics\['auc'\]: found 'high', expected a number"),
+    ],
+)
+def test_a_step_with_a_state_or_metric_that_cannot_be_saved_is_refused_at_once_and_does_not_count(
+    tmp_path, given, error, text
+):
+    manager, _ = small(tmp_path, interval=100)
+    with pytest.raises(error, match=text):
+        manager.step(**given)
+    assert manager.global_step == 0
+    with pytest.raises(error, match=text):
+        manager.save(**given)
+    assert checkpoints(tmp_path) == []
+
+
 def test_steps_are_counted_and_saved_at_multiples_of_the_interval(tmp_path):
     manager, weight = small(tmp_path, interval=3, max_keep=None)
     for step in range(1, 11):

@@ -103,14 +103,28 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path):
     assert checkpoints(tmp_path) == ["c"]
 
 
-def test_a_metric_that_is_no_number_on_one_rank_fails_the_save_of_all(tmp_path):
+@pytest.mark.parametrize("what", ["metrics", "state"])
+def test_a_metric_or_state_that_is_none_on_one_rank_fails_the_save_of_all(tmp_path, what):
     def work(rank, manager):
-        with pytest.raises(SaveFailedError, match=r"saving 'ckpt_1' failed on rank 1: ValueError: metrics\['auc'\]"):
-            manager.step(metrics={"auc": "high" if rank else 0.5})
-        manager.step(metrics={"auc": 0.5})
+        with pytest.raises(SaveFailedError, match=rf"saving 'ckpt_1' failed on rank 1: ValueError: {what}\['auc'\]"):
+            manager.step(**{what: {"auc": [2] if rank else 0.5}})
+        manager.step(**{what: {"auc": 0.5}})
         return manager.global_step
 
     assert managers(tmp_path, work, interval=1) == [2] * SIZE
+    assert checkpoints(tmp_path / "run") == ["ckpt_2"]
+
+
+def test_a_rank_whose_metric_is_none_at_a_step_without_a_save_stays_in_step_with_the_others(tmp_path):
+    def work(rank, manager):
+        if rank == 1:
+            with pytest.raises(ValueError, match=r"metrics\['auc'\]: found 'high'"):
+                manager.step(metrics={"auc": "high"})
+        else:
+            manager.step(metrics={"auc": 0.5})
+        manager.step()
+
+    assert managers(tmp_path, work, interval=2) == [None] * SIZE
     assert checkpoints(tmp_path / "run") == ["ckpt_2"]
 
 
