@@ -26,6 +26,7 @@ from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.split import split_sparse_dense_state_dict, unwrap
 from recckpt.storage import Storage, open_storage
 from recckpt.target import Target
+from recckpt.types import HashTable
 
 
 class ModelState:
@@ -33,13 +34,16 @@ class ModelState:
 
     Raises:
         TypeError: the model or the optimizer is none.
-        ValueError: a number is not one, or two tables share a name, or the optimizer is that of dense parameters.
+        ValueError: a number is not one, or two tables share a name, or the optimizer is that of dense parameters, or
+            of tables that the model does not have.
         OSError: the output dir cannot be written.
     """
 
     def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, output_dir: str, concurrency: int) -> None:
         _check_parts(model, sparse_optim)
-        split_sparse_dense_state_dict(unwrap(model).state_dict())
+        tables = split_sparse_dense_state_dict(unwrap(model).state_dict())[0]
+        if isinstance(sparse_optim, SparseOptimizer):
+            _check_trained(sparse_optim, tables)
         self.model, self.sparse_optim = model, sparse_optim
         self._concurrency = positive_int("concurrency", concurrency)
         self._extra, self._io_state = extra_registry(self._named), io_registry()
@@ -210,4 +214,15 @@ def _check_parts(model: object, sparse_optim: object) -> None:
         raise ValueError(
             f"sparse_optim must be an optimizer of tables, found {type(sparse_optim).__name__} of the dense parameter "
             f"{name!r}; save it by register_for_checkpointing"
+        )
+
+
+def _check_trained(sparse_optim: SparseOptimizer, tables: Mapping[str, HashTable]) -> None:
+    """Refuse an optimizer of tables that would not be saved, since the model does not have them."""
+    others = [name for name, table in sparse_optim.tables.items() if tables.get(name) is not table]
+    if others:
+        raise ValueError(
+            f"sparse_optim trains tables that are not in the model: {', '.join(map(repr, others))}; the model has "
+            f"{sorted(tables)}{', and others of the same name' if set(others) & set(tables) else ''}: make them "
+            "attributes of its modules, and give the optimizer those of this model"
         )

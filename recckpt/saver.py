@@ -59,7 +59,8 @@ class Saver(ModelState):
 
     Raises:
         TypeError: the model, the optimizer or ``on_save`` is none.
-        ValueError: a number is not one, or two tables share a name, or the optimizer is that of dense parameters.
+        ValueError: a number is not one, or two tables share a name, or the optimizer is that of dense parameters, or
+            of tables that the model does not have.
         OSError: the output dir cannot be written.
     """
 

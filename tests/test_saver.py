@@ -69,6 +69,17 @@ def test_two_tables_of_one_name_are_refused_when_the_saver_is_made(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_an_optimizer_of_tables_that_would_not_be_saved_is_refused_when_the_saver_is_made(tmp_path):
+    model, other = ClickModel(), HashTable(1, name="other")
+    optim = OPTIMIZERS["sgd"]([*model.tables, other])
+    with pytest.raises(ValueError, match=r"trains tables that are not in the model: 'other'; the model has \['item'"):
+        Saver(model, optim, str(tmp_path / "new"))
+    with pytest.raises(ValueError, match=r"not in the model: .*'item'.*, and others of the same name: make them"):
+        Saver(ClickModel(), OPTIMIZERS["sgd"](model.tables), str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    Saver(torch.nn.DataParallel(model), OPTIMIZERS["sgd"](model.tables[:1]), str(tmp_path / "new"))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "found"),
     [
