@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -74,3 +74,10 @@ def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
             f"table {table!r} holds {slice_} only; {len(strangers)} of {len(ids)} ids lie outside, the first "
             f"is {strangers[0]}: send ids to the rank that owns them"
         )
+
+
+def checked_count(table: str, n_rows: Any) -> int:
+    """Return a number of rows as an int, or raise ValueError where it is none of at least 0."""
+    if not isinstance(n_rows, int | np.integer) or n_rows < 0:
+        raise ValueError(f"table {table!r}: n_rows must be an int of at least 0, found {n_rows!r}")
+    return int(n_rows)

@@ -17,6 +17,7 @@ from recckpt.sparse.checks import (
     check_owned,
     check_slot_name,
     check_values,
+    checked_count,
     checked_shape,
     dtype_name,
     flat_ids,
@@ -171,8 +172,8 @@ class HashTable(TableModule):
         self._gradients.clear()
 
     def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` rows in all, so that inserting them allocates nothing."""
-        self._store.reserve(n_rows)
+        """Make room for ``n_rows`` rows in all, 0 or more, so that inserting them allocates nothing."""
+        self._store.reserve(checked_count(self.name, n_rows))
 
     def ids(self) -> Tensor:
         """Return a copy of the ids, int64, shape (rows,), on the CPU."""

@@ -500,3 +500,9 @@ def test_a_table_on_cuda_behaves_like_one_on_the_cpu():
     table.erase(ids_of(77, 4))
     assert state_of(table) == {i: row for i, row in before.items() if i != 4}
     assert state_of(copy.deepcopy(table)) == state_of(table)
+
+
+@pytest.mark.parametrize("n_rows", [-1, 1.5, "many", None])
+def test_room_for_a_number_of_rows_that_is_none_is_refused(n_rows):
+    with pytest.raises(ValueError, match=f"table 't': n_rows must be an int of at least 0, found {n_rows!r}"):
+        HashTable(2, name="t").reserve(n_rows)
