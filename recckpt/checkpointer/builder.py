@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from recckpt import group
+from recckpt.arguments import positive_number
 from recckpt.checkpointer.barrier import Alone, Barrier, StoreBarrier
 from recckpt.checkpointer.checkpointer import AsyncCheckpointer, SyncCheckpointer
 from recckpt.checkpointer.hook import WriterHook
@@ -34,7 +35,8 @@ def make_sync_checkpointer(
         barrier_timeout_sec: how long a rank waits for the others, at each of three barriers, before all raise.
 
     Raises:
-        ValueError: ``rank_info`` speaks of several ranks, and ``torch.distributed`` does not know them.
+        ValueError: ``rank_info`` speaks of several ranks, and ``torch.distributed`` does not know them; or
+            ``barrier_timeout_sec`` is no number above 0.
     """
     rank_info = rank_info or _own_rank()
     writer = CheckpointWriter(rank_info, barrier=_barrier(rank_info, barrier_timeout_sec), commit_hook=commit_hook)
@@ -83,6 +85,7 @@ def _own_rank() -> RankInfo:
 
 
 def _barrier(rank_info: RankInfo, timeout_sec: float) -> Barrier:
+    positive_number("barrier_timeout_sec", timeout_sec)
     if rank_info.global_world_size == 1:
         return Alone()
     if rank_info != _own_rank():

@@ -355,3 +355,10 @@ def test_a_full_disk_fails_the_save_keeps_the_older_one_and_harms_no_later_one(c
     assert files(small_disk / "c") == ["checkpoint_0.pt"]
     save(checkpointer, {"w": torch.zeros(5)}, small_disk / "c")
     assert frozen(checkpointer.load(small_disk / "c")) == frozen({"w": torch.zeros(5)})
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, float("nan"), "600"])
+@pytest.mark.parametrize("make_checkpointer", [make_sync_checkpointer, make_async_checkpointer])
+def test_ranks_do_not_wait_for_each_other_for_less_than_no_time(make_checkpointer, seconds):
+    with pytest.raises(ValueError, match=f"barrier_timeout_sec must be a finite number above 0, found {seconds!r}"):
+        make_checkpointer(barrier_timeout_sec=seconds)
