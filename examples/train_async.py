@@ -49,7 +49,7 @@ class Run:
             self.saver,
             EverySteps(every) | EverySeconds(600),
             async_save=async_save,
-            backpressure="latest",  # where saves take long, the newest request waits for its turn, and not training
+            backpressure="wait",  # EveryNth goes by the step, which "latest" would put off where saves take long
             ephemeral=max(1, every // 5),  # between the others, for a restart; only the newest stays
             save_on_signal=(signal.SIGTERM, signal.SIGUSR1),
             grace_sec=60,

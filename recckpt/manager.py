@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from recckpt import layout, pins
 from recckpt.arguments import positive_number
@@ -34,7 +34,8 @@ class CheckpointManager:
             ``restore`` are collective.
         async_save: whether training goes on while a checkpoint that :meth:`step` began is written.
         backpressure: what to do when a save is due while one is under way: ``"wait"`` for it, ``"skip"`` the new one,
-            or ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment.
+            or ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment. Those two
+            need ``async_save``.
         ephemeral: when to make checkpoints between the others, of which only the newest stays, and only until a
             regular one is there; steps or a policy.
         save_on_signal: signals, such as ``(SIGTERM, SIGUSR1)``, that let the next :meth:`step` save; after that the
@@ -66,6 +67,11 @@ class CheckpointManager:
         if not isinstance(saver, Saver):
             raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}")
         grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
+        if backpressure != "wait" and backpressure in get_args(Backpressure) and not async_save:
+            raise ValueError(
+                f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
+                "each step waits for its own save: leave it away, or give async_save=True"
+            )
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, save_at_start
         self._run = Run()
         ranks = Ranks(saver, shard_id, shard_num)

@@ -47,6 +47,13 @@ def test_what_is_no_saver_is_refused_when_the_manager_is_made():
         CheckpointManager(nn.Linear(1, 1), 1)
 
 
+@pytest.mark.parametrize("backpressure", ["skip", "latest"])
+def test_what_to_do_while_a_save_is_under_way_is_no_question_where_training_waits_for_each(tmp_path, backpressure):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=f"backpressure='{backpressure}' .* found async_save=False.* async_save=True"):
+        CheckpointManager(saver, 1, backpressure=backpressure)
+
+
 @pytest.mark.parametrize("event_time", ["noon", datetime(2026, 1, 1), torch.ones(2)])
 def test_a_step_with_an_event_time_that_is_no_number_is_refused_and_does_not_count(tmp_path, event_time):
     manager, _ = small(tmp_path)
