@@ -62,7 +62,11 @@ class Registry:
 
     def get(self, name: str) -> Any:
         """Return the object of a name; of a plain value or a name that is not registered, what was last loaded."""
-        return self._objects[name] if name in self._objects else self._unclaimed[name]
+        known = {**self._unclaimed, **self._objects}
+        if name not in known:
+            names = ", ".join(map(repr, known)) or "nothing"
+            raise KeyError(f"{self._what}: nothing is registered as {name!r}, nor was loaded for it; there is {names}")
+        return known[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects

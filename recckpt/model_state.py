@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from recckpt import load as loading
 from recckpt.arguments import positive_int
 from recckpt.dense.named_optimizer import NamedOptimizer
+from recckpt.errors import CheckpointNotFoundError
 from recckpt.group import this_rank
 from recckpt.inventory import list_inventory
 from recckpt.io_state import extra_registry, io_registry
-from recckpt.listing import locate, locate_path, newest, open_checkpoint
+from recckpt.listing import Checkpoint, list_checkpoints, locate, locate_path, newest, open_checkpoint
 from recckpt.load_conf import parse_load_conf
 from recckpt.plan_report import LoadPlan, LoadReport
 from recckpt.problems import Problems
@@ -123,12 +124,12 @@ class ModelState:
 
         def find() -> Source:
             if direct_path:
-                storage, checkpoint = open_checkpoint(str(ckpt_path))
+                storage, checkpoint = self._at(open_checkpoint, str(ckpt_path))
             elif ckpt_id is not None:
                 storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
                 checkpoint = locate(storage, ckpt_id)
             elif ckpt_path is not None:
-                storage, checkpoint = locate_path(str(ckpt_path))
+                storage, checkpoint = self._at(locate_path, str(ckpt_path))
             else:
                 storage, checkpoint = self.storage, newest(self.storage)
             return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
@@ -191,6 +192,20 @@ class ModelState:
         """Return what a load fills."""
         shard, shards = this_rank(shard_id, shard_num)
         return Target(self.model, self.sparse_optim, self._extra, self._io_state, shard, shards)
+
+    def _at(self, locate: Callable[[str], tuple[Storage, Checkpoint]], path: str) -> tuple[Storage, Checkpoint]:
+        """Return what is at a path; where there is nothing, look whether it is an id that ``save`` was given."""
+        try:
+            return locate(path)
+        except CheckpointNotFoundError as error:
+            try:
+                is_id = list_checkpoints(self.storage).find(path) is not None
+            except OSError:
+                is_id = False
+            if not is_id:
+                raise
+            hint = f"the own output dir has a checkpoint {path!r}: load(ckpt_id={path!r}) takes it"
+            raise CheckpointNotFoundError(f"{error}; {hint}") from error
 
     def _named(self, obj: Any) -> Any:
         """Return what stands for a registered object: dense optimizers keep their state by parameter name."""

@@ -183,7 +183,9 @@ def test_plain_values_come_back_as_they_were_saved(tmp_path):
     other.load()
     assert other.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
     assert other.get_extra_data("mean").tolist() == [1.0, 2.0], "not registered, but in the checkpoint"
-    with pytest.raises(KeyError):
+    with pytest.raises(
+        KeyError, match=r"nothing is registered as 'absent', nor was loaded for it; there is 'mean', 'conf'"
+    ):
         other.get_extra_data("absent")
     other.save("d")
     assert torch.load(tmp_path / "d" / "extra.pt")["conf"] == {"dims": [1, 2], "name": "x"}
@@ -669,6 +671,19 @@ def test_a_sparse_optimizer_that_was_not_saved_starts_afresh_and_is_reported(tmp
     for name in ("sparse_optim", "item@sparse_adamw_exp_avg", "user/1@sparse_adamw_exp_avg"):
         assert any(f"'{name}" in warning for warning in warnings), name
     assert not other.users.slots["sparse_adamw_exp_avg"].any()
+
+
+@pytest.mark.parametrize("direct_path", [False, True])
+def test_an_id_that_is_loaded_as_a_path_is_told_apart(tmp_path, monkeypatch, direct_path):
+    monkeypatch.chdir(tmp_path)
+    saver = Saver(nn.Linear(1, 1), output_dir="runs")
+    saver.save("x")
+    with pytest.raises(CheckpointNotFoundError, match=r"output dir has a checkpoint 'x': load\(ckpt_id='x'\) takes it"):
+        saver.load("x", direct_path=direct_path)
+    saver.load(ckpt_id="x")
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        saver.load("y", direct_path=direct_path)
+    assert "ckpt_id" not in str(caught.value)
 
 
 def test_the_numbers_of_this_rank_are_checked_at_each_save(tmp_path):
