@@ -17,6 +17,9 @@ from recckpt.storage.retry import Retries, RetryPolicy
 _READ_AHEAD_BYTES = 4 << 20
 _T = TypeVar("_T")
 
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_EXTRAS |= {"sftp": "sftp", "ssh": "sftp"}
+
 
 class RemoteStorage(Storage):
     """Files below a URL.
@@ -34,7 +37,8 @@ class RemoteStorage(Storage):
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **self.fs_options)
         except ImportError as error:
-            raise ValueError(f"{url}: {error}; install the extra for it, such as recckpt[s3]") from error
+            hint = f"; install recckpt[{_EXTRAS[protocol]}]" if protocol in _EXTRAS else ""
+            raise ValueError(f"{url}: no backend for {protocol}:// here: {error}{hint}") from error
         except ValueError as error:
             raise ValueError(f"{url}: {error}; expected a path, or a URL that fsspec and its backend take") from error
         except Exception as error:  # of backends that connect at once

@@ -230,3 +230,17 @@ def test_a_backend_that_cannot_connect_is_an_os_error(monkeypatch):
 
 def test_the_root_of_a_store_is_an_output_dir_too():
     assert open_storage("memory://").url == "memory://"
+
+
+@pytest.mark.parametrize(
+    ("url", "extra"),
+    [("gs://b/runs", "gcs"), ("az://b/runs", "azure"), ("s3://b/runs", "s3"), ("hdfs://b/runs", None)],
+)
+def test_a_missing_backend_is_told_with_the_extra_that_has_it(monkeypatch, url, extra):
+    def missing(*args, **kwargs):
+        raise ImportError("Install it")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(ValueError, match=rf"^{url}: no backend for \w+:// here: Install it") as caught:
+        open_storage(url)
+    assert str(caught.value).partition("Install it")[2] == (f"; install recckpt[{extra}]" if extra else "")
