@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import index
@@ -37,13 +38,16 @@ class CheckpointReader:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
 
     Raises:
+        TypeError: ``path`` is none.
         CheckpointNotFoundError: there is no committed checkpoint.
         CheckpointRemovedError: time and again it was removed before its files were open.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or of another size.
         FormatVersionError: written by a newer format.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
         self._held: HeldFiles | None
         self._storage, self._checkpoint, self._held = until_whole(lambda: locate_path(str(path)), _opened)
         self._parts: list[Part] | None = None

@@ -271,3 +271,9 @@ def test_reading_imports_neither_torch_nor_numba(tmp_path):
         "assert not {'torch', 'numba', 'tqdm', 'fsspec'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("path", [None, 1, b"runs"])
+def test_a_reader_of_what_is_no_path_is_refused(path):
+    with pytest.raises(TypeError, match=f"path must be a path or URL of a checkpoint or output dir, found {path!r}"):
+        CheckpointReader(path)
