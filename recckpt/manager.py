@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from types import TracebackType
 from typing import Any, get_args
 
@@ -186,13 +187,14 @@ class CheckpointManager:
         """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
 
         Raises:
+            TypeError: ``step`` is no int.
             CheckpointNotFoundError: this step is not committed.
         """
-        pins.pin(self._saver.storage, layout.step_id(step))
+        pins.pin(self._saver.storage, _pinned_id(step))
 
     def unpin(self, step: int) -> None:
         """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
-        pins.unpin(self._saver.storage, layout.step_id(step))
+        pins.unpin(self._saver.storage, _pinned_id(step))
 
     def restore(
         self,
@@ -266,3 +268,13 @@ class CheckpointManager:
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
         return self._restorer.reload_dynamic()
+
+
+def _pinned_id(step: Any) -> str:
+    """Return the id of the checkpoint of a step, or raise TypeError where it is none, such as an id."""
+    try:
+        return layout.step_id(index(step))
+    except TypeError:
+        raise TypeError(
+            f"step must be an int, found {step!r}: a manager pins its own checkpoints, step 300 for 'ckpt_300'"
+        ) from None

@@ -36,6 +36,13 @@ def test_what_is_not_committed_cannot_be_pinned(manager):
     assert pinned_ids(manager.saver.storage) == set()
 
 
+def test_an_id_in_place_of_a_step_is_not_pinned(manager):
+    manager.step()
+    for pin in (manager.pin, manager.unpin):
+        with pytest.raises(TypeError, match="step must be an int, found 'ckpt_1': a manager pins its own checkpoints"):
+            pin("ckpt_1")
+
+
 def test_another_process_may_pin(manager):
     manager.step()
     reader = CheckpointManager(Saver(nn.Linear(1, 1), output_dir=manager.saver.output_dir), 1)
