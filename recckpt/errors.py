@@ -7,7 +7,7 @@ through unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 class RecckptError(Exception):
@@ -43,8 +43,10 @@ class CorruptCheckpointError(RecckptError):
         expected: what should be there.
     """
 
+    REMEDY: ClassVar = "restore an older checkpoint, or run `recckpt verify` to see all that is damaged"
+
     def __init__(self, path: str, where: str, *, found: object, expected: object, remedy: str = "") -> None:
-        remedy = remedy or "restore an older checkpoint, or run `recckpt verify` to see all that is damaged"
+        remedy = remedy or self.REMEDY
         place = f" at {where}" if where else ""
         super().__init__(f"{path}{place}: found {found}, expected {expected}; {remedy}")
         self.path, self.where, self.found, self.expected = path, where, str(found), str(expected)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from recckpt.checkpointer.rank import RankInfo
@@ -12,7 +14,7 @@ from recckpt.checkpointer.tree import read_tree
 from recckpt.checkpointer.values import Values
 from recckpt.checkpointer.writer import storage_at
 from recckpt.dense.torch_zip import TorchZip
-from recckpt.errors import CheckpointNotFoundError, StateMismatchError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from recckpt.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class CheckpointReader:
             file = storage.open(self._name)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(self._missing(storage, place)) from error
-        with file:
+        with file, _remedy_of_a_state():
             archive = TorchZip(file, place)
             tree = read_tree(archive, place)
             asked = Comparison(state_dict, tree)
@@ -67,3 +69,13 @@ class CheckpointReader:
             others = []
         hint = f"found {', '.join(others[:_MAX_SHOWN])}" if others else "there is nothing at all"
         return f"{place}: no such file; {hint}. A state is loaded by as many ranks as saved it"
+
+
+@contextmanager
+def _remedy_of_a_state() -> Iterator[None]:
+    """Say of damage what helps here: the commands know no such files."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        error.args = (str(error).replace(CorruptCheckpointError.REMEDY, "load another checkpoint"),)
+        raise
