@@ -11,7 +11,7 @@ from recckpt.storage import Storage, UnsafeLinkError
 from recckpt.storage.faults import TryAgainError
 from recckpt.storage.retry import Retries
 
-_NOT_YET = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 class Lookout:
@@ -40,7 +40,8 @@ class Lookout:
             try:
                 found = self._storage.size(name)
             except OSError as error:
-                if error.errno not in _NOT_YET or isinstance(error, UnsafeLinkError):
+                is_outdated = self._is_patient and error.errno == errno.ESTALE
+                if isinstance(error, UnsafeLinkError) or not (is_outdated or error.errno in _MISSING):
                     raise
                 problem = f"found no such file, {n_bytes} bytes were written"
                 raise TryAgainError(errno.ENOENT, problem) from error
