@@ -71,6 +71,7 @@ class HashTable(TableModule):
         self._store = RowStore(torch.device(device))
         self._store.add_column(self._spec)
         self._gradients = Gradients()
+        self.trained_by: object = None  # the mark of the optimizer that was made for it last
 
     @property
     def store(self) -> RowStore:

@@ -577,3 +577,22 @@ def test_the_rules_are_the_same_on_cuda(rule):
             backward(each, ids.to(each.device), weights.to(each.device))
             optimizer.step()
     torch.testing.assert_close(table.embeddings(), twin.embeddings().cpu(), rtol=1e-5, atol=1e-5)
+
+
+def test_of_two_optimizers_of_one_table_the_older_is_refused_and_takes_no_gradients():
+    table = table_of()
+    older, newer = SparseAdam([table], lr=0.1), SparseSGD([table], lr=0.1)
+    table(torch.tensor([1])).sum().backward()
+    before = table.embeddings()
+    with pytest.raises(ValueError, match=r"SparseAdam: another sparse optimizer has been made since for \['t'\]"):
+        older.step()
+    assert torch.equal(table.embeddings(), before)
+    newer.step()
+    assert not torch.equal(table.embeddings(), before)
+
+
+def test_an_optimizer_that_is_copied_with_its_table_goes_on_training_the_copy():
+    optimizer = SparseSGD([table_of()], lr=0.1)
+    for twin in (copy.deepcopy(optimizer), optimizer):
+        train(twin.tables["t"], twin)
+        assert twin.state_dict()["state"] == {"t": {"step": 5}}

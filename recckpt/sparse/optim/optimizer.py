@@ -39,6 +39,7 @@ class SparseOptimizer(Optimizer):
 
     def __init__(self, tables: Tables, defaults: Group) -> None:
         self._tables: dict[str, HashTable] = {}
+        self._mark = object()  # on its tables; copied with them
         given = _as_list(tables)
         if not given:
             raise ValueError("a sparse optimizer needs a table, found none")
@@ -68,6 +69,8 @@ class SparseOptimizer(Optimizer):
         # torch keeps its books by tensor: an empty one stands for each table
         proxies, names = [torch.empty(0) for _ in tables], [table.name for table in tables]
         super().add_param_group({**group, "params": proxies, "tables": names})
+        for table in tables:
+            table.trained_by = self._mark
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the backward passes so far."""
@@ -83,7 +86,16 @@ class SparseOptimizer(Optimizer):
 
         Returns:
             What ``closure`` returned.
+
+        Raises:
+            ValueError: another sparse optimizer has been made for one of the tables since; nothing has been changed.
         """
+        taken_over = [name for name, table in self._tables.items() if table.trained_by is not self._mark]
+        if taken_over:
+            raise ValueError(
+                f"{type(self).__name__}: another sparse optimizer has been made since for {taken_over}, and the "
+                "gradients of a table go to one: keep either of them"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -135,7 +147,7 @@ class SparseOptimizer(Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tables": self._tables}
+        return {**super().__getstate__(), "_tables": self._tables, "_mark": self._mark}
 
     def _check_tables(self, tables: list[Any]) -> None:
         seen = dict(self._tables)
