@@ -15,6 +15,7 @@ same batches on any number of ranks.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -140,6 +141,14 @@ def main(argv: list[str] | None = None) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
         rank, n_ranks = dist.get_rank(), dist.get_world_size()
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
+    train(args, rank, n_ranks)
+    if dist.is_initialized():
+        gc.collect()  # what holds process groups, so that their threads, but those of DDP, end before the interpreter does
+        dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace, rank: int, n_ranks: int) -> None:
+    """Train from the newest checkpoint to the last step."""
     ids, labels = read_ratings(args.ratings) if args.ratings else generated_clicks(args.seed)
     run = Run(SharedClickLog(ids, labels, args.batch_size, args.seed).share(rank, n_ranks), args)
     start = run.manager.restore()
@@ -147,8 +156,6 @@ def main(argv: list[str] | None = None) -> None:
     run.train(args.steps, crash_at=args.crash_at)
     rows = of_all_ranks([len(table) for table in run.sparse_optim.tables.values()])
     say(f"done at step {run.manager.global_step}: rows of {', '.join(run.sparse_optim.tables)} by rank: {rows}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
