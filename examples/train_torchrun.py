@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(message)s")
     train(args, rank, n_ranks)
     if dist.is_initialized():
-        gc.collect()  # what holds process groups, so that their threads, but those of DDP, end before the interpreter does
+        gc.collect()  # what holds process groups: their threads, but those of DDP, end before the interpreter
         dist.destroy_process_group()
 
 
