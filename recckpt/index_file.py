@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from recckpt import layout
 from recckpt.storage import Storage
@@ -42,19 +42,23 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
     return f"naming {strange[0][:99].decode(errors='replace')!r}, which is not committed" if strange else _STALE
 
 
-def warn_of_index(storage: Storage, ckpt_ids: Sequence[str], *, unless_stale: bool = False) -> None:
+def warn_of_index(
+    storage: Storage, ckpt_ids: Sequence[str], look_again: Callable[[], Sequence[str]] | None = None
+) -> None:
     """Log what is wrong with the index file; nothing depends on it, so neither does anything fail.
 
     Args:
         storage: the output dir.
         ckpt_ids: what is committed, oldest first.
-        unless_stale: whether one that lacks checkpoints is passed over, since a save may be under way.
+        look_again: lists that anew, where another process may be saving: what comes of its saves is no problem.
     """
     try:
         problem = index_problem(storage, ckpt_ids)
+        if problem not in ("", _MISSING, _STALE) and look_again:
+            problem = index_problem(storage, look_again())
     except OSError as error:
         problem = f"not readable ({error})"
-    if problem and problem != _MISSING and not (unless_stale and problem == _STALE):
+    if problem and problem != _MISSING and not (look_again and problem == _STALE):
         log.warning(
             "%s/%s is %s; the manifests are what counts, and the next save, or `recckpt repair`, makes it anew",
             storage.url,

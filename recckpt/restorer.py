@@ -190,5 +190,6 @@ class Restorer:
         if required and not found:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
         if self._ranks.rank == 0:
-            warn_of_index(storage, [checkpoint.ckpt_id for checkpoint in reversed(found)], unless_stale=True)
+            found_ids = [checkpoint.ckpt_id for checkpoint in reversed(found)]
+            warn_of_index(storage, found_ids, lambda: [again.ckpt_id for again in list_checkpoints(storage).current])
         return found

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from builders import Run
+from faults.watched_storage import watch
 
 from recckpt.index_file import encode_index, index_problem
 from recckpt.storage import open_storage
@@ -58,6 +59,21 @@ def test_a_stale_index_file_is_said_by_the_next_writer_alone_and_a_missing_one_b
 
 def test_a_sound_index_file_is_nothing_to_speak_of(runs, said):
     Run(runs, interval=5, max_keep=2).train(10)
+    assert said() == []
+
+
+def test_one_that_another_process_has_made_anew_meanwhile_is_nothing_to_speak_of(runs, said):
+    writer = Run(runs, interval=5, max_keep=2)
+    writer.manager.restore()
+    reader = Run(runs, interval=5, max_keep=2)
+
+    def before(operation):
+        if operation == "read checkpoint" and writer.manager.global_step < 15:
+            writer.train(5)
+
+    watch(reader.saver.storage, before)
+    assert reader.manager.restore() == 10
+    assert (runs / "checkpoint").read_text() == "ckpt_10\nckpt_15\n"
     assert said() == []
 
 
