@@ -85,6 +85,7 @@ def save_beside_training(saver: Saver, table: HashTable, ckpt_id: str) -> dict[s
         close(staged)
         released.append(time.perf_counter())
 
+    # No hook says when a save lets go of the tables, so the method is replaced.
     Staged.close = noted_close  # type: ignore[assignment,method-assign]
     try:
         begin = time.perf_counter()
@@ -95,7 +96,7 @@ def save_beside_training(saver: Saver, table: HashTable, ckpt_id: str) -> dict[s
         handle.wait()
         commit_sec = time.perf_counter() - begin
     finally:
-        Staged.close = close  # type: ignore[method-assign]
+        Staged.close = close  # type: ignore[method-assign]  # as it was
     mib = handle.info.kept_rows * DIM * 4 / 2**20
     return {"held_sec": released[0] - begin, "commit_sec": commit_sec, "mib_aside": mib}
 

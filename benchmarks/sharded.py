@@ -120,7 +120,7 @@ def rates(
             start, start_processor = time.perf_counter(), time.process_time()
             if kind not in alone or rank == 0:
                 loss = torch.stack([torch.sigmoid(rows).mean() for rows in look_up(ids)]).mean()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
                 optimizer.step()
                 optimizer.zero_grad()
             if kind not in alone:

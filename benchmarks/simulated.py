@@ -180,6 +180,7 @@ class _Rank:
 
 def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardRecord:
     """Write what a rank writes, its rows aside, and return what it would send."""
+    # A saver without rows and a rank that talks to nobody have all that a writer asks of them, and no more.
     writer = ShardWriter(intent, storage, HollowSaver(job, storage.url), 1, _Rank(rank, job.ranks))  # type: ignore[arg-type]
     with Progress("", 0) as progress:
         return writer.write(staged(job), progress)

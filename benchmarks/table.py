@@ -74,7 +74,7 @@ def training_step(rounds: int = 40, warm_up: int = 20) -> dict[str, object]:
     def train(layers: list[HashTable] | list[nn.Embedding], optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
         features = torch.cat([layer(column) for layer, column in zip(layers, ids, strict=True)], 1)
         loss = torch.sigmoid(features @ weights).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         optimizer.zero_grad()
 

@@ -43,7 +43,7 @@ def train(n_steps: int, save_interval: int, path: Path, crash_at: int) -> None:
             features, target = batch(step)
             loss = nn.functional.mse_loss(model(features), target)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
             optimizer.step()
             step += 1
             if step % save_interval == 0 or step == n_steps:

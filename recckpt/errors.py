@@ -41,14 +41,15 @@ class CorruptCheckpointError(RecckptError):
         where: the place in it (a field, a column of a batch), or "".
         found: what is there.
         expected: what should be there.
+        remedy: what to do.
     """
 
     REMEDY: ClassVar = "restore an older checkpoint, or run `recckpt verify` to see all that is damaged"
 
     def __init__(self, path: str, where: str, *, found: object, expected: object, remedy: str = "") -> None:
-        remedy = remedy or self.REMEDY
+        self.remedy = remedy or self.REMEDY
         place = f" at {where}" if where else ""
-        super().__init__(f"{path}{place}: found {found}, expected {expected}; {remedy}")
+        super().__init__(f"{path}{place}: found {found}, expected {expected}; {self.remedy}")
         self.path, self.where, self.found, self.expected = path, where, str(found), str(expected)
 
 

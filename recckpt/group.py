@@ -118,7 +118,7 @@ class ProcessGroup:
 
     @property
     def is_over(self) -> bool:
-        """Whether the process group that it was made for is no more, and another has been made, it may be."""
+        """Whether the process group that it was made for is no longer the one of this process."""
         return self._world is not self._dist.group.WORLD
 
 

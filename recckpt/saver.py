@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import Literal, overload
 
@@ -85,18 +86,18 @@ class Saver(ModelState):
             raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
         if on_save is not None and not callable(on_save):
             raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
+        self._timeout_sec = positive_number("timeout_sec", timeout_sec)
         transfers = transfers_of(
             output_dir,
             max_uploads=max_uploads,
             work_dir=work_dir,
             pre_download=pre_download,
             visible_sec=visible_sec,
-            timeout_sec=positive_number("timeout_sec", timeout_sec),
+            timeout_sec=self._timeout_sec,
         )
         super().__init__(model, sparse_optim, output_dir, concurrency)  # last: it makes the output dir
         self.storage.transfers = transfers
         self.max_keep = max_keep
-        self._timeout_sec = positive_number("timeout_sec", timeout_sec)
         self._min_free_bytes = min_free_bytes
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
@@ -184,25 +185,9 @@ class Saver(ModelState):
         layout.encode_id(ckpt_id)
         rank, size = this_rank(shard_id, shard_num)
         info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
-        buffers = None if blocking else self._buffers
-
-        def take() -> Staged:
-            check_owners(self.model, ranks.front)  # first: it fails on all ranks or on none
-            check_rooms(self.storage, estimated_bytes(self.model, rank), self._min_free_bytes, ranks.front)
-            with info.timed("stage"):
-                return stage(
-                    self.model,
-                    self.sparse_optim,
-                    self._extra,
-                    self._io_state,
-                    step=step,
-                    state=state,
-                    buffers=buffers,
-                    rank=rank,
-                )
-
         with lost_ranks_named(info):
             ranks = self._ranks(rank, size)
+        take = partial(self._take, info, ranks.front, state)
         handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
         return handle.wait() if blocking else handle
 
@@ -251,6 +236,22 @@ class Saver(ModelState):
     def group(self, shard_id: int, shard_num: int) -> Group:
         """Return the ranks that stage and restore together. Collective the first time, where there are several."""
         return self._ranks(shard_id, shard_num).front
+
+    def _take(self, info: SaveInfo, group: Group, state: Mapping[str, Scalar] | None) -> Staged:
+        """Refuse what cannot be saved, and stage the rest. Collective."""
+        check_owners(self.model, group)  # first: it fails on all ranks or on none
+        check_rooms(self.storage, estimated_bytes(self.model, group.rank), self._min_free_bytes, group)
+        with info.timed("stage"):
+            return stage(
+                self.model,
+                self.sparse_optim,
+                self._extra,
+                self._io_state,
+                step=info.step,
+                state=state,
+                buffers=self._buffers if info.background else None,
+                rank=group.rank,
+            )
 
     def _ranks(self, shard_id: int, shard_num: int) -> Groups:
         key = shard_id, shard_num

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recckpt.dense.buffers import DenseBuffers, as_it_is, without_values
+from recckpt.dense.buffers import Copy, DenseBuffers, as_it_is, without_values
 from recckpt.dense.portable import portable
 from recckpt.dense.sharded import is_sharded, local_bytes
 from recckpt.dense.sharded_state import ShardedState, ShardedTensors
@@ -100,17 +100,12 @@ def stage(
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
-        copy_common = copy if rank == 0 else without_values
-        extras = extra.dump(sharded.from_extra(copy_common))
-        if sparse_optim is not None:
-            extras[SPARSE_OPTIM] = portable(
-                "the sparse optimizer", copy_common(("sparse optimizer",), sparse_optim.state_dict())
-            )
-        common = {name: portable(name, copy_common(("dense", name), value)) for name, value in dense.items()}
+        common = _common(dense, extra, sparse_optim, sharded, copy if rank == 0 else without_values)
+        tensors, extras = common if rank == 0 else ({}, {})
         staged = Staged(
             tables=[],
-            dense=common if rank == 0 else {},
-            extra=extras if rank == 0 else {},
+            dense=tensors,
+            extra=extras,
             io_state=io_state.dump(copy),
             rng=dump_rng(),
             step=step,
@@ -119,6 +114,16 @@ def stage(
         )
     staged.tables.extend(source_to_save(table, detached=buffers is not None) for table in sparse.values())
     return staged
+
+
+def _common(
+    dense: Mapping[str, Any], extra: Registry, sparse_optim: Optimizer | None, sharded: ShardedTensors, copy: Copy
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return dense tensors and extras, which are the same on all ranks."""
+    extras = extra.dump(sharded.from_extra(copy))
+    if sparse_optim is not None:
+        extras[SPARSE_OPTIM] = portable("the sparse optimizer", copy(("sparse optimizer",), sparse_optim.state_dict()))
+    return {name: portable(name, copy(("dense", name), value)) for name, value in dense.items()}, extras
 
 
 def estimated_bytes(model: nn.Module, rank: int) -> int:

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,22 @@ def warm_up() -> None:
     SparseSGD([table]).step()
 
 
-def _be_rank(rank: int, size: int, root: Path, work: Callable[[int, int, Path], Any]) -> None:
+@contextmanager
+def whole_life() -> Iterator[None]:
+    """Do the block and end this process, with 1 where it raised; never returns."""
     code = 1
     try:
+        yield
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _be_rank(rank: int, size: int, root: Path, work: Callable[[int, int, Path], Any]) -> None:
+    with whole_life():
         import torch.distributed as dist
 
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,9 +104,3 @@ def _be_rank(rank: int, size: int, root: Path, work: Callable[[int, int, Path], 
         if size > 1:
             dist.barrier()
             dist.destroy_process_group()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)

@@ -77,5 +77,8 @@ def _remedy_of_a_state() -> Iterator[None]:
     try:
         yield
     except CorruptCheckpointError as error:
-        error.args = (str(error).replace(CorruptCheckpointError.REMEDY, "load another checkpoint"),)
-        raise
+        if error.remedy != CorruptCheckpointError.REMEDY:
+            raise
+        raise CorruptCheckpointError(
+            error.path, error.where, found=error.found, expected=error.expected, remedy="load another checkpoint"
+        ) from error

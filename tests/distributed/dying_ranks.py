@@ -18,7 +18,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it has much to say of connections
 
 import torch
 import torch.distributed as dist
-from rank_processes import warm_up
+from rank_processes import warm_up, whole_life
 from torch import nn
 
 from recckpt import CheckpointManager, RecckptError, Saver
@@ -186,8 +186,7 @@ class Running:
 
 def be_rank(case, rank, port, root, sender):
     """Be a rank; never returns."""
-    code = 1
-    try:
+    with whole_life():
         logging.disable(logging.CRITICAL)
         timeout, is_host = timedelta(seconds=60), rank == 0
         store = dist.TCPStore("127.0.0.1", port, case["n_ranks"], is_host, timeout=timeout, wait_for_workers=False)
@@ -195,14 +194,6 @@ def be_rank(case, rank, port, root, sender):
             sender.send(store.port)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=case["n_ranks"], timeout=timeout)
         (root / f"met-{rank}.json").write_text(json.dumps(survive(case, rank, root / "runs", root)))
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def main():
