@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from recckpt import Saver
 from recckpt.sparse import HashTable, SparseAdagrad
-from recckpt.sparse.column import Column
-from recckpt.sparse.saver import SparseSaver
-from recckpt.sparse.source import StillTable, source_of
+from recckpt.sparse.files.saver import SparseSaver
+from recckpt.sparse.files.table_rows import StillTable, source_of
+from recckpt.sparse.table.column import Column
 from recckpt.storage import open_storage
 
 _SAMPLES, _FEATURES = 1024, 8  # of a batch

@@ -113,7 +113,7 @@ def compare_saves(rank: int, args: argparse.Namespace) -> None:
 def compare_dense(rank: int, args: argparse.Namespace) -> None:
     """Read the dense state on every rank, against reading it on rank 0 and sending it to the others."""
     from recckpt.dense.loader import load_state
-    from recckpt.listing import newest
+    from recckpt.output_dir.listing import newest
 
     url = str(args.root / "dense")
     layers = {f"w{number}": nn.Linear(1024, 1024, bias=False) for number in range(args.dense_mib // 4)}

@@ -23,8 +23,8 @@ from remote_server import SlowServer
 from torch import nn
 
 from recckpt import Saver
+from recckpt.save.stage import Staged
 from recckpt.sparse import HashTable
-from recckpt.stage import Staged
 
 DIM = 64
 _STEP_ROWS = 4096

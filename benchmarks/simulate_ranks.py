@@ -32,26 +32,26 @@ from machine import describe_machine
 from measuring import report, scratch, status_mib
 from simulated import Job, save_as_rank_0, write_shard
 
-from recckpt import commit as committing
-from recckpt import load as loading
-from recckpt import manifest as manifests
-from recckpt import rotation
-from recckpt import save as saving
-from recckpt.fence import Fence
-from recckpt.intent import Intent
-from recckpt.io_state import extra_registry, io_registry
-from recckpt.listing import Checkpoint, read_manifest
-from recckpt.load_conf import parse_load_conf
-from recckpt.manifest import Manifest
-from recckpt.shard_writer import ShardRecord
-from recckpt.sources import Source
+from recckpt.dense.registered import extra_registry, io_registry
+from recckpt.format import catalog as catalogs
+from recckpt.format import manifest as manifests
+from recckpt.format.manifest import Manifest
+from recckpt.load import load as loading
+from recckpt.load.conf import parse_load_conf
+from recckpt.load.live_state import Target
+from recckpt.load.source import Source
+from recckpt.output_dir import commit as committing
+from recckpt.output_dir import rotation
+from recckpt.output_dir.attempt import Intent
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint, read_manifest
+from recckpt.save import save as saving
+from recckpt.save.rank_files import ShardRecord
+from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse import catalog as catalogs
-from recckpt.sparse import loader as row_loading
+from recckpt.sparse.files import loader as row_loading
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
-from recckpt.target import Target
-from recckpt.timeline import SaveInfo
 
 ROUNDS = 3
 CHUNK_RANKS = 16

@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from recckpt import layout
-from recckpt.fence import Fence
-from recckpt.intent import Intent
-from recckpt.io_state import dump_rng
-from recckpt.manifest import Manifest
-from recckpt.progress import Progress
-from recckpt.save import Destination, save
-from recckpt.shard_writer import ShardRecord, ShardWriter
-from recckpt.sparse.buckets import Slice, gen_slice
-from recckpt.sparse.catalog import Batch, Catalog, Part
-from recckpt.sparse.plan import BATCH_BYTES, PartPlan, plan_parts, row_bytes
-from recckpt.sparse.saver import SparseSaver
-from recckpt.stage import Staged
+from recckpt.dense.registered import dump_rng
+from recckpt.format import layout
+from recckpt.format.buckets import Slice, gen_slice
+from recckpt.format.catalog import Batch, Catalog, Part
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.attempt import Intent
+from recckpt.output_dir.fence import Fence
+from recckpt.save.rank_files import ShardRecord, ShardWriter
+from recckpt.save.save import Destination, save
+from recckpt.save.save_info import SaveInfo
+from recckpt.save.stage import Staged
+from recckpt.sparse.files.part_plan import BATCH_BYTES, PartPlan, plan_parts, row_bytes
+from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
 from recckpt.storage.base import NewFiles
-from recckpt.timeline import SaveInfo
+from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
 
 DIMS = (8, 16, 32, 64)

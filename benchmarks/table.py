@@ -19,10 +19,10 @@ import torch
 from machine import describe_machine
 from torch import Tensor, nn
 
-from recckpt.sparse.index import IdIndex
-from recckpt.sparse.initializers import Normal
 from recckpt.sparse.optim import SparseAdam
-from recckpt.sparse.table import HashTable
+from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.initializers import Normal
+from recckpt.sparse.table.table import HashTable
 
 N_IDS = 4_000_000
 BATCH_IDS = 65_536

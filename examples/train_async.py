@@ -25,10 +25,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from train_ctr import DeepFM
 
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
-from recckpt.keep import Best, EveryNth, Newest
+from recckpt.policies.keep import Best, EveryNth, Newest
+from recckpt.policies.when import EverySeconds, EverySteps
+from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import SparseAdamW
-from recckpt.timeline import SaveInfo
-from recckpt.when import EverySeconds, EverySteps
 
 
 class Run:

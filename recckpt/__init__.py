@@ -23,22 +23,22 @@ if TYPE_CHECKING:
         StateMismatchError,
         WriterFencedError,
     )
-    from recckpt.manager import CheckpointManager
-    from recckpt.reader import CheckpointReader
-    from recckpt.save_runner import SaveHandle
+    from recckpt.inspect.reader import CheckpointReader
+    from recckpt.manager.manager import CheckpointManager
+    from recckpt.save.background_save import SaveHandle
+    from recckpt.save.save_info import SaveInfo
     from recckpt.saver import Saver
-    from recckpt.split import filter_out_sparse_param, split_sparse_dense_state_dict
-    from recckpt.timeline import SaveInfo
+    from recckpt.sparse.split import filter_out_sparse_param, split_sparse_dense_state_dict
     from recckpt.types import is_hashtable
 
 _HOMES = {
     "Saver": "saver",
-    "SaveHandle": "save_runner",
-    "SaveInfo": "timeline",
-    "CheckpointManager": "manager",
-    "CheckpointReader": "reader",
-    "split_sparse_dense_state_dict": "split",
-    "filter_out_sparse_param": "split",
+    "SaveHandle": "save.background_save",
+    "SaveInfo": "save.save_info",
+    "CheckpointManager": "manager.manager",
+    "CheckpointReader": "inspect.reader",
+    "split_sparse_dense_state_dict": "sparse.split",
+    "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
     "RecckptError": "errors",
     "CheckpointNotFoundError": "errors",

@@ -10,24 +10,23 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt import load as loading
-from recckpt.arguments import positive_int
 from recckpt.dense.named_optimizer import NamedOptimizer
+from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.errors import CheckpointNotFoundError
-from recckpt.group import this_rank
-from recckpt.inventory import list_inventory
-from recckpt.io_state import extra_registry, io_registry
-from recckpt.listing import Checkpoint, list_checkpoints, locate, locate_path, newest, open_checkpoint
-from recckpt.load_conf import parse_load_conf
-from recckpt.plan_report import LoadPlan, LoadReport
-from recckpt.problems import Problems
-from recckpt.removal import until_whole
-from recckpt.sources import Source, located_bank
+from recckpt.load import load as loading
+from recckpt.load.conf import parse_load_conf
+from recckpt.load.inventory import list_inventory
+from recckpt.load.live_state import Target
+from recckpt.load.problems import Problems
+from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.load.source import Source, located_bank
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, locate_path, newest, open_checkpoint
+from recckpt.output_dir.read_again import until_whole
+from recckpt.parallel.ranks import this_rank
 from recckpt.sparse.optim.optimizer import SparseOptimizer
-from recckpt.split import split_sparse_dense_state_dict, unwrap
+from recckpt.sparse.split import split_sparse_dense_state_dict, unwrap
 from recckpt.storage import Storage, open_storage
-from recckpt.target import Target
-from recckpt.types import HashTable
+from recckpt.types import HashTable, positive_int
 
 
 class ModelState:

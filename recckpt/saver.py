@@ -12,21 +12,20 @@ from typing import Literal, overload
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt import layout
-from recckpt.arguments import positive_number
 from recckpt.dense.buffers import DenseBuffers
-from recckpt.group import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, is_over, this_rank, twin_of
-from recckpt.keep import Keep, as_keep
-from recckpt.manifest import Manifest, Scalar
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
-from recckpt.ownership import check_owners
-from recckpt.room import check_rooms
-from recckpt.save import lost_ranks_named
-from recckpt.save_runner import Groups, OnSave, SaveHandle, SaveRunner
-from recckpt.stage import Staged, estimated_bytes, stage
+from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, is_over, this_rank, twin_of
+from recckpt.policies.keep import Keep, as_keep
+from recckpt.save.background_save import Groups, OnSave, SaveHandle, SaveRunner
+from recckpt.save.preflight import check_owners, check_rooms
+from recckpt.save.save import lost_ranks_named
+from recckpt.save.save_info import SaveInfo
+from recckpt.save.stage import Staged, estimated_bytes, stage
 from recckpt.storage.options import transfers_of
-from recckpt.storage.transfers import VISIBLE_SEC
-from recckpt.timeline import SaveInfo
+from recckpt.storage.transfer_options import VISIBLE_SEC
+from recckpt.types import positive_number
 
 log = logging.getLogger("recckpt")
 
@@ -41,7 +40,7 @@ class Saver(ModelState):
             ``torch.compile`` wrappers are looked through, so names are always those of the model itself.
         sparse_optim: the optimizer of the tables; its slots are saved with them, its scalars in ``extra.pt``.
         output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
-        max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.keep`; None keeps all.
+        max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.policies.keep`; None keeps all.
         concurrency: threads that read and write tables.
         timeout_sec: how long a rank waits for the others, at each of the places where they agree: at least as long as
             the slowest rank writes longer than the fastest.
@@ -55,8 +54,8 @@ class Saver(ModelState):
             those of an object store: to ``work_dir``, else to the temporary directory.
         visible_sec: how long ranks look for what others have written, which a network file system may show late; at
             most half of ``timeout_sec``.
-        on_save: called with the :class:`recckpt.timeline.SaveInfo` of each save that is committed, once rotation is
-            over, in the thread of the save; what it raises is logged and fails nothing.
+        on_save: called with the :class:`recckpt.SaveInfo` of each save that is committed, once rotation is over,
+            in the thread of the save; what it raises is logged and fails nothing.
 
     Raises:
         TypeError: the model, the optimizer or ``on_save`` is none.

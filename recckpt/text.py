@@ -1,8 +1,13 @@
-"""Text for people: aligned columns, sizes, and names that cannot break a line."""
+"""Text for people: aligned columns, sizes, names that cannot break a line, and the bar of a long save or load."""
 
 from __future__ import annotations
 
+import difflib
 import json
+import logging
+import sys
+import threading
+import time
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -68,6 +73,12 @@ def plural(number: int, what: str) -> str:
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
+def nearest(name: object, allowed: Iterable[str]) -> str:
+    """Return a hint at the name that was probably meant, or nothing."""
+    close = difflib.get_close_matches(str(name), list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def cell(value: Any) -> str:
     """Return a value of a slot, long vectors cut short."""
     if isinstance(value, list):
@@ -84,3 +95,52 @@ def _width(text: str) -> int:
         return len(text)
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
+
+
+log = logging.getLogger("recckpt")
+
+
+class Progress:
+    """Counts bytes of one save or load; a context manager that ends with a log line. Thread-safe."""
+
+    def __init__(self, what: str, total_bytes: int) -> None:
+        from tqdm import tqdm  # only a save or load shows a bar
+
+        self._what, self.n_bytes, self.n_rows = what, 0, 0
+        self._lock = threading.Lock()
+        self._begin = time.perf_counter()
+        self._bar = tqdm(
+            total=total_bytes,
+            desc=what,
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def advance(self, n_bytes: int) -> None:
+        """Count ``n_bytes`` more."""
+        with self._lock:
+            self.n_bytes += n_bytes
+            self._bar.update(n_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._begin
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._bar.close()
+        if kind is None:
+            seconds = self.seconds
+            log.info(
+                "%s: %s rows, %.1f MB in %.2f s (%.2f GB/s)",
+                self._what,
+                f"{self.n_rows:,}",
+                self.n_bytes / 1e6,
+                seconds,
+                self.n_bytes / 1e9 / max(seconds, 1e-9),
+            )

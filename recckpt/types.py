@@ -1,8 +1,9 @@
-"""What a table is to the rest of recckpt: the protocol and the description of its slots (no torch here)."""
+"""What a table is to the rest of recckpt, and what callers may give: checked here, without torch."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,3 +103,18 @@ def check_table_name(name: Any) -> str:
             f"a table name has at most {MAX_TABLE_NAME_BYTES} bytes of UTF-8, found {size}: {name[:40]!r}..."
         )
     return name
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Return ``value``, or raise ValueError where it is not an int of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1, found {value!r}")
+    return value
+
+
+def positive_number(name: str, value: Any) -> float:
+    """Return ``value``, or raise ValueError where it is not a finite number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:  # which NaN is not
+        raise ValueError(f"{name} must be a finite number above 0, found {value!r}")
+    return float(value)

@@ -23,10 +23,10 @@ from recckpt.errors import (
     LoadConfError,
     StateMismatchError,
 )
-from recckpt.salvage import salvage
+from recckpt.inspect.salvage import salvage
+from recckpt.inspect.verify import verify
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
-from recckpt.verify import verify
 
 UNSAFE = "unsafe path: a symbolic link out of its directory"
 SMALL = ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt", "sparse/00000-of-00001.json"]

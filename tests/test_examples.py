@@ -12,10 +12,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from paths import ROOT
 
 from recckpt import CheckpointReader
 
-ROOT = Path(__file__).parents[1]
 RATINGS = ROOT.parent / "shared/data/ml-latest-small/ratings.csv.gz"
 
 

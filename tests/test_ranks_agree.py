@@ -9,9 +9,9 @@ from builders import checkpoints
 from thread_ranks import on_ranks
 
 from recckpt import CheckpointManager, LoadConfError, RecckptError, SaveFailedError, Saver
+from recckpt.policies.when import WhenTrue
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
-from recckpt.when import WhenTrue
 
 SIZE = 2
 

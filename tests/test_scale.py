@@ -3,18 +3,18 @@
 import importlib
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-from recckpt import manifest as manifests
-from recckpt.fence import Fence
-from recckpt.listing import list_checkpoints
-from recckpt.sparse import catalog as catalogs
+from recckpt.format import catalog as catalogs
+from recckpt.format import manifest as manifests
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import list_checkpoints
+from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import gen_slice
-from recckpt.sparse.shards import met_shards, read_parts
+from recckpt.sparse.files.catalogs import met_shards, read_parts
 from recckpt.storage import open_storage
-from recckpt.timeline import SaveInfo
 
 OPERATIONS = (
     *("make_dir", "put_if_absent", "replace", "sync_dir", "open", "map", "read", "size", "sizes"),
@@ -24,7 +24,7 @@ OPERATIONS = (
 
 @pytest.fixture
 def simulated(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("simulated")
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from recckpt import group
-from recckpt.arguments import positive_number
 from recckpt.checkpointer.barrier import Alone, Barrier, StoreBarrier
 from recckpt.checkpointer.checkpointer import AsyncCheckpointer, SyncCheckpointer
 from recckpt.checkpointer.hook import WriterHook
@@ -16,6 +14,8 @@ from recckpt.checkpointer.rank import RankInfo
 from recckpt.checkpointer.reader import CheckpointReader
 from recckpt.checkpointer.stager import SharedMemoryStager
 from recckpt.checkpointer.writer import CheckpointWriter
+from recckpt.parallel import ranks
+from recckpt.types import positive_number
 
 BARRIER_TIMEOUT_SEC = 600.0
 _made = count()  # the same on all ranks, which make their checkpointers in the same order
@@ -81,7 +81,7 @@ def make_async_checkpointer(
 
 
 def _own_rank() -> RankInfo:
-    return RankInfo(*group.rank_and_size())
+    return RankInfo(*ranks.rank_and_size())
 
 
 def _barrier(rank_info: RankInfo, timeout_sec: float) -> Barrier:
@@ -93,5 +93,5 @@ def _barrier(rank_info: RankInfo, timeout_sec: float) -> Barrier:
             f"{rank_info} is not this process for torch.distributed, over which ranks agree: call "
             "init_process_group on every rank, and leave rank_info away"
         )
-    store = group.shared_store(f"recckpt/checkpointer/{next(_made)}")
+    store = ranks.shared_store(f"recckpt/checkpointer/{next(_made)}")
     return StoreBarrier(store, rank_info.global_rank, rank_info.global_world_size, timeout_sec)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import cast
 
-from recckpt.cli.outcome import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError
+from recckpt.cli.result import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError
 from recckpt.errors import RecckptError
 from recckpt.text import one_line
 
@@ -169,7 +169,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         from importlib.metadata import PackageNotFoundError, version
 
-        from recckpt.manifest import VERSION
+        from recckpt.format.manifest import VERSION
 
         try:
             installed = version("recckpt")

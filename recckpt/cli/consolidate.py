@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from recckpt.cli.outcome import Outcome, usage_checked
-from recckpt.consolidate import consolidate as write_model
+from recckpt.cli.result import Outcome, usage_checked
+from recckpt.inspect.consolidate import consolidate as write_model
 from recckpt.text import escaped, one_line, plural, size
 
 

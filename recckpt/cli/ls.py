@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt import layout
-from recckpt.cli.outcome import CommandError, Outcome, usage_checked
+from recckpt.cli.result import CommandError, Outcome, usage_checked
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints, open_checkpoint
-from recckpt.pins import pinned_ids
+from recckpt.format import layout
+from recckpt.output_dir.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints, open_checkpoint
+from recckpt.output_dir.pins import pinned_ids
 from recckpt.storage import Storage, open_storage
 from recckpt.text import count, escaped, grid, one_line, plural, size
 

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recckpt.cli.outcome import CommandError, Outcome
+from recckpt.cli.result import CommandError, Outcome
 from recckpt.errors import LoadConfError, RecckptError
-from recckpt.inventory import listed_inventory
-from recckpt.removal import until_whole
-from recckpt.sources import located_bank
+from recckpt.load.inventory import listed_inventory
+from recckpt.load.model_bank import plan_load
+from recckpt.load.source import located_bank
+from recckpt.output_dir.read_again import until_whole
 from recckpt.text import one_line
-from recckpt.warm_start import plan_load
 
 
 def plan(args: argparse.Namespace) -> Outcome:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.outcome import Outcome, usage_checked
-from recckpt.repair import Leftover, Repaired
-from recckpt.repair import repair as repair_dir
+from recckpt.cli.result import Outcome, usage_checked
+from recckpt.inspect.repair import Leftover, Repaired
+from recckpt.inspect.repair import repair as repair_dir
 from recckpt.text import escaped, grid, one_line, plural
 
 _HEAD = ("LEFTOVER", "STATE", "WHAT")

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recckpt.cli.outcome import CommandError, Outcome, usage_checked
-from recckpt.load_conf import nearest
-from recckpt.manifest import TableEntry
-from recckpt.reader import CheckpointReader
-from recckpt.removal import until_whole
-from recckpt.sparse.codec import ID, column_values
-from recckpt.text import cell, escaped, grid
+from recckpt.cli.result import CommandError, Outcome, usage_checked
+from recckpt.format.manifest import TableEntry
+from recckpt.inspect.reader import CheckpointReader
+from recckpt.output_dir.read_again import until_whole
+from recckpt.sparse.files.part_reader import ID, column_values
+from recckpt.text import cell, escaped, grid, nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa

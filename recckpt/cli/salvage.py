@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.outcome import CommandError, Outcome, usage_checked
-from recckpt.salvage import Lost
-from recckpt.salvage import salvage as salvage_table
+from recckpt.cli.result import CommandError, Outcome, usage_checked
+from recckpt.inspect.salvage import Lost
+from recckpt.inspect.salvage import salvage as salvage_table
 from recckpt.text import count, escaped, grid, one_line, plural
 
 _HEAD = ("FILE", "BUCKETS", "ROWS", "REASON")

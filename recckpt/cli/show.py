@@ -6,15 +6,15 @@ import argparse
 from contextlib import closing
 from typing import Any
 
-from recckpt import layout
-from recckpt.cli.outcome import Outcome, usage_checked
+from recckpt.cli.result import Outcome, usage_checked
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CorruptCheckpointError
-from recckpt.listing import Checkpoint, locate_path
-from recckpt.manifest import FileEntry, Manifest, TableEntry
-from recckpt.removal import until_whole
+from recckpt.format import layout
+from recckpt.format.manifest import FileEntry, Manifest, TableEntry
+from recckpt.output_dir.listing import Checkpoint, locate_path
+from recckpt.output_dir.open_files import HeldFiles
+from recckpt.output_dir.read_again import until_whole
 from recckpt.storage import Storage
-from recckpt.storage.held import HeldFiles
 from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural, size
 from recckpt.types import SlotSpec
 

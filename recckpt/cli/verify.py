@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt import layout
-from recckpt.cli.outcome import Outcome, usage_checked
+from recckpt.cli.result import Outcome, usage_checked
+from recckpt.format import layout
+from recckpt.inspect.verify import Report, find_checkpoints, verify_found
 from recckpt.text import count, escaped, grid, one_line, plural, size
-from recckpt.verify import Report, find_checkpoints, verify_found
 
 _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
 

@@ -8,11 +8,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from recckpt import layout
-from recckpt.dense import chunks
-from recckpt.dense.chunks import ALIGNMENT, BLOCK_BYTES, Chunk, ChunkIndex
 from recckpt.dense.sharded_state import OwnChunk
-from recckpt.manifest import FileEntry
+from recckpt.format import layout, tensor_index
+from recckpt.format.manifest import FileEntry
+from recckpt.format.tensor_index import ALIGNMENT, BLOCK_BYTES, Chunk, ChunkIndex
 from recckpt.storage import HashingSink, NewFiles
 
 
@@ -37,7 +36,7 @@ def save_chunks(
     name = layout.dense_index(shard, shards)
     with storage.create(layout.join(directory, name)) as sink:
         hashing = HashingSink(sink)
-        hashing.write(chunks.encode(index))
+        hashing.write(tensor_index.encode(index))
     return [data, FileEntry(name, sink.n_bytes, hashing.xxh3)]
 
 

@@ -7,10 +7,10 @@ from typing import BinaryIO
 
 import xxhash
 
-from recckpt import layout
-from recckpt.dense.chunks import ChunkIndex, corrupt
 from recckpt.errors import CorruptCheckpointError
-from recckpt.storage.held import Files
+from recckpt.format import layout
+from recckpt.format.tensor_index import ChunkIndex, corrupt
+from recckpt.storage.base import Files
 
 _STEP_BYTES = 8 << 20
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from recckpt import layout
-from recckpt.checked import read_checked
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
-from recckpt.manifest import FileEntry
-from recckpt.storage.held import Files
+from recckpt.format import layout
+from recckpt.format.manifest import FileEntry
+from recckpt.output_dir.checked import read_checked
+from recckpt.storage.base import Files
 
 _EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
 

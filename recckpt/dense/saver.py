@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from recckpt import layout
-from recckpt.manifest import FileEntry
+from recckpt.format import layout
+from recckpt.format.manifest import FileEntry
 from recckpt.storage import HashingSink, NewFiles
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recckpt.dense.chunks import EXTRA
 from recckpt.dense.sharded import Pieces, is_sharded, may_be_sharded, planned_reads, with_values
 from recckpt.dense.sharded_state import STAND_IN
 from recckpt.dense.stored_shards import ShardReader, StoredShards
+from recckpt.format.tensor_index import EXTRA
 
 Found = Tensor | StoredShards
 

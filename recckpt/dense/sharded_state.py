@@ -13,10 +13,10 @@ import xxhash
 from torch import Tensor
 
 from recckpt.dense.buffers import Copy, Place
-from recckpt.dense.chunks import EXTRA, MODEL
 from recckpt.dense.portable import portable
 from recckpt.dense.sharded import Pieces, is_sharded, is_written_here, may_be_sharded
-from recckpt.dense.stored_tensor import NUMPY_DTYPES
+from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.format.tensor_index import EXTRA, MODEL
 
 STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that stands for a tensor in extra.pt
 

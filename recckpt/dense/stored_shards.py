@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from recckpt import layout
-from recckpt.checked import read_checked
-from recckpt.dense import chunks
-from recckpt.dense.chunks import Chunk, ChunkIndex
-from recckpt.dense.stored_tensor import NUMPY_DTYPES
 from recckpt.errors import CorruptCheckpointError
-from recckpt.manifest import Manifest
-from recckpt.storage.held import Files
+from recckpt.format import layout, tensor_index
+from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.format.manifest import Manifest
+from recckpt.format.tensor_index import Chunk, ChunkIndex
+from recckpt.output_dir.checked import read_checked
+from recckpt.storage.base import Files
 
 _SLAB_BYTES = 64 << 20  # read at once; more where a single row of a chunk of one dimension has more
 Bytes = npt.NDArray[np.uint8]
@@ -30,7 +29,7 @@ class StoredShards:
     """A tensor and the chunks that tile it.
 
     Attributes:
-        of, name, dtype, shape: as of :class:`~recckpt.dense.chunks.Chunk`.
+        of, name, dtype, shape: as of :class:`~recckpt.format.tensor_index.Chunk`.
         chunks: each with the index that it is in.
     """
 
@@ -166,12 +165,14 @@ class ShardReader:
         data = file.read(stop - start)
         self.bytes_read += len(data)
         if len(data) != stop - start:
-            raise chunks.corrupt(self._directory, index, where, f"{len(data)} bytes", f"{stop - start} bytes")
+            raise tensor_index.corrupt(self._directory, index, where, f"{len(data)} bytes", f"{stop - start} bytes")
         for number, at in enumerate(range(0, len(data), block_bytes), start=first):
             digest = xxhash.xxh3_64_intdigest(memoryview(data)[at : at + block_bytes])
             if digest != chunk.xxh3[number]:
                 place = f"{where}, bytes {chunk.at + number * block_bytes} on"
-                raise chunks.corrupt(self._directory, index, place, f"{digest:016x}", f"{chunk.xxh3[number]:016x}")
+                raise tensor_index.corrupt(
+                    self._directory, index, place, f"{digest:016x}", f"{chunk.xxh3[number]:016x}"
+                )
         return np.frombuffer(data, np.uint8)[begin - start : end - start]
 
     def _file(self, name: str) -> BinaryIO:
@@ -197,8 +198,8 @@ def read_index(files: Files, directory: str, manifest: Manifest, shard: int) -> 
     entry = manifest.file(name)
     if entry is None:
         return None
-    data = read_checked(files, directory, entry, chunks.MAX_BYTES)
-    return chunks.decode(data, layout.join(directory, name), manifest, shard)
+    data = read_checked(files, directory, entry, tensor_index.MAX_BYTES)
+    return tensor_index.decode(data, layout.join(directory, name), manifest, shard)
 
 
 def tensors_of(directory: str, indexes: Iterable[ChunkIndex]) -> dict[tuple[str, str], StoredShards]:

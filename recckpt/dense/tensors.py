@@ -7,12 +7,12 @@ from typing import Any, BinaryIO
 
 import numpy.typing as npt
 
-from recckpt import layout
-from recckpt.dense.chunks import MODEL
 from recckpt.dense.stored_shards import ShardReader, check_apart
 from recckpt.dense.torch_file import TorchFile
-from recckpt.manifest import Manifest
-from recckpt.storage.held import Files
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.format.tensor_index import MODEL
+from recckpt.storage.base import Files
 
 
 class DenseTensors:

@@ -7,8 +7,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from recckpt.dense.stored_tensor import NUMPY_DTYPES, StoredTensor, unpickle
+from recckpt.dense.stored_tensor import StoredTensor, unpickle
 from recckpt.dense.torch_zip import TorchZip
+from recckpt.format.dtypes import NUMPY_DTYPES
 
 MAX_PICKLE_BYTES = 1 << 25  # about 150,000 tensors
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from recckpt.dense.stored_tensor import NUMPY_DTYPES, STORAGES
+from recckpt.dense.stored_tensor import STORAGES
+from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.storage import Sink
 
 _ROOT = "model"
@@ -30,7 +31,7 @@ class Later:
     """A tensor whose values are read when they are written.
 
     Attributes:
-        dtype: a key of :data:`~recckpt.dense.stored_tensor.NUMPY_DTYPES`.
+        dtype: a key of :data:`~recckpt.format.dtypes.NUMPY_DTYPES`.
         shape: sizes of the dimensions.
         read: returns the values, contiguous.
     """

@@ -6,28 +6,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recckpt.sparse.buckets import Slice, gen_slice
-    from recckpt.sparse.collection import EmbeddingCollection
-    from recckpt.sparse.initializers import Constant, Normal, TruncatedNormal, Uniform
+    from recckpt.format.buckets import Slice, gen_slice
     from recckpt.sparse.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseRowWiseAdagrad, SparseSGD
-    from recckpt.sparse.sharded import ShardedHashTable
-    from recckpt.sparse.table import HashTable
+    from recckpt.sparse.sharded.collection import EmbeddingCollection
+    from recckpt.sparse.sharded.table import ShardedHashTable
+    from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform
+    from recckpt.sparse.table.table import HashTable
 
 _HOMES = {
-    "HashTable": "table",
-    "ShardedHashTable": "sharded",
-    "EmbeddingCollection": "collection",
-    "Slice": "buckets",
-    "gen_slice": "buckets",
-    "Constant": "initializers",
-    "Normal": "initializers",
-    "Uniform": "initializers",
-    "TruncatedNormal": "initializers",
-    "SparseSGD": "optim",
-    "SparseAdagrad": "optim",
-    "SparseRowWiseAdagrad": "optim",
-    "SparseAdam": "optim",
-    "SparseAdamW": "optim",
+    "HashTable": "sparse.table.table",
+    "ShardedHashTable": "sparse.sharded.table",
+    "EmbeddingCollection": "sparse.sharded.collection",
+    "Slice": "format.buckets",
+    "gen_slice": "format.buckets",
+    "Constant": "sparse.table.initializers",
+    "Normal": "sparse.table.initializers",
+    "Uniform": "sparse.table.initializers",
+    "TruncatedNormal": "sparse.table.initializers",
+    "SparseSGD": "sparse.optim",
+    "SparseAdagrad": "sparse.optim",
+    "SparseRowWiseAdagrad": "sparse.optim",
+    "SparseAdam": "sparse.optim",
+    "SparseAdamW": "sparse.optim",
 }
 
 __all__ = [
@@ -51,4 +51,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"recckpt.{_HOMES[name]}"), name)

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Protocol
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.storage.transfers import Transfers
+from recckpt.storage.transfer_options import Transfers
 
 
 class UnsafeLinkError(FileNotFoundError):
@@ -92,6 +92,27 @@ class HashingSink:
 
     def flush(self) -> None:
         """Do nothing: a sink is made durable once, when it closes."""
+
+
+class Files(Protocol):
+    """What reading takes: any storage has it, and so have the files that are held of one."""
+
+    url: str
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for seeking and reading."""
+
+    def map(self, name: str) -> memoryview | None:
+        """Return a file's bytes as a memory map, None where there is no such thing."""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` of a file, from its start."""
+
+    def threads(self, asked: int) -> int:
+        """Return how many threads are worth having of those that were asked for."""
 
 
 class NewFiles(Protocol):

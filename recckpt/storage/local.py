@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from recckpt.storage.base import Draft, Sink, Storage, UnsafeLinkError
-from recckpt.storage.mapping import map_file
+from recckpt.storage.mapped_files import map_file
 
 
 class LocalStorage(Storage):

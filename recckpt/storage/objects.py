@@ -11,8 +11,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from recckpt.storage.backend_errors import TryAgainError, is_conflict
 from recckpt.storage.base import Draft, Sink
-from recckpt.storage.faults import TryAgainError, is_conflict
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.upload import Put, Upload, UploadDraft
 

@@ -6,10 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from recckpt.arguments import positive_int
-from recckpt.storage.slots import UploadSlots
-from recckpt.storage.transfers import Transfers, waiting
-from recckpt.storage.work_dir import WorkDir
+from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.transfer_options import Transfers, waiting
+from recckpt.storage.upload_limit import UploadSlots
+from recckpt.types import positive_int
 
 
 def transfers_of(

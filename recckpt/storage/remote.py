@@ -9,9 +9,9 @@ from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 import fsspec
 
+from recckpt.storage.backend_errors import os_error, status_of
 from recckpt.storage.base import Storage
-from recckpt.storage.faults import os_error, status_of
-from recckpt.storage.ranged import RangedFile
+from recckpt.storage.ranged_reads import RangedFile
 from recckpt.storage.retry import Retries, RetryPolicy
 
 _READ_AHEAD_BYTES = 4 << 20

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from recckpt.storage.faults import is_transient, os_error
+from recckpt.storage.backend_errors import is_transient, os_error
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")

@@ -6,10 +6,10 @@ import shutil
 import tempfile
 from typing import IO, TYPE_CHECKING, BinaryIO
 
-from recckpt.storage.mapping import map_file
+from recckpt.storage.mapped_files import map_file
 
 if TYPE_CHECKING:
-    from recckpt.storage.held import Files
+    from recckpt.storage.base import Files
 
 _CHUNK_BYTES = 8 << 20
 

@@ -6,11 +6,10 @@ import runpy
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/state_dict.py"
 SMALL = ("--steps", "12", "--save-interval", "5", "--output-dir")
 

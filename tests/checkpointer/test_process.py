@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointing import everything, frozen, save
+from paths import PYTHONPATH
 from writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
 
 from recckpt import SaveFailedError
 from recckpt.checkpointer import PartlyCommittedError, make_async_checkpointer, make_sync_checkpointer
 from recckpt.checkpointer.child import DiedError
-
-ROOT = Path(__file__).parents[2]
 
 
 def kill(pid, number=signal.SIGKILL):
@@ -193,7 +192,7 @@ child.receive()
 
 
 def test_a_process_ends_with_its_parent_and_publishes_nothing_more(pipe, tmp_path):
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     command = [sys.executable, "-c", ORPHAN, tmp_path / "c", pipe.name]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
@@ -206,7 +205,7 @@ def test_a_process_ends_with_its_parent_and_publishes_nothing_more(pipe, tmp_pat
 
 
 def test_an_idle_process_ends_with_its_parent(tmp_path):
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     script = ORPHAN.replace("child.request(", "0 and child.request(")
     command = [sys.executable, "-c", script, tmp_path, "-"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as parent:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import PYTHONPATH
 
 from recckpt.checkpointer import make_sync_checkpointer
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 BOTH = ["checkpoint_0.pt", "checkpoint_1.pt"]
 
 
@@ -20,7 +20,7 @@ BOTH = ["checkpoint_0.pt", "checkpoint_1.pt"]
 def results(tmp_path_factory):
     """What both ranks found: (kind, scene) -> one result a rank."""
     root = tmp_path_factory.mktemp("ranks")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, HERE / "ranks.py"]
     ranks = [
         subprocess.Popen([*command, str(rank), root], env=env, stderr=subprocess.PIPE, text=True) for rank in range(2)

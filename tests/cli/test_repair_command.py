@@ -4,9 +4,9 @@ import pytest
 from builders import Run
 from forge import Forge
 
-from recckpt import repair as repairing
-from recckpt.intent import Intent, write_intent
-from recckpt.pins import pin
+from recckpt.inspect import repair as repairing
+from recckpt.output_dir.attempt import Intent, write_intent
+from recckpt.output_dir.pins import pin
 from recckpt.storage import open_storage
 
 

@@ -10,7 +10,7 @@ import xxhash
 from recckpt.dense.loader import check_fits, load_state
 from recckpt.dense.saver import save_state
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
-from recckpt.manifest import FileEntry
+from recckpt.format.manifest import FileEntry
 from recckpt.storage import Storage, open_storage
 
 

@@ -18,9 +18,9 @@ from recckpt.dense.sharded import planned_reads
 from recckpt.dense.sharded_loader import fitted, has_stand_ins
 from recckpt.dense.stored_shards import ShardReader
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
-from recckpt.listing import locate
+from recckpt.inspect.verify import verify
+from recckpt.output_dir.listing import locate
 from recckpt.storage import open_storage
-from recckpt.verify import verify
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.uint16, torch.int8]

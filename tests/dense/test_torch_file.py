@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recckpt.dense.stored_tensor import NUMPY_DTYPES
 from recckpt.dense.torch_file import TorchFile
 from recckpt.errors import CorruptCheckpointError
+from recckpt.format.dtypes import NUMPY_DTYPES
 
 TORCH_DTYPES = [name for name in NUMPY_DTYPES if hasattr(torch, name)]
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"

@@ -28,9 +28,9 @@ from torch.distributed.tensor import (
 )
 
 from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
-from recckpt.consolidate import consolidate
+from recckpt.inspect.consolidate import consolidate
+from recckpt.inspect.verify import verify
 from recckpt.storage.local import LocalStorage
-from recckpt.verify import verify
 
 TRUTH = {
     "w": torch.randn(10, 7, generator=torch.Generator().manual_seed(0)),

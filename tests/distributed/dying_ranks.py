@@ -108,7 +108,9 @@ def die(number, root):
 
 def die_in(phase, rank, die):
     """Let this process die when it comes to a phase."""
-    from recckpt import rotation, save, saver, shard_writer
+    from recckpt import saver
+    from recckpt.output_dir import rotation
+    from recckpt.save import rank_files, save
 
     def before(owner, name, when=lambda *args: True):
         real = getattr(owner, name)
@@ -137,7 +139,7 @@ def die_in(phase, rank, die):
     elif phase == "writing":
         before(LocalStorage, "create", lambda storage, name: name.endswith(".arrow"))
     elif phase == "written":
-        after(shard_writer.ShardWriter, "write")
+        after(rank_files.ShardWriter, "write")
     elif phase == "commit" and rank == 0:
         before(save, "commit")
     elif phase == "commit":  # while rank 0 commits

@@ -13,7 +13,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
-from recckpt.sparse.saver import SparseSaver
+from recckpt.sparse.files.saver import SparseSaver
 
 TABLES = {"wide": 32, "narrow": 2}
 STEP = 7

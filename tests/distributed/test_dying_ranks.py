@@ -10,7 +10,7 @@ from rank_processes import run_script
 from thread_ranks import on_ranks
 
 from recckpt import CheckpointManager
-from recckpt.verify import verify
+from recckpt.inspect.verify import verify
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 MARGIN_SEC = 5.0  # of survivors beyond the timeout

@@ -4,15 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 
 from recckpt import CheckpointReader
 
-ROOT = Path(__file__).parents[2]
 TABLES = ("user", "item", "context")
 
 pytestmark = pytest.mark.slow  # each interpreter takes seconds to import torch

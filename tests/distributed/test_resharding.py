@@ -10,10 +10,10 @@ from distributed.resharding import Job, check
 from rank_processes import results, run_script
 from thread_ranks import on_ranks
 
-from recckpt.manifest import ShardEntry
-from recckpt.sparse import catalog as catalogs
+from recckpt.format import catalog as catalogs
+from recckpt.format.manifest import ShardEntry
 from recckpt.sparse import gen_slice
-from recckpt.sparse.shards import met_shards
+from recckpt.sparse.files.catalogs import met_shards
 from recckpt.storage.local import LocalStorage
 
 SIZES = (1, 2, 3, 4, 5, 8)

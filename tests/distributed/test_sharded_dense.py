@@ -11,9 +11,9 @@ from builders import flip_bit
 from rank_processes import run_script
 
 from recckpt import CheckpointReader
-from recckpt.consolidate import consolidate
 from recckpt.errors import CorruptCheckpointError
-from recckpt.verify import verify
+from recckpt.inspect.consolidate import consolidate
+from recckpt.inspect.verify import verify
 
 SCRIPT = Path(__file__).with_name("dense_ranks.py")
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from faults.trainer import Trainer
 from faults.watched_storage import Died, watch
 
-from recckpt import WriterFencedError, layout
+from recckpt import WriterFencedError
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
-from recckpt.listing import list_checkpoints
+from recckpt.format import layout
+from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 
 

@@ -1,8 +1,8 @@
 """A model of two or three writers on one output dir, in steps as small as those that others can come between.
 
-It says of the commit protocol what recckpt/fence.py, commit.py, save.py and rotation.py do, and what must hold in every
-state. A writer that stands still for ever is a dead one, so deaths need no step of their own; readers look at every
-state. Left out: damage, pins, the index file (a hint), and all but one file of each checkpoint.
+It says of the commit protocol what fence.py, commit.py and rotation.py of recckpt/output_dir and save.py do, and what
+must hold in every state. A writer that stands still for ever is a dead one, so deaths need no step of their own;
+readers look at every state. Left out: damage, pins, the index file (a hint), and all but one file of each checkpoint.
 """
 
 from __future__ import annotations

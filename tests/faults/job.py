@@ -9,7 +9,7 @@ from builders import bits, table_state
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
-from recckpt.listing import attempt_dirs, list_checkpoints
+from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
 from recckpt.sparse import HashTable, SparseAdagrad
 
 ROWS, DIM = 50, 4

@@ -57,8 +57,8 @@ def without_dir_fsync(of):
     return Plant("recckpt.storage.local:_sync_dir", SYNC, f"None if {of} else {SYNC}")
 
 
-COMMIT, PUT = "recckpt.commit:commit", "        storage.put_if_absent(path, data)\n"
-REMOVE = "recckpt.rotation:remove"
+COMMIT, PUT = "recckpt.output_dir.commit:commit", "        storage.put_if_absent(path, data)\n"
+REMOVE = "recckpt.output_dir.rotation:remove"
 ORDER = "c.manifest.order"
 MTIME = "__import__('os').stat(f'{storage.url}/{c.directory}/manifest.json').st_mtime_ns"
 
@@ -70,7 +70,7 @@ PLANTS = {
         COMMIT,
         PUT,
         "        for checkpoint in list_checkpoints(storage).committed:\n"
-        f"            __import__('recckpt.rotation').rotation.remove(storage, checkpoint)\n{PUT}",
+        f"            __import__('recckpt.output_dir.rotation').output_dir.rotation.remove(storage, checkpoint)\n{PUT}",
     ),
     "the index file in place": Plant(
         "recckpt.storage.local:LocalStorage.replace",
@@ -105,12 +105,12 @@ PLANTS = {
         COMMIT, '        storage.sync_dir("")\n        fence.check()\n', '        storage.sync_dir("")\n'
     ),
     "no fence check before a removal": Plant(
-        "recckpt.save:_tidy",
+        "recckpt.save.save:_tidy",
         "                fence.check()\n                rotation.remove(",
         "                rotation.remove(",
     ),
     "late commits count": Plant(
-        "recckpt.listing:_list", "takeover = _takeover(storage, damaged)", "takeover = NO_TAKEOVER"
+        "recckpt.output_dir.listing:_list", "takeover = _takeover(storage, damaged)", "takeover = NO_TAKEOVER"
     ),
     "an error publishes a file": Plant(
         "recckpt.storage.base:Sink.__exit__", "self.discard()\n        return", "self.close()\n        return"
@@ -121,16 +121,18 @@ PLANTS = {
     "a manifest that was put is not read back": Plant(
         "recckpt.storage.objects:ObjectStorage._put", "        doubt = error\n", "        raise\n"
     ),
-    "order by steps as strings": Plant("recckpt.listing:_list", ORDER, "str(c.manifest.step)"),
-    "order by mtime": Plant("recckpt.listing:_list", ORDER, f"({ORDER} if '://' in storage.url else {MTIME})"),
+    "order by steps as strings": Plant("recckpt.output_dir.listing:_list", ORDER, "str(c.manifest.step)"),
+    "order by mtime": Plant(
+        "recckpt.output_dir.listing:_list", ORDER, f"({ORDER} if '://' in storage.url else {MTIME})"
+    ),
     "checksums of manifests are not compared": Plant(
-        "recckpt.sealed:check_seal", "if digest != int(found[2], 16):", "if False:"
+        "recckpt.format.self_checksum:check_seal", "if digest != int(found[2], 16):", "if False:"
     ),
     "checksums of files are not compared": Plant(
-        "recckpt.checked:read_checked", "if found != entry.xxh3:", "if False:"
+        "recckpt.output_dir.checked:read_checked", "if found != entry.xxh3:", "if False:"
     ),
     "checksums of columns are not compared": Plant(
-        "recckpt.sparse.codec:PartReader.column_problem", "if digest != expected:", "if False:"
+        "recckpt.sparse.files.part_reader:PartReader.column_problem", "if digest != expected:", "if False:"
     ),
 }
 

@@ -7,8 +7,8 @@ import fsspec
 from faults.job import Job
 from fsspec.config import conf
 
-from recckpt import layout
-from recckpt.listing import list_checkpoints
+from recckpt.format import layout
+from recckpt.output_dir.listing import list_checkpoints
 
 _numbers = count()
 

@@ -7,17 +7,17 @@ import pytest
 from faults.job import Job, State, check_tidy, restored
 from faults.storage_faults import Faults
 
-import recckpt.stage
+import recckpt.save.stage
 from recckpt import CheckpointManager, SaveFailedError
 from recckpt.errors import CommitNotDurableError
-from recckpt.sparse.snapshot import Snapshot
+from recckpt.sparse.table.snapshot import Snapshot
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweep tries every so-manieth operation
 OLD = State(1)
 
 STORAGE_ROOMS = ("begin", "write", "last write", "fsync", "commit", "sync", "rotate", "index")
 LATE = {"rotate", "index"}  # the checkpoint is safe by then: a failure there is a warning
-MEMORY_ROOMS = {"stage": (recckpt.stage, "source_to_save"), "gather": (Snapshot, "read")}
+MEMORY_ROOMS = {"stage": (recckpt.save.stage, "source_to_save"), "gather": (Snapshot, "read")}
 TOLD_BY = {
     "step": lambda manager: manager.step(),
     "save": lambda manager: manager.save(),

@@ -12,7 +12,7 @@ from forge import Forge
 from forked import outcomes
 
 from recckpt.errors import FormatVersionError
-from recckpt.verify import verify
+from recckpt.inspect.verify import verify
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 FLIPS = 5000

@@ -9,9 +9,9 @@ import torch
 from faults.job import Job, State, check_index, check_tidy, restored
 
 from recckpt import SaveFailedError
-from recckpt.listing import newest as locate_newest
+from recckpt.inspect.verify import verify
+from recckpt.output_dir.listing import newest as locate_newest
 from recckpt.storage import open_storage
-from recckpt.verify import verify
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth size
 PAGE = os.sysconf("SC_PAGESIZE")

@@ -21,10 +21,10 @@ from mutations import mutated, mutated_json
 from recckpt import CheckpointReader
 from recckpt.cli import main
 from recckpt.errors import RecckptError
-from recckpt.salvage import salvage
-from recckpt.sparse.codec import column_buffer
+from recckpt.inspect.salvage import salvage
+from recckpt.inspect.verify import verify
+from recckpt.sparse.files.part_reader import column_buffer
 from recckpt.storage import open_storage
-from recckpt.verify import verify
 
 LONG = 10 / int(os.environ.get("SWEEP_STRIDE", "1"))  # times as many cases as KINDS says, for each of four seeds
 SHORT = 0.8

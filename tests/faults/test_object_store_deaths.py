@@ -13,6 +13,7 @@ from faults.http_proxy import Proxy
 from faults.store_scene import Scene, Store, as_json, options_of
 from faults.store_worker import JOBS
 from fsspec.config import conf
+from paths import PYTHONPATH
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth request
 SWEEPS = {  # scene, job, whether deaths begin with the process: which requests, of those that SWEEP_STRIDE leaves
@@ -33,7 +34,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parent), str(here.parents[1])))},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
         )
         assert self.process.stdout.readline() == "ready\n"
 

@@ -16,7 +16,7 @@ from faults.tracing import disturbing
 
 from recckpt import SaveFailedError
 from recckpt.errors import CommitNotDurableError
-from recckpt.verify import verify
+from recckpt.inspect.verify import verify
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 CODES = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "ESTALE")

@@ -17,8 +17,8 @@ from faults.job import NOTHING, State, restored
 from faults.scenes import SCENES
 from faults.strace_log import read_log, recording
 
-from recckpt.listing import list_checkpoints
-from recckpt.verify import verify
+from recckpt.inspect.verify import verify
+from recckpt.output_dir.listing import list_checkpoints
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 HISTORIES = ("first", "rotation", "same writer", "again", "takeover", "takeover in rotation")

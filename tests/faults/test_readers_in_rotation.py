@@ -6,14 +6,14 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import rotating_run
+from paths import PYTHONPATH
 from rotating_run import READERS, Run, WrongReadError, read_often, write_until
 
 from recckpt.errors import CheckpointRemovedError
-from recckpt.storage import held
+from recckpt.output_dir import open_files
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweep reads every so-manieth time
 ALL_READS = 10_000
@@ -74,7 +74,7 @@ def test_what_is_open_is_read_whole_though_the_run_goes_on_and_without_that_the_
         return reader
 
     monkeypatch.setattr(rotating_run, "CheckpointReader", open_and_save)
-    monkeypatch.setattr(held, "_MOST_MAPS", held._MOST_MAPS if is_held else 0)
+    monkeypatch.setattr(open_files, "_MOST_MAPS", open_files._MOST_MAPS if is_held else 0)
     if is_held:
         assert [read() for _ in range(3)] == [1, 2, 3]
     else:
@@ -93,7 +93,7 @@ def test_the_harness_finds_readers_that_mix_two_steps(tmp_path):
 @pytest.mark.slow
 def test_ten_thousand_reads_by_other_processes_are_all_whole(tmp_path, figures):
     url = str(tmp_path / "runs")
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
 
     def start(*args):
         command = [sys.executable, rotating_run.__file__, *map(str, args)]

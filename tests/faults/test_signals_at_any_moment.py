@@ -7,7 +7,7 @@ from signal import SIGTERM
 import pytest
 from signalled_run import Job, Runs
 
-from recckpt.listing import list_checkpoints
+from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 
 N_STEPS, INTERVAL = 12, 3  # of at_any_moment

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from faults.crash_worker import NOT_DURABLE, SAVE_FAILED, SAVED
 from faults.job import State
+from paths import PYTHONPATH
 
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 STRACE = shutil.which("strace")
@@ -71,13 +72,12 @@ class Worker:
         if STRACE is None:
             pytest.skip("NO CRASH WAS TESTED: strace is not installed")
         here = Path(__file__).parent
-        paths = os.pathsep.join(str(path) for path in (here.parent.parent, here.parent))
         self.process = subprocess.Popen(
             [sys.executable, str(here / "crash_worker.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": paths, **NO_THREADS},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH, **NO_THREADS},
         )
         assert self.process.stdout.readline() == "ready\n"
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
-from recckpt.manifest import Manifest
+from recckpt.format.manifest import Manifest
 from recckpt.sparse import HashTable, SparseAdagrad
 
 _values = count(1)

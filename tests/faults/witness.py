@@ -9,10 +9,11 @@ from contextlib import suppress
 from faults.held_writer import HeldWriter
 from faults.trainer import Trainer
 
-from recckpt import SaveFailedError, WriterFencedError, layout
-from recckpt.epochs import claimed_epochs, last_takeover
-from recckpt.listing import Listing, list_checkpoints
-from recckpt.manifest import Manifest
+from recckpt import SaveFailedError, WriterFencedError
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.claims import claimed_epochs, last_takeover
+from recckpt.output_dir.listing import Listing, list_checkpoints
 from recckpt.storage import open_storage
 
 

@@ -13,14 +13,14 @@ from fsspec.config import conf
 
 from recckpt import CorruptCheckpointError, Saver
 from recckpt.errors import CheckpointRemovedError
-from recckpt.listing import locate
+from recckpt.output_dir.listing import locate
+from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage import open_storage
-from recckpt.storage.held import HeldFiles
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
 from recckpt.storage.options import transfers_of
-from recckpt.storage.work_dir import WorkDir
+from recckpt.storage.staging_dir import WorkDir
 
 PART = "ckpt_1/sparse/00000-of-00001.g0.00.arrow"
 

@@ -4,7 +4,7 @@ import ssl
 
 import pytest
 
-from recckpt.storage.faults import TryAgainError, is_conflict, is_transient, os_error
+from recckpt.storage.backend_errors import TryAgainError, is_conflict, is_transient, os_error
 from recckpt.storage.retry import Retries, RetryPolicy
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from faults.http_proxy import Proxy
 from faults.store_scene import as_json, options_of
+from paths import PYTHONPATH
 
-from recckpt.listing import list_checkpoints
+from recckpt.inspect.verify import verify
+from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
-from recckpt.verify import verify
 
-TESTS = Path(__file__).parents[1]
 FILES = rb"(PUT|POST) .*/ckpt[^/]*/(?!INTENT|manifest)"
 ALL = 1 << 30
 
@@ -24,8 +24,7 @@ class Ranks:
     """The processes; each call is one save and one load."""
 
     def __init__(self, port, options, tmp):
-        path = os.pathsep.join((str(TESTS), str(TESTS.parent)))
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp)}
+        env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp)}
         command = [sys.executable, str(Path(__file__).parent / "upload_ranks.py")]
         self.processes = [
             subprocess.Popen(

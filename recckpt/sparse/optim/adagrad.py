@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recckpt.sparse.optim.groups import Group, check_number
 from recckpt.sparse.optim.optimizer import SparseOptimizer, Tables, slot_dtype
-from recckpt.sparse.table import HashTable
+from recckpt.sparse.optim.param_groups import Group, check_number
+from recckpt.sparse.table.table import HashTable
 
 
 class SparseAdagrad(SparseOptimizer):

@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-from recckpt.sparse.optim.groups import Group, check_betas, check_number
 from recckpt.sparse.optim.optimizer import SparseOptimizer, Tables
+from recckpt.sparse.optim.param_groups import Group, check_betas, check_number
 
 
 class SparseAdam(SparseOptimizer):

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recckpt import types
-from recckpt.sparse.optim.groups import Group, match, options
-from recckpt.sparse.table import HashTable
+from recckpt.sparse.optim.param_groups import Group, match, options
+from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recckpt.sparse.optim.groups import Group, check_number
 from recckpt.sparse.optim.optimizer import SparseOptimizer, Tables
+from recckpt.sparse.optim.param_groups import Group, check_number
 
 
 class SparseSGD(SparseOptimizer):

@@ -1,0 +1,181 @@
+"""The catalog of a shard: its parts, their batches and checksums (docs/format.md, section 4)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.json_fields import Fields, parse
+from recckpt.format.manifest import Manifest, bucket_range
+from recckpt.types import SlotSpec
+
+FORMAT = "recckpt-catalog"  # part of the format
+VERSION = 1  # part of the format
+MAX_BYTES = 1 << 30  # part of the format
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One record batch: rows of one table, in bucket order.
+
+    Attributes:
+        table: name of the table.
+        rows: number of rows, at least 1.
+        buckets: [begin, end) of its first and last row.
+        xxh3: column name -> checksum of its values.
+    """
+
+    table: str
+    rows: int
+    buckets: tuple[int, int]
+    xxh3: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Arrow file.
+
+    Attributes:
+        file: name in the checkpoint.
+        n_bytes: size of the file.
+        frame: checksum of all bytes that are no column values.
+        tables: the dictionary of its ``table`` column.
+        batches: its record batches, in file order.
+    """
+
+    file: str
+    n_bytes: int
+    frame: int
+    tables: tuple[str, ...]
+    batches: tuple[Batch, ...]
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All that one shard wrote of its tables."""
+
+    save_id: str
+    shard: int
+    shards: int
+    parts: tuple[Part, ...]
+    buckets: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranges = [batch.buckets for part in self.parts for batch in part.batches]
+        object.__setattr__(
+            self, "buckets", (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
+        )
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows by table, of the tables that have any."""
+        rows: dict[str, int] = {}
+        for part in self.parts:
+            for batch in part.batches:
+                rows[batch.table] = rows.get(batch.table, 0) + batch.rows
+        return rows
+
+
+def encode(catalog: Catalog) -> bytes:
+    """Return the bytes of a catalog file.
+
+    Raises:
+        ValueError: no reader would take it, for its size.
+    """
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": catalog.save_id,
+        "shard": catalog.shard,
+        "shards": catalog.shards,
+    }
+    parts = ",\n".join(_part_json(part) for part in catalog.parts)
+    data = f'{json.dumps(head)[:-1]}, "parts": [\n{parts}\n]}}\n'.encode()
+    if len(data) > MAX_BYTES:
+        raise ValueError(
+            f"the catalog of shard {catalog.shard} would have {len(data)} bytes, at most {MAX_BYTES} are read back: "
+            "save on more ranks"
+        )
+    return data
+
+
+def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
+    """Return the catalog in ``data``, checked against its manifest.
+
+    Raises:
+        CorruptCheckpointError: not a whole catalog of this shard of this save.
+        FormatVersionError: written by a newer format.
+    """
+    if len(data) > MAX_BYTES:
+        raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"at most {MAX_BYTES}")
+    fields = parse(data, path)
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", fields.text("format"), FORMAT)
+    if fields.count("version") > VERSION:
+        raise FormatVersionError(path, found=fields.count("version"), supported=VERSION)
+    expected = (manifest.save_id, shard, len(manifest.shards))
+    found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
+    if found != expected:
+        raise fields.wrong("save_id, shard, shards", str(found), str(expected))
+    return Catalog(*found, tuple(_part(entry, manifest) for entry in fields.objects("parts")))
+
+
+def _part_json(part: Part) -> str:
+    numbers = {name: number for number, name in enumerate(part.tables)}
+    head = {
+        "file": part.file,
+        "bytes": part.n_bytes,
+        "frame": f"{part.frame:016x}",
+        "tables": list(part.tables),
+    }
+    names = {name: json.dumps(name) for name in set[str]().union(*(batch.xxh3 for batch in part.batches))}
+    batches = ",\n".join(_batch_json(batch, numbers[batch.table], names) for batch in part.batches)
+    return f'{json.dumps(head)[:-1]}, "batches": [\n{batches}\n]}}'
+
+
+def _batch_json(batch: Batch, table: int, names: Mapping[str, str]) -> str:
+    """Return what ``json.dumps`` would, in half the time: a rank of 100 GB has 12,800 batches."""
+    sums = ", ".join(f'{names[name]}: "{value:016x}"' for name, value in batch.xxh3.items())
+    head = f'{{"table": {table}, "rows": {batch.rows}, "buckets": {list(batch.buckets)}'
+    return f'{head}, "xxh3": {{{sums}}}}}'
+
+
+def _part(fields: Fields, manifest: Manifest) -> Part:
+    file, n_bytes = layout.checked_name(fields.text("file"), fields.path), fields.count("bytes")
+    listed = manifest.file(file)
+    if listed is None or listed.n_bytes != n_bytes:
+        raise fields.wrong("file", f"{file} of {n_bytes} bytes", "a file that the manifest lists with this size")
+    tables = fields.texts("tables")
+    slots = _slots(fields, tables, manifest)
+    columns = {"table", "id", *(slot.name for slot in slots)}
+    batches = tuple(_batch(entry, tables, columns) for entry in fields.objects("batches"))
+    value_bytes = sum(batch.rows for batch in batches) * (2 + 8 + sum(slot.row_bytes for slot in slots))
+    if value_bytes > n_bytes:  # or the loader would make room for rows that are not there
+        raise fields.wrong("batches", f"rows of {value_bytes} bytes", f"less than the {n_bytes} of the file")
+    return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches)
+
+
+def _slots(fields: Fields, tables: list[str], manifest: Manifest) -> tuple[SlotSpec, ...]:
+    """Return the slots that all tables of a part have."""
+    slots: tuple[SlotSpec, ...] | None = None
+    for table in tables:
+        entry = manifest.table(table)
+        if entry is None:
+            raise fields.wrong("tables", repr(table), "a table that the manifest lists")
+        if slots not in (None, entry.slots):
+            raise fields.wrong("tables", f"{table!r} of other slots", "tables of one group")
+        slots = entry.slots
+    return slots or ()
+
+
+def _batch(fields: Fields, tables: list[str], columns: set[str]) -> Batch:
+    number = fields.count("table")
+    if number >= len(tables):
+        raise fields.wrong("table", str(number), f"less than {len(tables)}")
+    checksums = fields.mapping("xxh3").checksums()
+    if checksums.keys() != columns:
+        raise fields.wrong("xxh3", str(sorted(checksums)), str(sorted(columns)))
+    return Batch(tables[number], fields.count("rows", low=1), bucket_range(fields), checksums)

@@ -1,0 +1,201 @@
+"""The names on disk: made and parsed here and nowhere else. Every literal is part of the format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import PurePosixPath
+from urllib.parse import quote, unquote
+
+from recckpt.errors import CorruptCheckpointError
+
+INDEX_FILE = "checkpoint"
+TIMELINE = "timeline.jsonl"
+MANIFEST = "manifest.json"
+INTENT = "INTENT"
+MODEL = "model.pt"
+EXTRA = "extra.pt"
+SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
+SPARSE_DIR = "sparse"
+DENSE_DIR = "dense"
+
+OWN_DIR = ".recckpt"  # encode_id never gives a name with a leading dot
+OWNER_DIR = f"{OWN_DIR}/owner"
+PINS_DIR = f"{OWN_DIR}/pins"
+
+MAX_ID_BYTES = 200
+_MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
+_SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
+_UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
+_RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE})
+_STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
+_OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
+_OURS = re.compile(
+    r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
+    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
+)
+
+_TEMPORARY = re.compile(
+    r"(checkpoint|timeline\.jsonl|\.recckpt/(owner|pins)/[^/]+\.json)\.[0-9a-f]{16}\.tmp"
+    r"|\.probe-[0-9a-f]{16}(\.tmp)?(\.[0-9a-f]{16}\.tmp)?"
+)
+
+
+def encode_id(ckpt_id: str) -> str:
+    """Return the directory name of a checkpoint id.
+
+    Raises:
+        ValueError: no checkpoint can have this id.
+    """
+    if not isinstance(ckpt_id, str) or not ckpt_id:
+        raise ValueError(f"a checkpoint id is a non-empty string, found {ckpt_id!r}")
+    encoded = quote(ckpt_id, safe="").replace("~", "%7E")
+    if encoded[0] in ".-":
+        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    if len(encoded) > MAX_ID_BYTES:
+        raise ValueError(
+            f"a checkpoint id has at most {MAX_ID_BYTES} bytes once encoded, found {len(encoded)}: {encoded[:40]}..."
+        )
+    if encoded in _RESERVED_IDS:
+        raise ValueError(f"{ckpt_id!r} is a name of the format; choose another checkpoint id")
+    return encoded
+
+
+def decode_id(encoded: str) -> str:
+    """Return the checkpoint id that :func:`encode_id` encoded."""
+    return unquote(encoded)
+
+
+def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
+    """Yield the directory names for attempts at a checkpoint by the writer of an epoch, best first."""
+    encoded = encode_id(ckpt_id)
+    yield encoded
+    yield f"{encoded}.{epoch}"
+    yield from (f"{encoded}.{epoch}.{n}" for n in count(1))
+
+
+def is_attempt(directory: str, ckpt_id: str) -> bool:
+    """Say whether recckpt gives a directory this name for attempts at a checkpoint."""
+    return re.fullmatch(re.escape(encode_id(ckpt_id)) + r"(\.[1-9]\d*){0,2}", directory, re.ASCII) is not None
+
+
+def is_own(directory: str) -> bool:
+    """Say whether a directory of the output dir is recckpt's own, which holds no checkpoint."""
+    return directory == OWN_DIR
+
+
+def claim(epoch: int) -> str:
+    """Return the name of a writer's claim on the output dir."""
+    return f"{OWNER_DIR}/{epoch}.json"
+
+
+def takeover(epoch: int) -> str:
+    """Return the name of the list of what was committed when a writer took over."""
+    return f"{OWNER_DIR}/{epoch}.list.json"
+
+
+def parse_owner_file(name: str) -> tuple[int, bool] | None:
+    """Return the epoch of a file in the owner directory and whether it is a takeover's list, None for others."""
+    found = _OWNER_FILE.fullmatch(name)
+    return (int(found[1]), found[2] is not None) if found else None
+
+
+def pin(ckpt_id: str) -> str:
+    """Return the name of the file that pins a checkpoint."""
+    return f"{PINS_DIR}/{encode_id(ckpt_id)}.json"
+
+
+def parse_pin(name: str) -> str | None:
+    """Return the checkpoint id that a file in the pins' directory pins, None for others."""
+    return decode_id(name.removesuffix(".json")) if name.endswith(".json") else None
+
+
+def step_id(step: int) -> str:
+    """Return the id that the manager gives the checkpoint of a step."""
+    return f"ckpt_{step}"
+
+
+def parse_step(directory: str) -> int | None:
+    """Return the step of a directory for an id that :func:`step_id` gave, None for others."""
+    found = _STEP_DIR.fullmatch(directory)
+    return int(found[1]) if found else None
+
+
+def io_state(shard: int) -> str:
+    """Return the name of a shard's dataset positions."""
+    return f"io_state_{shard}.pt"
+
+
+def rng(shard: int) -> str:
+    """Return the name of a shard's random generators."""
+    return f"rng_{shard}.pt"
+
+
+def catalog(shard: int, shards: int) -> str:
+    """Return the name of a shard's catalog."""
+    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.json"
+
+
+def part(shard: int, shards: int, group: int, number: int) -> str:
+    """Return the name of a part."""
+    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
+
+
+def dense_index(shard: int, shards: int) -> str:
+    """Return the name of the index of what a shard wrote of sharded tensors."""
+    return f"{DENSE_DIR}/{shard:05d}-of-{shards:05d}.json"
+
+
+def dense_data(shard: int, shards: int) -> str:
+    """Return the name of the bytes of what a shard wrote of sharded tensors."""
+    return f"{DENSE_DIR}/{shard:05d}-of-{shards:05d}.bin"
+
+
+def has_tensors(name: str) -> bool:
+    """Say whether a file is one of those that hold dense tensors."""
+    return name == MODEL or name.startswith(f"{DENSE_DIR}/")
+
+
+def is_of_rank(name: str) -> bool:
+    """Say whether a file is one of those of which a rank reads only some: rows, positions and random states."""
+    return name.startswith((f"{SPARSE_DIR}/", "io_state_", "rng_"))
+
+
+def is_part(name: str) -> bool:
+    """Say whether a name is that of a part."""
+    return name.endswith(".arrow")
+
+
+def is_ours(name: str) -> bool:
+    """Say whether a name inside a checkpoint directory is one that recckpt writes."""
+    return _OURS.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Say whether a name in the output dir is one that a file has for an instant, until it gets its own."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def join(*names: str) -> str:
+    """Join names below the output dir; an empty one is the dir itself."""
+    return "/".join(name for name in names if name)
+
+
+def checked_name(name: str, path: str) -> str:
+    """Return a name read from the file ``path``, or refuse one that could lead out of the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: the name is not a plain relative path.
+    """
+    if _SAFE.fullmatch(name):
+        return name
+    if len(name) > _MAX_NAME_CHARS or _UNSAFE.search(name) or not all(map(_is_plain, name.split("/"))):
+        raise CorruptCheckpointError(
+            path, "file name", found=f"unsafe path {name[:200]!r}", expected="a relative name inside the checkpoint"
+        )
+    return str(PurePosixPath(name))
+
+
+def _is_plain(segment: str) -> bool:
+    return segment not in ("", ".", "..") and len(segment.encode()) <= _MAX_SEGMENT_BYTES

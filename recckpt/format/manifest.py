@@ -1,0 +1,267 @@
+"""The manifest: the commit record of a checkpoint (docs/format.md, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.json_fields import Fields, first_repeat, parse
+from recckpt.format.self_checksum import check_seal, seal
+from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
+
+FORMAT = "recckpt"  # part of the format
+VERSION = 1  # part of the format
+CHECKSUM = "xxh3_64"  # part of the format
+MAX_BYTES = 64 << 20  # part of the format
+_SEAL = "manifest_xxh3"  # part of the format
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint; parts have no checksum here, their catalog has several."""
+
+    name: str
+    n_bytes: int
+    xxh3: int | None = None
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """Where a shard's catalog is and which buckets [begin, end) its rows lie in."""
+
+    catalog: str
+    buckets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """A table as it was saved: rows over all shards, and its slots."""
+
+    name: str
+    rows: int
+    slots: tuple[SlotSpec, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, the id included."""
+        return 8 + sum(slot.row_bytes for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of a checkpoint without opening its other files."""
+
+    ckpt_id: str
+    save_id: str
+    seq: int
+    time: str
+    shards: tuple[ShardEntry, ...]
+    tables: tuple[TableEntry, ...]
+    files: tuple[FileEntry, ...]
+    epoch: int = 0
+    step: int | None = None
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    state: Mapping[str, Scalar] = field(default_factory=dict)
+    writer: Mapping[str, str] = field(default_factory=dict)
+    ephemeral: bool = False
+    pinned: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts checkpoints by age."""
+        return self.epoch, self.seq
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.n_bytes for file in self.files)
+
+    def file(self, name: str) -> FileEntry | None:
+        """Return the entry of a file, None where the checkpoint has none of that name."""
+        return self._files_by_name.get(name)
+
+    def table(self, name: str) -> TableEntry | None:
+        """Return the entry of a table, None where the checkpoint has none of that name."""
+        return self._tables_by_name.get(name)
+
+    @cached_property
+    def _files_by_name(self) -> dict[str, FileEntry]:
+        return {file.name: file for file in self.files}
+
+    @cached_property
+    def _tables_by_name(self) -> dict[str, TableEntry]:
+        return {table.name: table for table in self.tables}
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the bytes of ``manifest.json``, sealed with their own checksum.
+
+    Raises:
+        ValueError: no reader would take it, for its size.
+    """
+    data = seal(_to_json(manifest), _SEAL)
+    if len(data) > MAX_BYTES:
+        raise ValueError(
+            f"the manifest would have {len(data)} bytes, of {len(manifest.files)} files and {len(manifest.tables)} "
+            f"tables; at most {MAX_BYTES} are read back: save with fewer ranks or a lower concurrency"
+        )
+    return data
+
+
+def decode(data: bytes, path: str) -> Manifest:
+    """Return the manifest in ``data``.
+
+    Args:
+        data: the bytes of the file.
+        path: the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: anything but a whole, sealed and consistent manifest.
+        FormatVersionError: written by a newer format.
+    """
+    if len(data) > MAX_BYTES:
+        raise CorruptCheckpointError(path, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
+    fields = parse(data, path)
+    _check_header(fields)  # before the seal: another version, or another checksum, may be sealed otherwise
+    check_seal(data, _SEAL, path)
+    if fields.text("kind") != "full":
+        raise FormatVersionError(path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
+    return _from_fields(fields)
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "checksum": CHECKSUM,
+        "ckpt_id": manifest.ckpt_id,
+        "save_id": manifest.save_id,
+        "kind": "full",
+        "parent": None,
+        "epoch": manifest.epoch,
+        "seq": manifest.seq,
+        "step": manifest.step,
+        "time": manifest.time,
+        "shards": [{"catalog": s.catalog, "buckets": list(s.buckets)} for s in manifest.shards],
+        "tables": [
+            {"name": table.name, "rows": table.rows, "slots": [_slot_json(slot) for slot in table.slots]}
+            for table in manifest.tables
+        ],
+        "files": [_file_json(file) for file in manifest.files],
+        "names": {group: list(names) for group, names in manifest.names.items()},
+        "state": dict(manifest.state),
+        "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
+        "writer": dict(manifest.writer),
+    }
+
+
+def _slot_json(slot: SlotSpec) -> dict[str, Any]:
+    return {"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)}
+
+
+def _file_json(file: FileEntry) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": file.name, "bytes": file.n_bytes}
+    return entry if file.xxh3 is None else {**entry, "xxh3": f"{file.xxh3:016x}"}
+
+
+def _check_header(fields: Fields) -> None:
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", fields.text("format"), FORMAT)
+    if fields.count("version") > VERSION:
+        raise FormatVersionError(fields.path, found=fields.count("version"), supported=VERSION)
+    if fields.text("checksum") != CHECKSUM:
+        raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
+
+
+def _from_fields(fields: Fields) -> Manifest:
+    flags = fields.mapping("flags")
+    manifest = Manifest(
+        ckpt_id=fields.text("ckpt_id"),
+        save_id=fields.text("save_id"),
+        epoch=fields.count("epoch"),
+        seq=fields.count("seq"),
+        step=fields.maybe_count("step"),
+        time=fields.text("time"),
+        shards=tuple(_shard(entry) for entry in fields.objects("shards")),
+        tables=tuple(_table(entry) for entry in fields.objects("tables")),
+        files=tuple(_file(entry) for entry in fields.objects("files")),
+        names=_names(fields.mapping("names")) if fields.has("names") else {},
+        state=fields.scalars("state"),
+        writer={name: str(version) for name, version in fields.scalars("writer").items()},
+        ephemeral=flags.flag("ephemeral"),
+        pinned=flags.flag("pinned"),
+    )
+    _check_consistent(manifest, fields)
+    return manifest
+
+
+def _names(fields: Fields) -> dict[str, tuple[str, ...]]:
+    return {group: tuple(fields.texts(group)) for group in ("extra", "io_state") if fields.has(group)}
+
+
+def _shard(fields: Fields) -> ShardEntry:
+    catalog = layout.checked_name(fields.text("catalog"), fields.path)
+    return ShardEntry(catalog, bucket_range(fields))
+
+
+def bucket_range(fields: Fields) -> tuple[int, int]:
+    """Return the field ``buckets``: [begin, end) within 0 to 65,536."""
+    values = fields.counts("buckets")
+    if len(values) != 2 or not values[0] <= values[1] <= 65536:
+        raise fields.wrong("buckets", str(values), "[begin, end) within 0 to 65536")
+    return values[0], values[1]
+
+
+def _table(fields: Fields) -> TableEntry:
+    try:
+        name = check_table_name(fields.text("name"))
+    except ValueError as error:
+        raise fields.wrong("name", str(error), "a table name") from error
+    slots = tuple(_slot(entry) for entry in fields.objects("slots"))
+    names = [slot.name for slot in slots]
+    if len(set(names)) < len(names) or EMBEDDING not in names:
+        raise fields.wrong("slots", str(names), "different names, one of them 'embedding'")
+    return TableEntry(name, fields.count("rows"), slots)
+
+
+def _slot(fields: Fields) -> SlotSpec:
+    name, dtype = fields.text("name"), fields.text("dtype")
+    if name in ("", "id", "table", "op"):
+        raise fields.wrong("name", repr(name), "a slot name")
+    if dtype not in ITEM_BYTES:
+        raise fields.wrong("dtype", repr(dtype), f"one of {', '.join(ITEM_BYTES)}")
+    spec = SlotSpec(name, dtype, fields.counts("shape", low=1))
+    if spec.row_bytes >= 2**31:
+        raise fields.wrong("shape", str(spec.shape), "a row of less than 2 GiB")
+    return spec
+
+
+def _file(fields: Fields) -> FileEntry:
+    name = layout.checked_name(fields.text("name"), fields.path)
+    xxh3 = None if layout.is_part(name) else fields.checksum("xxh3")
+    return FileEntry(name, fields.count("bytes"), xxh3)
+
+
+def _check_consistent(manifest: Manifest, fields: Fields) -> None:
+    tables = [table.name for table in manifest.tables]
+    files = [file.name for file in manifest.files]
+    for key, names in (("tables", tables), ("files", files)):
+        twice = first_repeat(names)
+        if twice is not None:
+            raise fields.wrong(key, f"{twice!r} twice", "different names")
+    count = len(manifest.shards)
+    if not count:
+        raise fields.wrong("shards", "none", "at least one")
+    for number, shard in enumerate(manifest.shards):
+        if shard.catalog != layout.catalog(number, count) or manifest.file(shard.catalog) is None:
+            raise fields.wrong(f"shards[{number}].catalog", shard.catalog, f"{layout.catalog(number, count)}, listed")
+    try:
+        layout.encode_id(manifest.ckpt_id)
+    except ValueError as error:
+        raise fields.wrong("ckpt_id", str(error), "a checkpoint id") from error

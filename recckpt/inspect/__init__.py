@@ -1,0 +1,1 @@
+"""What looks into checkpoints: reader, verify, salvage, repair."""

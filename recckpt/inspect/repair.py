@@ -1,0 +1,159 @@
+"""What crashes leave in an output dir: the index file made anew, leftovers told apart, and dead ones removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.output_dir import rotation
+from recckpt.output_dir.attempt import read_intent
+from recckpt.output_dir.claims import last_takeover, read_claim
+from recckpt.output_dir.commit import write_index
+from recckpt.output_dir.index_file import index_problem
+from recckpt.output_dir.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints, read_manifest
+from recckpt.storage import Storage, open_storage
+
+_LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that runs has one for an instant
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something that no reader looks at.
+
+    Attributes:
+        path: of the directory or file, in the output dir.
+        what: what it is, and whose.
+        is_dead: whether nobody can still be writing it, so that it may go.
+    """
+
+    path: str
+    what: str
+    is_dead: bool
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What :func:`repair` found and did.
+
+    Attributes:
+        url: the output dir.
+        checkpoints: ids in the index file that it makes, newest last.
+        index_problem: what is wrong with the one that was there; "" where it was right.
+        leftovers: what crashes left.
+        damaged: directory -> what is wrong, of damaged checkpoints, which are never removed.
+        removed: paths of the leftovers that are gone, or would go.
+    """
+
+    url: str
+    checkpoints: tuple[str, ...]
+    index_problem: str
+    leftovers: tuple[Leftover, ...]
+    damaged: dict[str, str]
+    removed: tuple[str, ...]
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Paths of dead leftovers that are still there."""
+        return tuple(left.path for left in self.leftovers if left.is_dead and left.path not in self.removed)
+
+
+def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
+    """Make the index file of an output dir anew, and find what crashes left.
+
+    Damaged checkpoints, files that recckpt did not make, and whatever the last writer made stay; that one may be alive.
+
+    Args:
+        url: the output dir.
+        clean: whether leftovers are removed that nobody can still be writing.
+        dry_run: whether nothing is changed.
+
+    Raises:
+        CheckpointNotFoundError: it is no output dir.
+        FormatVersionError: a newer recckpt has written there.
+        OSError: the storage failed; what was to be removed may be half removed, and no reader looks at it.
+    """
+    storage = open_storage(url)
+    listing = list_checkpoints(storage)
+    for error in listing.damaged.values():
+        if isinstance(error, FormatVersionError):
+            raise error
+    found = list(_leftovers(storage, listing))
+    is_output_dir = listing.committed or listing.damaged or layout.OWN_DIR in storage.list_dirs()
+    if not is_output_dir and not any(left.is_dead for left, _ in found):
+        raise CheckpointNotFoundError(f"{storage.url}: found no checkpoint, expected an output dir")
+    problem = index_problem(storage, [checkpoint.ckpt_id for checkpoint in listing.current])
+    if problem and not dry_run:
+        write_index(storage, listing)
+    dead = [left.path for left, _ in found if left.is_dead]
+    return Repaired(
+        url=storage.url,
+        checkpoints=tuple(checkpoint.ckpt_id for checkpoint in listing.current),
+        index_problem=problem,
+        leftovers=tuple(left for left, _ in found),
+        damaged={name: str(error) for name, error in listing.damaged.items()},
+        removed=tuple(dead if dry_run else _clean(storage, found)) if clean else (),
+    )
+
+
+_Removal = Callable[[], object]
+
+
+def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _Removal]]:
+    """Yield what was left, with what removes it."""
+    try:
+        alive = last_takeover(storage).epoch
+    except CorruptCheckpointError:
+        alive = 0  # then nobody is known to be dead
+    for directory, reason in listing.fenced.items():
+        yield Leftover(directory, f"a late commit, {reason}", True), partial(_remove_fenced, storage, directory)
+    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys() | listing.fenced.keys()
+    for directory in sorted(set(attempt_dirs(storage)) - known):
+        names = storage.list_files(directory)
+        if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
+            continue  # committed meanwhile, or not ours
+        what, is_dead = _attempt(storage, directory, alive, names)
+        yield Leftover(directory, what, is_dead), partial(rotation.remove_leftover, storage, directory)
+    for name in filter(layout.is_temporary, storage.list_files("")):
+        yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
+
+
+def _attempt(storage: Storage, directory: str, alive: int, names: Sequence[str]) -> tuple[str, bool]:
+    """Say what a directory without a manifest is, and whether its writer is dead: one that was followed is."""
+    died_at_once = bool(names) and all(name.startswith(f"{layout.INTENT}.") for name in names)  # before the name was it
+    intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
+    if intent is not None:
+        return f"an unfinished save, {_whose(storage, intent.epoch)}", intent.epoch < alive
+    if not names:
+        return "an empty directory, it may be of a save that has just begun", False
+    return f"files without {layout.INTENT}: nobody knows whose", False
+
+
+def _whose(storage: Storage, epoch: int) -> str:
+    with suppress(FileNotFoundError, CorruptCheckpointError, FormatVersionError):
+        claim = read_claim(storage, epoch)
+        return f"epoch {epoch}: process {claim.pid} on {claim.host} since {claim.time}"
+    return f"epoch {epoch}"
+
+
+def _clean(storage: Storage, found: list[tuple[Leftover, _Removal]]) -> list[str]:
+    """Remove what is dead, and return what of it is gone then."""
+    dead = [(left.path, removal) for left, removal in found if left.is_dead]
+    if any(layout.is_temporary(path) for path, _ in dead):
+        time.sleep(_LOOKS_APART)
+    present = set(storage.list_files(""))
+    for path, removal in dead:
+        if not layout.is_temporary(path) or path in present:
+            removal()
+    left = {leftover.path for leftover, _ in _leftovers(storage, list_checkpoints(storage))}
+    return [path for path, _ in dead if path not in left]
+
+
+def _remove_fenced(storage: Storage, directory: str) -> None:
+    record = read_manifest(storage, directory)
+    if record is not None and last_takeover(storage).excludes(record):
+        rotation.remove(storage, Checkpoint(directory, record))

@@ -1,0 +1,178 @@
+"""Is a checkpoint whole? Looks at everything and reports all that is wrong (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.inspect.verify_checkpoint import Checkup, newer
+from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
+from recckpt.output_dir.listing import locate_path
+from recckpt.parallel.threads import run_all
+from recckpt.storage import Storage, UnsafeLinkError, open_parent, open_storage
+from recckpt.text import Progress
+
+_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a checkpoint.
+
+    Attributes:
+        directory: of the checkpoint, in its output dir.
+        file: the file, as named under the output dir.
+        where: the place in it, or "".
+        found: what is there.
+        expected: what should be there.
+    """
+
+    directory: str
+    file: str
+    where: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        place = f" at {self.where}" if self.where else ""
+        return f"{self.file}{place}: found {self.found}, expected {self.expected}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of looking at one checkpoint.
+
+    Attributes:
+        directory: of the checkpoint, in its output dir; or that of the files that say who owns the output dir.
+        manifest: None where it cannot be read.
+        problems: all that is wrong, in the order of the files.
+    """
+
+    directory: str
+    manifest: Manifest | None
+    problems: tuple[Problem, ...]
+
+
+def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[Problem]:
+    """Look for damage in a checkpoint, or in all checkpoints of an output dir.
+
+    Deep reads every byte: the checksums of all files, columns and Arrow frames, and for each table that its
+    ids are where the catalogs say, that none is there twice, and that its rows add up.
+
+    Args:
+        path: a checkpoint or an output dir; any fsspec URL.
+        deep: False looks at the manifests and the sizes of the files only.
+        threads: number of files that are read at once; None for 8. Locally it is one a core at most.
+
+    Returns:
+        All problems, not only the first, in the order of checkpoints and files; empty where everything is well.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, damaged or not.
+        ValueError: ``threads`` is not an int of at least 1.
+    """
+    reports = verify_found(find_checkpoints(path), deep=deep, threads=threads)
+    return [problem for report in reports for problem in report.problems]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What :func:`verify` looks at.
+
+    Attributes:
+        storage: the output dir.
+        directories: those with a manifest.
+        is_output_dir: whether it was the output dir that was asked for, and not one checkpoint.
+    """
+
+    storage: Storage
+    directories: Sequence[str]
+    is_output_dir: bool = False
+
+
+def find_checkpoints(path: str) -> Found:
+    """Return the directories with a manifest: the one that ``path`` is, or those that lie in it.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    storage, directory = open_parent(path)
+    if _has_manifest(storage, directory):
+        return Found(storage, [directory])
+    inside = open_storage(path)
+    directories = sorted(name for name in inside.list_dirs() if _has_manifest(inside, name))
+    if directories:
+        return Found(inside, directories, is_output_dir=True)
+    storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
+    return Found(storage, [checkpoint.directory])
+
+
+def verify_found(found: Found, *, deep: bool = True, threads: int | None = None) -> list[Report]:
+    """Look for damage; arguments as of :func:`verify`.
+
+    A checkpoint that is removed meanwhile, as rotation does, has no report. The files that say who owns an output dir
+    have one, last of all, if one of them is damaged.
+
+    Raises:
+        CheckpointNotFoundError: there is none left.
+    """
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"threads is an int of at least 1, found {threads!r}")
+    storage, n_threads = found.storage, found.storage.threads(threads or _THREADS)
+    looks = run_all(lambda name: Checkup(storage, name), found.directories, n_threads)
+    if deep:
+        _look_deep([look for look in looks if look.manifest], n_threads)
+    reports = [_report(look) for look in looks if not look.errors or _has_manifest(storage, look.directory)]
+    if not reports:
+        raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {', '.join(found.directories)}")
+    owner = [_problem(layout.OWNER_DIR, error) for error in _owner_errors(storage)] if found.is_output_dir else []
+    return [*reports, Report(layout.OWNER_DIR, None, tuple(owner))] if owner else reports
+
+
+def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:
+    """Check the claims on an output dir, and the list by which late commits are told."""
+    checks: list[Callable[[], object]] = [partial(read_claim, storage, epoch) for epoch in claimed_epochs(storage)]
+    checks.append(partial(last_takeover, storage))
+    for check in checks:
+        try:
+            check()
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except CorruptCheckpointError as error:
+            yield error
+        except FormatVersionError as error:
+            yield newer(error)
+
+
+def _look_deep(looks: Sequence[Checkup], threads: int) -> None:
+    """Read everything, a file a thread."""
+    manifests = [look.manifest for look in looks if look.manifest]
+    what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
+    with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
+        progress.n_rows = sum(table.rows for manifest in manifests for table in manifest.tables)
+        for step in (Checkup.check_files, Checkup.check_parts, Checkup.check_ids):
+            jobs = [(look, job) for look in looks for job in step(look, progress.advance)]
+            for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
+                look.errors += errors
+
+
+def _report(look: Checkup) -> Report:
+    return Report(look.directory, look.manifest, tuple(_problem(look.directory, error) for error in look.errors))
+
+
+def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
+    return Problem(directory, error.path, error.where, error.found, error.expected)
+
+
+def _has_manifest(storage: Storage, directory: str) -> bool:
+    try:
+        storage.size(layout.join(directory, layout.MANIFEST))
+    except UnsafeLinkError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -1,0 +1,223 @@
+"""All that can be wrong with one checkpoint, looked for in steps of jobs that may run at once (no torch here)."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+
+import xxhash
+
+from recckpt.dense.chunk_verifier import check_chunks
+from recckpt.dense.stored_shards import read_index, tensors_of
+from recckpt.dense.torch_file import TorchFile
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import catalog as catalogs
+from recckpt.format import layout
+from recckpt.format.catalog import Catalog, Part
+from recckpt.format.manifest import FileEntry, Manifest, TableEntry
+from recckpt.format.tensor_index import ChunkIndex
+from recckpt.output_dir.attempt import read_intent
+from recckpt.output_dir.checked import read_checked
+from recckpt.output_dir.listing import file_problems, read_manifest
+from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part, repeated_between_shards
+from recckpt.storage import Storage, missing
+
+log = logging.getLogger("recckpt")
+
+_CHUNK_BYTES = 8 << 20
+
+Errors = Iterator[CorruptCheckpointError]
+Job = Callable[[], Iterable[CorruptCheckpointError]]
+Advance = Callable[[int], object]
+
+
+class Checkup:
+    """Looks at manifest and sizes when it is made, and at the rest in steps.
+
+    The steps are to be taken in order, each once all jobs of the one before are done. A job returns what it finds.
+
+    Attributes:
+        directory: of the checkpoint.
+        manifest: None where it cannot be read.
+        errors: all that is wrong so far; the results of jobs are added by whoever runs them.
+    """
+
+    def __init__(self, storage: Storage, directory: str) -> None:
+        self._storage, self.directory = storage, directory
+        self.manifest: Manifest | None = None
+        self.errors: list[CorruptCheckpointError] = []
+        self._shards: dict[int, Catalog] = {}
+        self._indexes: dict[int, ChunkIndex] = {}
+        path = self._path(layout.MANIFEST)
+        try:
+            self.manifest = read_manifest(storage, directory)
+        except CorruptCheckpointError as error:
+            self.errors.append(error)
+        except FormatVersionError as error:
+            self.errors.append(newer(error))
+        if self.manifest:
+            self.errors += self._foreign(self.manifest)
+            self.errors += file_problems(storage, directory, self.manifest)
+        elif not self.errors:
+            self.errors.append(CorruptCheckpointError(path, "", found="no such file", expected="a manifest"))
+        self._broken = {error.path for error in self.errors}
+
+    def check_files(self, advance: Advance) -> Iterator[Job]:
+        """Check whole files: all but the parts."""
+        assert self.manifest is not None
+        self._log_unlisted(self.manifest)
+        numbers = {shard.catalog: number for number, shard in enumerate(self.manifest.shards)}
+        chunk_paths = set().union(*map(self._chunk_paths, self._with_chunks))
+        for file in self.manifest.files:
+            path = self._path(file.name)
+            elsewhere = file.name in numbers or layout.is_part(file.name) or path in chunk_paths
+            if path not in self._broken and not elsewhere:
+                yield partial(_read, path, partial(self._check_file, file, advance))
+        for name, number in numbers.items():
+            if self._path(name) not in self._broken:
+                yield partial(_read, self._path(name), partial(self._read_catalog, number, advance))
+        for number in self._with_chunks:
+            if self._chunk_paths(number).isdisjoint(self._broken):
+                path = self._path(layout.dense_index(number, len(self.manifest.shards)))
+                yield partial(_read, path, partial(self._check_chunks, number, advance))
+
+    def check_parts(self, advance: Advance) -> Iterator[Job]:
+        """Check the parts that the catalogs name."""
+        assert self.manifest is not None
+        if len(self._shards) == len(self.manifest.shards):
+            self.errors += self._sum_errors(self.manifest)
+        self._parts: dict[str, PartCheck] = {}
+        for shard in self._catalogs():
+            for part in shard.parts:
+                if self._path(part.file) not in self._broken:
+                    yield partial(_read, self._path(part.file), partial(self._check_part, part, advance))
+
+    def check_ids(self, _: Advance) -> Iterator[Job]:
+        """Check what only several files together can tell: that no id is there twice."""
+        assert self.manifest is not None
+        for shard in self._catalogs():
+            self.errors += between_parts(self._parts[p.file] for p in shard.parts if p.file in self._parts)
+        if len(self._indexes) == len(self._with_chunks):
+            yield partial(_read, self._path(layout.DENSE_DIR), self._check_tensors)
+        for table in self.manifest.tables:
+            yield partial(self._check_table, table)
+
+    def _path(self, name: str) -> str:
+        return layout.join(self.directory, name)
+
+    def _catalogs(self) -> list[Catalog]:
+        return [self._shards[number] for number in sorted(self._shards)]
+
+    def _foreign(self, manifest: Manifest) -> Errors:
+        """Check that the manifest is of the attempt that made the directory, where that can be told."""
+        intent = read_intent(self._storage, self.directory)
+        if intent is not None and intent.save_id != manifest.save_id:
+            path, expected = self._path(layout.MANIFEST), f"{intent.save_id}, as {layout.INTENT} says"
+            yield CorruptCheckpointError(path, "save_id", found=manifest.save_id, expected=expected)
+
+    def _log_unlisted(self, manifest: Manifest) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            for name in self._storage.list_files(self.directory):
+                if name not in (layout.MANIFEST, layout.INTENT) and manifest.file(name) is None:
+                    log.debug("%s is not listed in the manifest, and ignored", self._path(name))
+
+    def _check_file(self, file: FileEntry, advance: Advance) -> Errors:
+        path, digest = self._path(file.name), xxhash.xxh3_64()
+        with self._storage.open(path) as content:
+            while chunk := content.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                advance(len(chunk))
+            found = digest.intdigest()
+            if found != file.xxh3:
+                yield CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{file.xxh3:016x}")
+            elif file.name == layout.MODEL:
+                TorchFile(content, path)
+
+    @property
+    def _with_chunks(self) -> list[int]:
+        """The shards that wrote something of sharded tensors."""
+        assert self.manifest is not None
+        shards = len(self.manifest.shards)
+        return [n for n in range(shards) if self.manifest.file(layout.dense_index(n, shards))]
+
+    def _chunk_paths(self, number: int) -> set[str]:
+        assert self.manifest is not None
+        shards = len(self.manifest.shards)
+        return {self._path(layout.dense_index(number, shards)), self._path(layout.dense_data(number, shards))}
+
+    def _check_chunks(self, number: int, advance: Advance) -> Errors:
+        assert self.manifest is not None
+        try:
+            index = read_index(self._storage, self.directory, self.manifest, number)
+        except FormatVersionError as error:
+            yield newer(error)
+            return
+        assert index is not None  # the manifest lists it
+        data = self.manifest.file(index.file)
+        assert data is not None  # the index was checked for that
+        self._indexes[number] = index
+        yield from check_chunks(self._storage, self.directory, index, data.xxh3, advance)
+
+    def _read_catalog(self, number: int, advance: Advance) -> Errors:
+        assert self.manifest is not None
+        shard = self.manifest.shards[number]
+        path, entry = self._path(shard.catalog), self.manifest.file(shard.catalog)
+        assert entry is not None  # the manifest was checked for that
+        data = read_checked(self._storage, self.directory, entry, catalogs.MAX_BYTES)
+        advance(len(data))
+        try:
+            catalog = self._shards[number] = catalogs.decode(data, path, self.manifest, number)
+        except FormatVersionError as error:
+            yield newer(error)
+            return
+        if catalog.buckets != shard.buckets:
+            found, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
+            yield CorruptCheckpointError(path, "", found=found, expected=expected)
+
+    def _sum_errors(self, manifest: Manifest) -> Errors:
+        """Check that the catalogs together make up the manifest."""
+        path = self._path(layout.MANIFEST)
+        for table in manifest.tables:
+            rows = sum(shard.rows.get(table.name, 0) for shard in self._catalogs())
+            if rows != table.rows:
+                where, expected = f"table {table.name!r}", f"{rows}, as in the catalogs"
+                yield CorruptCheckpointError(path, where, found=f"{table.rows} rows", expected=expected)
+        parts = Counter(part.file for shard in self._catalogs() for part in shard.parts)
+        for file in manifest.files:
+            if layout.is_part(file.name) and parts[file.name] != 1:
+                where, found = f"file {file.name!r}", f"in {parts[file.name]} catalogs"
+                yield CorruptCheckpointError(path, where, found=found, expected="in one catalog")
+
+    def _check_part(self, part: Part, advance: Advance) -> Errors:
+        assert self.manifest is not None
+        checked = check_part(self._storage, self.directory, self.manifest, part, advance)
+        self._parts[part.file] = checked
+        yield from checked.errors
+
+    def _check_tensors(self) -> Errors:
+        tensors_of(self.directory, [self._indexes[number] for number in sorted(self._indexes)])
+        yield from ()
+
+    def _check_table(self, table: TableEntry) -> Errors:
+        with suppress(CorruptCheckpointError, OSError):  # what cannot be read has been reported already
+            yield from repeated_between_shards(self._storage, self.directory, table, self._catalogs())
+
+
+def _read(path: str, check: Job) -> Errors:
+    """Run a check; a file that cannot be read is as bad as one that is wrong."""
+    try:
+        yield from check()
+    except CorruptCheckpointError as error:
+        yield error
+    except FileNotFoundError as error:
+        yield missing(path, error, "a file that can be read")
+    except OSError as error:
+        yield CorruptCheckpointError(path, "", found=f"an error: {error}", expected="a file that can be read")
+
+
+def newer(error: FormatVersionError) -> CorruptCheckpointError:
+    """Return the error as one among others."""
+    return CorruptCheckpointError(error.path, "version", found=error.found, expected=f"at most {error.supported}")

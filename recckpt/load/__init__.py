@@ -1,0 +1,1 @@
+"""The way of a load: locate, select, read, apply."""

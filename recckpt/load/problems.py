@@ -1,0 +1,73 @@
+"""What is wrong with a load, gathered so that one error can say all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
+from recckpt.load.conf import Entry
+
+_REMEDY = "pass load_conf={'strict': False} to load what fits by name, or say in 'on_mismatch' what to do"
+
+
+@dataclass
+class Problems:
+    """Problems by kind, and what is worth a warning.
+
+    Attributes:
+        conf: with keys, values and names.
+        missing: what the model has, and the checkpoints that must have it lack.
+        unexpected: what a checkpoint has, and the model that must have it lacks.
+        mismatched: name -> (found, expected) of dtypes, shapes and numbers of shards.
+        not_found: entries whose checkpoint cannot be read, with the reason.
+        warnings: what is no error.
+    """
+
+    conf: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, tuple[object, object]] = field(default_factory=dict)
+    not_found: list[tuple[Entry, RecckptError]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def about_names(self, entry: Entry, problem: str) -> None:
+        """Add a problem with names, which an entry may ask to be only warned of."""
+        self._add(self.warnings if entry.ignore_error else self.conf, f"{entry.label}: {problem}")
+
+    def warn(self, entry: Entry, text: str) -> None:
+        """Add a warning."""
+        self._add(self.warnings, f"{entry.label}: {text}")
+
+    def _add(self, known: list[str], text: str) -> None:
+        if text not in known:
+            known.append(text)
+
+    def raise_if_any(self, what: str) -> None:
+        """Raise one error that says all of it.
+
+        Args:
+            what: what does not fit, for the message.
+
+        Raises:
+            LoadConfError: there are problems with names and keys, or of several kinds.
+            StateMismatchError: there is nothing but state that does not fit.
+            CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: there is nothing but one checkpoint
+                that cannot be read.
+        """
+        misfit = StateMismatchError(
+            what, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched, remedy=_REMEDY
+        )
+        misfits = [misfit] if self.missing or self.unexpected or self.mismatched else []
+        unreadable = [error for _, error in self.not_found]
+        if not self.conf and len(misfits) + len(unreadable) == 1:
+            raise [*unreadable, *misfits][0]
+        texts = [*self.conf, *map(str, unreadable), *map(str, misfits)]
+        if texts:
+            raise LoadConfError(texts)
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of many names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more

@@ -1,0 +1,171 @@
+"""A load on paper, before and after: what people and programs read of it."""
+
+from __future__ import annotations
+
+import html
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recckpt.load.problems import first_few
+from recckpt.load.resolve import Planned
+from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.types import EMBEDDING
+
+log = logging.getLogger("recckpt")
+
+_OF_A_RESUME = ("global_step", "io_state")  # nobody expects them of a warm start
+_MOST = 8  # names in a line
+_HEAD = ("name", "from", "name there", "rows", "bytes", "note")
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """For every name of the model where it comes from, or why it stays at its initial value.
+
+    Attributes:
+        items: one for each name.
+        sources: the checkpoints, as paths, in the order of the bank.
+        warnings: what was noticed and is no error.
+    """
+
+    items: tuple[Planned, ...]
+    sources: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def taken(self) -> list[Planned]:
+        """The names that are loaded."""
+        return [item for item in self.items if item.offer is not None]
+
+    @property
+    def fresh(self) -> list[Planned]:
+        """The names that stay at their initial values."""
+        return [item for item in self.items if item.offer is None]
+
+    def source_of(self, item: Planned) -> str:
+        """Return the checkpoint that an item is taken from, "" where it stays."""
+        return "" if item.offer is None else self.sources[item.offer]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return {
+            "items": [
+                {
+                    "name": item.name.text,
+                    "group": item.name.group,
+                    "source": self.source_of(item) or None,
+                    "source_name": item.source or None,
+                    "rows": item.thing.rows,
+                    "bytes": item.thing.n_bytes,
+                    "renamed": bool(item.source) and item.source != item.name.text,
+                    "conversion": item.conversion or None,
+                    "reason": item.reason or None,
+                }
+                for item in self.items
+            ],
+            "sources": list(self.sources),
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([*grid(_HEAD, self._cells(), right=("rows", "bytes")), *self._footer()])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in _HEAD)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self._cells()
+        )
+        footer = "".join(f"<p>{html.escape(line)}</p>" for line in self._footer())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{footer}"
+
+    def log_summary(self) -> None:
+        """Log how much comes from where, and as a warning what starts from scratch."""
+        for line in self._taken_lines():
+            log.info("%s", line)
+        for line in [*self._fresh_lines(), *self.warnings]:
+            log.warning("%s", one_line(line))
+
+    def _cells(self) -> Iterable[tuple[str, ...]]:
+        for item in self.items:
+            thing = item.thing
+            yield (
+                escaped(item.name.text),
+                escaped(self.source_of(item) or "-"),
+                escaped(item.source) if item.source not in ("", item.name.text) else "",
+                count(thing.rows) if thing.rows else "",
+                size(thing.n_bytes) if thing.n_bytes else "",
+                one_line(item.conversion or item.reason),
+            )
+
+    def _footer(self) -> list[str]:
+        return [*self._taken_lines(), *self._fresh_lines(), *(f"warning: {one_line(text)}" for text in self.warnings)]
+
+    def _fresh_lines(self) -> list[str]:
+        """Say what starts from scratch, one line a reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in _by_table(item for item in self.fresh if item.name.group not in _OF_A_RESUME):
+            by_reason.setdefault(reason, []).append(name)
+        return [f"from scratch: {first_few(names, _MOST)}: {one_line(reason)}" for reason, names in by_reason.items()]
+
+    def _taken_lines(self) -> list[str]:
+        lines = []
+        for number, source in enumerate(self.sources):
+            items = [item for item in self.taken if item.offer == number]
+            tables = {item.name.table: item.thing.rows for item in items if item.name.is_slot}
+            tensors = sum(item.name.group == "dense" for item in items)
+            what = [plural(len(tables), "table"), plural(sum(tables.values()), "row"), plural(tensors, "tensor")]
+            n_bytes = size(sum(item.thing.n_bytes for item in items))
+            lines.append(f"{escaped(source)}: {', '.join(what)}, {n_bytes}")
+        return lines
+
+
+@dataclass(frozen=True)
+class LoadReport(LoadPlan):
+    """A plan and what came of it.
+
+    Attributes:
+        rows_taken: table -> rows that were loaded, on this rank.
+        rows_filtered: table -> rows that ``where`` left out.
+        bytes_read: bytes of column values and whole files that were read.
+        seconds: for all of it.
+        fresh_parameters: ``optimizer: parameter`` of the registered optimizers that no saved state fitted.
+        global_step: the step that was taken over, None where none was.
+    """
+
+    rows_taken: Mapping[str, int] = field(default_factory=dict)
+    rows_filtered: Mapping[str, int] = field(default_factory=dict)
+    bytes_read: int = 0
+    seconds: float = 0.0
+    fresh_parameters: tuple[str, ...] = ()
+    global_step: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return {
+            **super().to_dict(),
+            "rows_taken": dict(self.rows_taken),
+            "rows_filtered": dict(self.rows_filtered),
+            "bytes_read": self.bytes_read,
+            "seconds": self.seconds,
+            "fresh_parameters": list(self.fresh_parameters),
+            "global_step": self.global_step,
+        }
+
+    def _footer(self) -> list[str]:
+        taken, filtered = sum(self.rows_taken.values()), sum(self.rows_filtered.values())
+        what = f"{plural(taken, 'row')} taken, {count(filtered)} filtered, {size(self.bytes_read)} read"
+        return [*super()._footer(), f"{what} in {self.seconds:.2f} s"]
+
+    def _fresh_lines(self) -> list[str]:
+        of_optimizers = [f"from scratch in the optimizers: {first_few(self.fresh_parameters, _MOST)}: no state fits"]
+        return [*super()._fresh_lines(), *(of_optimizers if self.fresh_parameters else [])]
+
+
+def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:
+    """Name a table in place of its slots where its embedding is one of those with a reason."""
+    items = list(items)
+    whole = {(item.name.table, item.reason) for item in items if item.name.slot == EMBEDDING}
+    named = [(item.name.table if (item.name.table, item.reason) in whole else item.name.text, item) for item in items]
+    return list(dict.fromkeys((name, item.reason) for name, item in named))

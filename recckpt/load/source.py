@@ -1,0 +1,200 @@
+"""Where a load takes things from: the checkpoints of a bank, found and opened (no torch before a state is read)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recckpt.dense.stored_shards import ShardReader
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.buckets import Slice
+from recckpt.format.catalog import Part
+from recckpt.format.tensor_index import MODEL
+from recckpt.load.conf import Entry, parse_bank
+from recckpt.load.inventory import checkpoint_inventory, dense_prefix, registered_names
+from recckpt.load.problems import Problems
+from recckpt.load.resolve import Inventory, Offer
+from recckpt.load.selection import Name
+from recckpt.output_dir.listing import Checkpoint, locate_path
+from recckpt.output_dir.open_files import HeldFiles
+from recckpt.sparse.files.catalogs import met_shards, read_parts
+from recckpt.storage import Storage
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a rank reads of the files of which each rank reads some.
+
+    Attributes:
+        shard: number of this rank.
+        shards: number of ranks.
+        slices: slot of a table of the model -> the ids that this rank owns, None for all.
+        positions: whether it has positions in the data.
+    """
+
+    shard: int
+    shards: int
+    slices: Mapping[Name, Slice | None]
+    positions: bool
+
+
+@dataclass
+class Source:
+    """One checkpoint, what is wanted of it, and its files while they are read."""
+
+    entry: Entry
+    storage: Storage
+    checkpoint: Checkpoint
+    bytes_read: int = 0
+    _held: HeldFiles | None = None
+    _shards: ShardReader | None = None
+    _states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _inventories: dict[tuple[str, ...], Inventory] = field(default_factory=dict)
+    _parts: list[Part] | None = None
+
+    @property
+    def label(self) -> str:
+        """Where it is."""
+        return layout.join(self.storage.url.removesuffix("/"), self.checkpoint.directory)
+
+    @property
+    def shards(self) -> int:
+        """How many ranks wrote it."""
+        return len(self.checkpoint.manifest.shards)
+
+    @property
+    def files(self) -> HeldFiles:
+        """Its files; what every rank reads is opened when they are first asked for, the rest by :meth:`hold`.
+
+        Raises:
+            CheckpointRemovedError: it is gone already.
+            CorruptCheckpointError: a file is missing.
+        """
+        if self._held is None:
+            sizes = {file.name: file.n_bytes for file in self.checkpoint.manifest.files}
+            common = [name for name in sizes if not layout.is_of_rank(name)]
+            self._held = HeldFiles(self.storage, self.checkpoint.directory, sizes, common)
+        return self._held
+
+    def hold(self, needs: Needs) -> None:
+        """Open what a rank needs, so that no writer that removes it disturbs.
+
+        Raises:
+            CheckpointRemovedError, CorruptCheckpointError: as :attr:`files`; or a catalog is damaged.
+        """
+        there = range(self.shards) if needs.positions and self.shards != needs.shards else {0, needs.shard}
+        of_ranks = [layout.rng(needs.shard), *(layout.io_state(shard) for shard in there)]
+        self.files.hold(name for name in of_ranks if self.checkpoint.manifest.file(name))
+        slices = {own for name, own in needs.slices.items() if self.entry.wants(name)}
+        if slices and self._parts is None:
+            manifest = self.checkpoint.manifest
+            catalogs = {manifest.shards[number].catalog for number in met_shards(manifest, slices)}
+            self.files.hold(sorted(catalogs))
+            self.bytes_read += sum(file.n_bytes for file in manifest.files if file.name in catalogs)
+            self._parts = read_parts(self.checkpoint, self.files, slices)
+            self.files.hold(part.file for part in self._parts)
+
+    def release(self) -> None:
+        """Close the files, and forget what was read of them; what it offers is kept."""
+        if self._shards is not None:
+            self.bytes_read += self._shards.bytes_read
+            self._shards.close()
+        self._held, self._shards, self._parts, self._states = None, None, None, {}
+
+    @property
+    def shards_of_tensors(self) -> ShardReader:
+        """Its sharded tensors.
+
+        Raises:
+            CorruptCheckpointError: what tells of them is damaged.
+        """
+        if self._shards is None:
+            self._shards = ShardReader(self.files, self.checkpoint.directory, self.checkpoint.manifest)
+        return self._shards
+
+    def offer(self, model: Inventory) -> Offer:
+        """Return what it has of the names of a model."""
+        dense = tuple(name.text for name in model if name.group == "dense")
+        if dense not in self._inventories:
+            self._inventories[dense] = checkpoint_inventory(self.checkpoint, self.files, dense, self.shards_of_tensors)
+        return Offer(self.entry, self.label, self._inventories[dense])
+
+    @property
+    def registered(self) -> list[Name]:
+        """The names of objects whose state it has."""
+        return registered_names(self.checkpoint, self.files)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts with rows for the rank that :meth:`hold` was called for."""
+        return self._parts or []
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
+        if name not in self._states:
+            from recckpt.dense.loader import load_state  # torch, which a plan does without
+
+            entry = self.checkpoint.manifest.file(name)
+            self._states[name] = load_state(self.files, self.checkpoint.directory, entry) if entry else {}
+            self.bytes_read += entry.n_bytes if entry else 0
+        return self._states[name]
+
+    def value(self, name: str, key: str) -> Any:
+        """Return what a ``.pt`` file has under a key.
+
+        Raises:
+            CorruptCheckpointError: nothing, though the manifest says that it has.
+        """
+        state = self.state(name)
+        if key not in state:
+            raise self.corrupt(name, repr(key), found="nothing", expected="its state, as the manifest says")
+        return state[key]
+
+    def corrupt(self, name: str, where: str, *, found: object, expected: object) -> CorruptCheckpointError:
+        """Return the error that says what is wrong with a file."""
+        path = layout.join(self.checkpoint.directory, name)
+        return CorruptCheckpointError(path, where, found=found, expected=expected)
+
+    def dense(self, live: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the dense state under the model's names; of sharded tensors, where their values lie."""
+        sharded = {t.name: t for t in self.shards_of_tensors.tensors.values() if t.of == MODEL}
+        found = {**self.state(layout.MODEL), **sharded}
+        strip, add = dense_prefix(found, live)
+        return {add + name.removeprefix(strip): value for name, value in found.items()}
+
+
+def open_files(sources: Sequence[Source], needs: Needs) -> None:
+    """Open what a rank needs of some checkpoints before anything changes.
+
+    Raises:
+        CheckpointRemovedError, CorruptCheckpointError: as :meth:`Source.hold`.
+    """
+    for source in sources:
+        source.hold(needs)
+
+
+def bank_sources(bank: Sequence[Mapping[str, Any]], problems: Problems) -> list[Source]:
+    """Return the checkpoints of a bank in order, and add what is wrong with its entries to ``problems``."""
+    sources = []
+    for entry in parse_bank(bank, problems.conf):
+        if entry.path:
+            try:
+                sources.append(locate_source(entry))
+            except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
+                problems.not_found.append((entry, error))
+            except (OSError, ValueError) as error:
+                problems.conf.append(f"{entry.label}['path']: {error}")
+    return sources
+
+
+def located_bank(bank: Sequence[Mapping[str, Any]]) -> tuple[list[Source], Problems]:
+    """Return the checkpoints of a bank in order, and what is wrong with its entries."""
+    problems = Problems()
+    return bank_sources(bank, problems), problems
+
+
+def locate_source(entry: Entry) -> Source:
+    """Return the checkpoint that an entry means: the one at its path, or the newest in the output dir there."""
+    return Source(entry, *locate_path(entry.path))

@@ -1,0 +1,1 @@
+"""The checkpoint manager: counts steps, saves when it is time, and resumes."""

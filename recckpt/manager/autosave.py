@@ -1,0 +1,263 @@
+"""The saves of a run: begun when they are due, or a signal asks for one, and never two at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from recckpt.errors import SaveFailedError
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest, Scalar
+from recckpt.manager.run_state import EVENT_TIME, Ranks, Run
+from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
+from recckpt.parallel.ranks import together
+from recckpt.policies.schedule import Kind, SaveCounts, Schedule
+from recckpt.save.background_save import SaveHandle, settle_together
+from recckpt.save.save import lost_ranks_named
+from recckpt.save.save_info import SaveInfo
+from recckpt.save.training_state import as_numbers, as_scalars, check_scalars
+from recckpt.saver import Saver
+
+log = logging.getLogger("recckpt")
+
+_State = Mapping[str, Scalar] | None
+_Metrics = Mapping[str, float] | None
+_T = TypeVar("_T")
+
+
+class Autosave:
+    """Saves a run when its schedule says so. Collective where there are several ranks; not thread-safe.
+
+    Args:
+        saver: what is saved, and where.
+        run: where the run is.
+        ranks: that save together.
+        schedule: says when.
+        signals: that let the next step save.
+        async_save: whether training goes on while a checkpoint is written that a step began.
+        grace_sec: how long a save for a signal may take.
+        reload: called after a save was begun: looks for what is new in a model bank.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        run: Run,
+        ranks: Ranks,
+        schedule: Schedule,
+        signals: SignalWatch,
+        *,
+        async_save: bool,
+        grace_sec: float | None,
+        reload: Callable[[], object],
+    ) -> None:
+        self._saver, self._run, self._ranks = saver, run, ranks
+        self._schedule, self._signals = schedule, signals
+        self._async_save, self._grace_sec = async_save, grace_sec
+        self._reload = reload
+        self._in_flight: SaveHandle | None = None
+        self._has_stepped = False
+
+    @property
+    def counts(self) -> SaveCounts:
+        """What became of the saves so far."""
+        return self._schedule.counts
+
+    def start(self) -> None:
+        """Begin to count from where the run is, as after a restore."""
+        self._schedule.start(self._run.global_step, self._run.event_time)
+        self._has_stepped = False
+
+    def step(self, state: _State, metrics: _Metrics, event_time: float | None) -> None:
+        """Count a step, and save if it is time."""
+        run = self._run
+        is_time = event_time is not None and _is_finite(event_time)  # first, so that a step that is refused counts not
+        if self._ranks.size == 1:
+            check_scalars(state, metrics)
+        run.global_step += 1
+        self._has_stepped = True
+        if event_time is not None and is_time:
+            run.event_time = _latest([run.event_time, float(event_time)])
+        # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
+        if self._ranks.size == 1 or self._saver.has_lost_ranks:
+            self.settle(timeout_sec=0)
+        measured = metrics or {}
+        due = self._schedule.due(run.global_step, run.event_time, measured, lambda ask: any(self._together(ask)))
+        kind = self._schedule.admit(due, lambda: self._gather(self._saver.is_saving)[0])
+        if kind is not None:
+            self._save(kind, state, metrics, blocking=not self._async_save)
+            self._reload()
+        if self._signals.is_watching:
+            number = most_urgent(self._gather(self._signals.take()))
+            if number is not None:
+                self._answer(number, state, metrics)
+        if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
+            check_scalars(state, metrics)
+
+    def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
+        """Save this step now, and wait; None where it is in a checkpoint that stays."""
+        with lost_ranks_named(self._info):
+            self.settle_together()
+        saved = self._save("regular", state, metrics, blocking=True)
+        return saved.wait() if isinstance(saved, SaveHandle) else saved
+
+    def finish(self) -> None:
+        """Save the last step, if one was made; also where the save before has failed, whose error is raised after."""
+        try:
+            with lost_ranks_named(self._info):
+                self.settle_together()
+        except Exception:
+            self._save_last()
+            raise
+        self._save_last()
+
+    def _save_last(self) -> None:
+        """Without a step there is nothing to save: it would take the place of what was trained before."""
+        if self._has_stepped:
+            self.save(None, None)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for the save that is under way, and give signals back what they did before.
+
+        Args:
+            error: what is being raised already: then the error of the save is only logged.
+        """
+        try:
+            self.settle()
+        except Exception as failure:
+            if error is None:
+                raise
+            log.error("%s", failure)
+        finally:
+            if self._schedule.forget():
+                log.warning("a save was due and put off, and will not be made; `with manager:` saves the last step")
+            self._signals.release()
+
+    def settle(self, timeout_sec: float | None = None) -> bool:
+        """Wait for the save in the background, and raise its error where nobody has been told of it."""
+        try:
+            return self._saver.settle(timeout_sec)
+        finally:
+            self._note_failure()
+
+    def settle_together(self) -> None:
+        """Wait on all ranks, and raise the error of the save where a rank has not been told of it. Collective."""
+        settle_together(self.settle, self._info, self._ranks.group)
+
+    def _save(self, kind: Kind, state: _State, metrics: _Metrics, *, blocking: bool) -> Manifest | SaveHandle | None:
+        """Save this step, unless it is in a checkpoint that stays."""
+        run = self._run
+        ckpt_id = layout.step_id(run.global_step)
+        self._note_failure()
+        found = self._together(
+            lambda: ({**as_numbers(metrics), **as_scalars(state)}, run.held_step == run.global_step, run.event_time)
+        )
+        if all(is_held for _, is_held, _ in found):
+            log.info("%s is saved already", ckpt_id)
+            return None
+        run.event_time = _latest([event_time for _, _, event_time in found])
+        times = {} if run.event_time is None else {EVENT_TIME: run.event_time}
+        try:
+            saved = self._saver.save(
+                ckpt_id,
+                self._ranks.rank,
+                self._ranks.size,
+                step=run.global_step,
+                state={**times, **found[self._ranks.rank][0]},
+                overwrite=True,
+                ephemeral=kind == "ephemeral",
+                blocking=blocking,
+            )
+        except Exception:
+            self.counts.failed += not self._note_failure()  # this one has, unless it was the one before
+            raise
+        self._schedule.begun(kind, run.global_step, run.event_time)
+        self._in_flight = saved if isinstance(saved, SaveHandle) else None
+        if kind == "regular":
+            run.held_step = run.global_step
+        return saved
+
+    def _gather(self, own: Any) -> list[Any]:
+        """Return the answers of all ranks. Collective; a rank that is missing fails the save of this step."""
+        with lost_ranks_named(self._info):
+            return self._ranks.gather(own)
+
+    def _together(self, work: Callable[[], _T]) -> list[_T]:
+        """Do work on all ranks and return all results. Collective; where it raises on one, all raise.
+
+        Raises:
+            Exception: of work, where this rank is alone.
+            SaveFailedError: work raised on a rank, or one is missing.
+        """
+        if self._ranks.size == 1:
+            return [work()]
+        info = self._info
+        with lost_ranks_named(info):
+            failed = partial(SaveFailedError, info.ckpt_id, step=info.step)
+            return together(self._ranks.group, work, failed)
+
+    @property
+    def _info(self) -> SaveInfo:
+        """The save of this step."""
+        return SaveInfo(layout.step_id(self._run.global_step), self._run.global_step)
+
+    def _note_failure(self) -> bool:
+        """Say whether the save in the background has failed since the last call; no checkpoint holds its step then."""
+        handle = self._in_flight
+        if handle is None or not handle.done():
+            return False
+        self._in_flight = None
+        if handle.committed.exception() is None:
+            return False
+        self.counts.failed += 1
+        self._run.held_step = None
+        return True
+
+    def _answer(self, number: int, state: _State, metrics: _Metrics) -> None:
+        """Save for a signal, and let the process end where it asks for that."""
+        log.warning("signal %d: saving step %d", number, self._run.global_step)
+        if goes_on(number):
+            self._save("regular", state, metrics, blocking=not self._async_save)
+            return
+        try:
+            if not self._save_within(self._grace_sec, state, metrics):
+                log.error("step %d is not saved after %s s of grace", self._run.global_step, self._grace_sec)
+        except Exception as error:
+            log.error("signal %d: %s", number, error)
+            raise
+        finally:
+            self._signals.follow(number)
+
+    def _save_within(self, seconds: float | None, state: _State, metrics: _Metrics) -> bool:
+        """Save this step and say whether that, and the save before it, ended in time; None waits for both."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+
+        def left() -> float | None:
+            return None if seconds is None else max(0.0, end - time.monotonic())
+
+        try:
+            is_over = self.settle(left())
+        except Exception as error:
+            log.error("%s", error)  # this step is saved all the more
+            is_over = True
+        is_over = all(self._gather(is_over))  # of one rank it may end as the grace does
+        if is_over:
+            self._save("regular", state, metrics, blocking=False)
+        return is_over and self.settle(left())
+
+
+def _is_finite(event_time: float) -> bool:
+    try:
+        return math.isfinite(event_time)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
+        raise TypeError(
+            f"event_time must be a number of seconds since 1970, found {event_time!r}; a datetime has timestamp()"
+        ) from error
+
+
+def _latest(times: Sequence[float | None]) -> float | None:
+    return max((found for found in times if found is not None), default=None)

@@ -1,0 +1,281 @@
+"""The manager: counts steps, saves when it is time, and takes up a run where its newest checkpoint left it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from types import TracebackType
+from typing import Any, get_args
+
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest, Scalar
+from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.manager.autosave import Autosave
+from recckpt.manager.resume import Restorer
+from recckpt.manager.run_state import Ranks, Run
+from recckpt.manager.signals import SignalWatch
+from recckpt.output_dir import pins
+from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule
+from recckpt.policies.when import When, as_when
+from recckpt.saver import Saver
+from recckpt.types import positive_number
+
+
+class CheckpointManager:
+    """Saves a run as ``ckpt_<step>`` when it is time, and restores it. Not thread-safe.
+
+    As a context manager it saves the last step, if there was one, when the block ends well, and waits for the save that
+    is under way.
+
+    Args:
+        saver: what is saved, and where.
+        save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
+        shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
+        shard_num: number of ranks; None as above (WORLD_SIZE), else 1. With more than 1, ``step``, ``save`` and
+            ``restore`` are collective.
+        async_save: whether training goes on while a checkpoint that :meth:`step` began is written.
+        backpressure: what to do when a save is due while one is under way: ``"wait"`` for it, ``"skip"`` the new one,
+            or ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment. Those two
+            need ``async_save``.
+        ephemeral: when to make checkpoints between the others, of which only the newest stays, and only until a
+            regular one is there; steps or a policy.
+        save_on_signal: signals, such as ``(SIGTERM, SIGUSR1)``, that let the next :meth:`step` save; after that the
+            process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
+        grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
+        save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
+        clock: seconds, for policies of time.
+
+    Raises:
+        TypeError: ``saver`` is none.
+        ValueError: another argument is none of these.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        save_interval: int | When,
+        *,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
+        async_save: bool = False,
+        backpressure: Backpressure = "wait",
+        ephemeral: int | When | None = None,
+        save_on_signal: Sequence[int] = (),
+        grace_sec: float | None = None,
+        save_at_start: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(saver, Saver):
+            raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}")
+        grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
+        if backpressure != "wait" and backpressure in get_args(Backpressure) and not async_save:
+            raise ValueError(
+                f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
+                "each step waits for its own save: leave it away, or give async_save=True"
+            )
+        self._saver, self._save_interval, self._save_at_start = saver, save_interval, save_at_start
+        self._run = Run()
+        ranks = Ranks(saver, shard_id, shard_num)
+        self._restorer = Restorer(saver, self._run, ranks)
+        self._autosave = Autosave(
+            saver,
+            self._run,
+            ranks,
+            Schedule(
+                as_when(save_interval),
+                None if ephemeral is None else as_when(ephemeral, "ephemeral"),
+                clock,
+                backpressure,
+            ),
+            SignalWatch(save_on_signal),
+            async_save=async_save,
+            grace_sec=grace,
+            reload=self._restorer.reload_dynamic,
+        )
+
+    @property
+    def saver(self) -> Saver:
+        """What is saved, and where."""
+        return self._saver
+
+    @property
+    def save_interval(self) -> int | When:
+        """Steps between checkpoints, or the policy."""
+        return self._save_interval
+
+    @property
+    def global_step(self) -> int:
+        """Steps so far, those of the restored run included."""
+        return self._run.global_step
+
+    @property
+    def counts(self) -> SaveCounts:
+        """What became of the saves so far."""
+        return self._autosave.counts
+
+    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+        """Save an object beside the model; see :meth:`recckpt.Saver.register_for_checkpointing`."""
+        self._saver.register_for_checkpointing(name, obj)
+
+    def register_io_state(self, name: str, obj: Any) -> None:
+        """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""
+        self._saver.register_io_state(name, obj)
+
+    def step(
+        self,
+        *,
+        state: Mapping[str, Scalar] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        event_time: float | None = None,
+    ) -> None:
+        """Count a step, and save if it is time; call it after each batch.
+
+        Args:
+            state: numbers and strings for readers without torch; kept with the checkpoint, if this step makes one.
+            metrics: name -> number, for policies of what to keep and when to save; kept in the same place.
+            event_time: the latest time of an event in this batch, in seconds since 1970.
+
+        Raises:
+            TypeError: ``event_time`` is no number, or ``state`` or ``metrics`` no mapping.
+            ValueError: an entry of ``state`` is neither number nor string, or a metric no number. One rank alone has
+                not counted a step that is refused; of several, where a save is due, all raise ``SaveFailedError``.
+            SaveFailedError: this save, or the one before in the background; the next may well work.
+            WriterFencedError: another process has taken the output dir over.
+        """
+        self._autosave.step(state, metrics, event_time)
+
+    def save(
+        self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Manifest | None:
+        """Save this step now, and wait; None, and a log line, where it is in a checkpoint already.
+
+        A checkpoint of this step that another branch of the run left behind is superseded.
+
+        Args:
+            state: numbers and strings for readers without torch.
+            metrics: name -> number, for policies of what to keep.
+
+        Raises:
+            SaveFailedError: this save, or the one before in the background; the next may well work.
+            WriterFencedError: another process has taken the output dir over.
+        """
+        return self._autosave.save(state, metrics)
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and give signals back what they did before.
+
+        Raises:
+            SaveFailedError, WriterFencedError: that save failed.
+        """
+        self._autosave.close()
+
+    def __enter__(self) -> CheckpointManager:
+        if self._save_at_start and self._run.global_step == 0 and not self._restorer.passes_over():
+            self.save()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._autosave.finish()
+        finally:
+            self._autosave.close(error)
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
+
+        Raises:
+            TypeError: ``step`` is no int.
+            CheckpointNotFoundError: this step is not committed.
+        """
+        pins.pin(self._saver.storage, _pinned_id(step))
+
+    def unpin(self, step: int) -> None:
+        """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
+        pins.unpin(self._saver.storage, _pinned_id(step))
+
+    def restore(
+        self,
+        global_step: int | None = None,
+        *,
+        load_conf: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        required: bool = False,
+    ) -> int:
+        """Bring back the newest committed checkpoint, or that of one step, and return its step.
+
+        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the one before.
+
+        Args:
+            global_step: the step to restore; None for the newest.
+            load_conf: what to take; None for everything.
+            rng: whether to restore the random generators of torch, CUDA, numpy and Python.
+            required: whether it is an error that there is nothing to restore.
+
+        Returns:
+            The step; 0 where there was nothing to restore.
+
+        Raises:
+            CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
+            CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
+            FormatVersionError: a newer recckpt wrote one of them.
+            StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError: time and again another process removed it before it was read.
+            PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
+        """
+        self._autosave.settle_together()
+        step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
+        self._autosave.start()
+        return step
+
+    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
+        """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
+
+        Call it before :meth:`restore`, which then has nothing left to do.
+
+        Args:
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md.
+
+        Raises:
+            LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
+            StateMismatchError: state that does not fit the model; all of it.
+            CheckpointNotFoundError: a path holds no committed checkpoint.
+            CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+        """
+        self._autosave.settle_together()
+        report = self._restorer.load_model_bank(bank)
+        self._autosave.start()
+        return report
+
+    def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
+        """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
+
+        Raises:
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
+        """
+        return self._restorer.plan(bank)
+
+    def reload_dynamic(self) -> list[LoadReport]:
+        """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
+
+        Called by :meth:`step` whenever it saves. An entry takes the names that it won when the bank was loaded.
+
+        Raises:
+            StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+        """
+        return self._restorer.reload_dynamic()
+
+
+def _pinned_id(step: Any) -> str:
+    """Return the id of the checkpoint of a step, or raise TypeError where it is none, such as an id."""
+    try:
+        return layout.step_id(index(step))
+    except TypeError:
+        raise TypeError(
+            f"step must be an int, found {step!r}: a manager pins its own checkpoints, step 300 for 'ckpt_300'"
+        ) from None

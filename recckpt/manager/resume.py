@@ -1,0 +1,195 @@
+"""How a run takes up where it was left: the newest own checkpoint that is whole, and what a model bank adds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
+from recckpt.format import layout
+from recckpt.load.conf import Entry, parse_load_conf
+from recckpt.load.load import plan
+from recckpt.load.model_bank import Followed, followed
+from recckpt.load.problems import Problems
+from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.load.source import Source, located_bank, open_files
+from recckpt.manager.run_state import EVENT_TIME, Ranks, Run
+from recckpt.model_state import ModelState
+from recckpt.output_dir.index_file import warn_of_index
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
+from recckpt.output_dir.read_again import until_whole
+from recckpt.parallel.ranks import on_rank_0, together
+
+log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
+
+_Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
+_OWN = Entry(label="output_dir", is_own=True)
+
+
+def _failed(rank: int, cause: str) -> RecckptError:
+    return RecckptError(f"restoring failed on rank {rank}: {cause}")
+
+
+class Restorer:
+    """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
+
+    def __init__(self, state: ModelState, run: Run, ranks: Ranks) -> None:
+        self._state, self._run, self._ranks = state, run, ranks
+        self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
+        self._followed: list[Followed] = []
+
+    def restore(
+        self,
+        global_step: int | None = None,
+        *,
+        load_conf: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        required: bool = False,
+    ) -> int:
+        """As :meth:`recckpt.CheckpointManager.restore`."""
+        entry = self._on_all_ranks(lambda: parse_load_conf(load_conf, own=True))
+        candidates = self._on_rank_0(lambda: self._candidates(global_step, required=required))
+        if not candidates:
+            log.info("%s: no checkpoint to restore, starting from step 0", self._state.storage.url)
+            return 0
+        whole = load_conf is None
+        resumed, self._resumed_with_bank = self._resumed_with_bank, ""
+        if whole and candidates[0].manifest.save_id == resumed and self._run.held_step == self._run.global_step:
+            log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
+            return self._run.global_step
+        again = partial(self._on_rank_0, partial(self._candidates, global_step, required=True))
+        until_whole(again, partial(self._load, [], entry=entry, rng=rng, holds=whole), first=candidates)
+        return self._run.global_step
+
+    def passes_over(self) -> bool:
+        """Say, and log, whether there are checkpoints that were not restored; a save might rotate them away."""
+        if self._run.held_step is not None:
+            return False
+        is_empty = self._on_rank_0(lambda: list_checkpoints(self._state.storage).is_empty)
+        if not is_empty:
+            url = self._state.storage.url
+            log.warning("%s: nothing is saved before training starts: found checkpoints that were not restored", url)
+        return not is_empty
+
+    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
+        """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
+
+        def load(found: _Located) -> LoadReport:
+            sources, candidates, problems = found
+            report = self._load(sources, candidates, _OWN, rng=True, holds=True, problems=problems)
+            self._followed = followed(self._state.target(self._ranks.rank, self._ranks.size).inventory(), sources)
+            return report
+
+        first = self._on_rank_0(lambda: self._located(bank))
+        again = partial(self._on_rank_0, partial(self._located, bank, required=bool(first[1])))
+        return until_whole(again, load, first=first)
+
+    def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
+        """As :meth:`recckpt.CheckpointManager.plan`."""
+
+        def plan_one(found: _Located) -> LoadPlan:
+            sources, candidates, problems = found
+            own = [Source(_OWN, self._state.storage, checkpoint) for checkpoint in candidates[:1]]
+            return plan(self._state.target(self._ranks.rank, self._ranks.size), [*sources, *own], problems)
+
+        return until_whole(lambda: self._located(bank), plan_one)
+
+    def reload_dynamic(self) -> list[LoadReport]:
+        """As :meth:`recckpt.CheckpointManager.reload_dynamic`."""
+        reports = []
+
+        def load(source: Source | None) -> Source | None:
+            reports.extend([self._load_sources([source], rng=False)] if source else [])
+            return source
+
+        for number, entry in enumerate(self._followed):
+            taken = until_whole(partial(self._on_rank_0, entry.newer), load)
+            if taken is not None:
+                self._followed[number] = replace(entry, taken=taken)
+                self._run.held_step = None
+                log.info("loaded %s, which is new in the bank", taken.label)
+        return reports
+
+    def _load(
+        self,
+        bank: Sequence[Source],
+        candidates: Sequence[Checkpoint],
+        entry: Entry,
+        *,
+        rng: bool,
+        holds: bool,
+        problems: Problems | None = None,
+    ) -> LoadReport:
+        """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
+        for older, checkpoint in enumerate(candidates, start=1):
+            own = Source(entry, self._state.storage, checkpoint)
+            try:
+                report = self._load_sources([*bank, own], rng=rng, problems=problems)
+            except CorruptCheckpointError as error:
+                if older == len(candidates):
+                    raise
+                next_id = candidates[older].ckpt_id
+                log.error("%s is damaged, restoring %s instead: %s", checkpoint.ckpt_id, next_id, error)
+                continue
+            # Ranks may hold different tables, of which the bank has some.
+            holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
+            self._take_step(checkpoint, report, holds=holds, with_bank=bool(bank))
+            return report
+        report = self._load_sources(bank, rng=False, problems=problems)
+        self._run.global_step, self._run.held_step = report.global_step or self._run.global_step, None
+        return report
+
+    def _load_sources(self, sources: Sequence[Source], *, rng: bool, problems: Problems | None = None) -> LoadReport:
+        def load() -> LoadReport:
+            shards = {"shard_id": self._ranks.rank, "shard_num": self._ranks.size}
+            return self._state.load_sources(sources, **shards, rng=rng, problems=problems)
+
+        # All ranks open what they need before any of them changes anything: it may be gone for one that comes late.
+        self._on_all_ranks(lambda: open_files(sources, self._state.target(self._ranks.rank, self._ranks.size).needs()))
+        return self._on_all_ranks(load)
+
+    def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
+        if report.global_step is not None:
+            self._run.global_step = report.global_step
+        elif checkpoint.manifest.step is None:
+            log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
+            self._run.global_step = 0
+        stays = holds and not checkpoint.manifest.ephemeral
+        self._run.held_step = self._run.global_step if stays else None
+        event_time = checkpoint.manifest.state.get(EVENT_TIME)
+        self._run.event_time = float(event_time) if isinstance(event_time, int | float) else None
+        self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
+        log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
+
+    def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
+        """Do work on every rank and return what it gave here; if it fails on any, raise on all."""
+        if self._ranks.size == 1:
+            return work()
+        found: list[_T] = []
+        together(self._ranks.group, lambda: found.append(work()), _failed)
+        return found[0]
+
+    def _on_rank_0(self, work: Callable[[], _T]) -> _T:
+        """Return what rank 0 finds: listings of one storage may differ between ranks, and all load the same."""
+        return work() if self._ranks.size == 1 else on_rank_0(self._ranks.group, work, _failed)
+
+    def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
+        sources, problems = located_bank(bank)
+        return sources, self._candidates(None, required=required), problems
+
+    def _candidates(self, global_step: int | None, *, required: bool = False) -> list[Checkpoint]:
+        """Return what may be restored, best first."""
+        storage = self._state.storage
+        if global_step is not None:
+            return [locate(storage, layout.step_id(global_step))]
+        found = newest_first(storage)
+        if required and not found:
+            raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
+        if self._ranks.rank == 0:
+            found_ids = [checkpoint.ckpt_id for checkpoint in reversed(found)]
+            warn_of_index(storage, found_ids, lambda: [again.ckpt_id for again in list_checkpoints(storage).current])
+        return found

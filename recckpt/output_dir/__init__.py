@@ -1,0 +1,1 @@
+"""What is committed in an output dir, and who may change it."""

@@ -1,0 +1,147 @@
+"""Who may write to an output dir, read from the claims that its writers left there, and what follows for readers.
+
+Follows "Readers" of the commit protocol (docs/format.md, section 8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.json_fields import Fields, parse
+from recckpt.format.manifest import Manifest
+from recckpt.format.self_checksum import check_seal, seal
+from recckpt.storage import Storage
+
+FORMAT = "recckpt-owner"  # part of the format
+VERSION = 1  # part of the format
+MAX_BYTES = 64 << 20  # part of the format
+_SEAL = "owner_xxh3"  # part of the format
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A writer's claim on an output dir; the one of the highest epoch owns it.
+
+    Attributes:
+        epoch: number of the claim.
+        nonce: 32 hex digits that nobody else has.
+        host: where the writer runs.
+        pid: its process.
+        time: when it made the claim, UTC; for people only.
+    """
+
+    epoch: int
+    nonce: str
+    host: str
+    pid: int
+    time: str
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What was there when a writer took over.
+
+    Attributes:
+        epoch: of the writer.
+        save_ids: what was committed: a manifest of an older epoch counts only if it is listed here.
+        highest_step: of all directories for ``ckpt_<step>`` that were there at a takeover, this one or any before; -1
+            where there was none.
+        directories: the names of all others.
+    """
+
+    epoch: int
+    save_ids: frozenset[str]
+    highest_step: int
+    directories: frozenset[str]
+
+    def excludes(self, record: Manifest) -> str | None:
+        """Say why a manifest does not count; None where it does."""
+        if record.epoch >= self.epoch or record.save_id in self.save_ids:
+            return None
+        return (
+            f"committed by the writer of epoch {record.epoch} after that of epoch {self.epoch} had taken over; "
+            "it is ignored"
+        )
+
+
+NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset())  # nobody took over, or the checkpoint was copied: all count
+
+
+def claimed_epochs(storage: Storage) -> list[int]:
+    """Return the epochs that were claimed, ascending."""
+    return sorted(epoch for epoch, is_list in _owner_files(storage) if not is_list)
+
+
+def last_takeover(storage: Storage) -> Takeover:
+    """Return the newest takeover that was published.
+
+    Raises:
+        CorruptCheckpointError: its list is damaged.
+        FormatVersionError: it was written by a newer format.
+    """
+    published = [epoch for epoch, is_list in _owner_files(storage) if is_list]
+    if not published:
+        return NO_TAKEOVER
+    epoch = max(published)
+    fields = _read(storage, layout.takeover(epoch), epoch)
+    return Takeover(
+        epoch,
+        frozenset(fields.texts("committed")),
+        fields.count("highest_step", low=-1),
+        frozenset(fields.texts("directories")),
+    )
+
+
+def read_claim(storage: Storage, epoch: int) -> Claim:
+    """Return the claim of an epoch.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptCheckpointError: it is damaged.
+        FormatVersionError: it was written by a newer format.
+    """
+    fields = _read(storage, layout.claim(epoch), epoch)
+    return Claim(epoch, fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time"))
+
+
+def encode_claim(claim: Claim) -> bytes:
+    """Return the bytes of a claim's file."""
+    own = {"nonce": claim.nonce, "host": claim.host, "pid": claim.pid, "time": claim.time}
+    return seal({**_head(claim.epoch), **own}, _SEAL)
+
+
+def encode_takeover(claim: Claim, takeover: Takeover) -> bytes:
+    """Return the bytes of the list that a writer publishes when it takes over."""
+    own = {
+        "nonce": claim.nonce,
+        "committed": sorted(takeover.save_ids),
+        "highest_step": takeover.highest_step,
+        "directories": sorted(takeover.directories),
+    }
+    return seal({**_head(claim.epoch), **own}, _SEAL)
+
+
+def _head(epoch: int) -> dict[str, str | int]:
+    return {"format": FORMAT, "version": VERSION, "epoch": epoch}
+
+
+def _owner_files(storage: Storage) -> list[tuple[int, bool]]:
+    names = storage.list_files(layout.OWNER_DIR)
+    return [found for name in names if (found := layout.parse_owner_file(name))]
+
+
+def _read(storage: Storage, name: str, epoch: int) -> Fields:
+    data = storage.read(name, MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise CorruptCheckpointError(name, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
+    fields = parse(data, name)
+    if fields.text("format") != FORMAT:
+        raise fields.wrong("format", fields.text("format"), FORMAT)
+    if fields.count("version") > VERSION:
+        raise FormatVersionError(name, found=fields.count("version"), supported=VERSION)
+    check_seal(data, _SEAL, name)
+    if fields.count("epoch") != epoch:
+        raise fields.wrong("epoch", str(fields.count("epoch")), str(epoch))
+    return fields

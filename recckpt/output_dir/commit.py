@@ -1,0 +1,105 @@
+"""The beginning and the end of a save: a directory nobody else writes, and the manifest that makes it count.
+
+Follows the commit protocol of docs/format.md, section 7.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout, manifest
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.attempt import Intent, write_intent
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.index_file import encode_index
+from recckpt.output_dir.late_files import Lookout
+from recckpt.output_dir.listing import Listing, list_checkpoints, listed_sizes, read_manifest
+from recckpt.storage import Storage
+
+
+def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool) -> tuple[Intent, int]:
+    """Make a directory for a checkpoint that no other attempt has written; return it with its sequence number.
+
+    Raises:
+        CheckpointExistsError: the id is committed already, and ``overwrite`` is false.
+        WriterFencedError: another writer owns the output dir.
+        ValueError: no checkpoint can have this id.
+    """
+    layout.encode_id(ckpt_id)
+    fence.hold()
+    listing = list_checkpoints(storage)
+    present = listing.find(ckpt_id)
+    if present and not overwrite:
+        raise CheckpointExistsError(
+            f"{storage.url}: checkpoint {ckpt_id!r} is committed already, in {present.directory}/; save under another "
+            "id, or pass overwrite=True to supersede it"
+        )
+    taken = set(storage.list_dirs())
+    for directory in layout.attempt_dirs(ckpt_id, fence.epoch):
+        if directory not in taken and not fence.is_spent(directory):
+            intent = Intent(directory, fence.epoch, secrets.token_hex(16), step)
+            try:
+                storage.make_dir(directory)
+                write_intent(storage, intent)
+            except FileExistsError:
+                continue  # another attempt was faster
+            fence.check()  # a later owner has seen this directory, or this writer goes no further
+            return intent, listing.next_seq
+    raise AssertionError("the names of attempts have no end")
+
+
+def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> Manifest:
+    """Make a checkpoint visible and return its manifest; it is durable then, by the owner of the output dir.
+
+    Raises:
+        CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
+        OSError: a file has not the size that was written, or the manifest could not be put; nothing is committed.
+        CommitNotDurableError: the manifest is there, but the storage would not say that it is durable.
+        WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
+    """
+    path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
+    manifest.decode(data, path)  # what no reader would take must not count
+    check_files(storage, directory, record)
+    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
+        storage.sync_dir(layout.join(directory, subdirectory))
+    fence.check()
+    try:
+        storage.put_if_absent(path, data)
+        storage.sync_dir("")
+        fence.check()
+    except FileExistsError:
+        raise  # a manifest that is not of this call
+    except OSError as error:
+        if _is_absent(storage, directory, record):
+            fence.check()  # whoever has taken over has removed this attempt: that is the reason then
+            raise
+        raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
+    return record
+
+
+def check_files(storage: Storage, directory: str, record: Manifest) -> None:
+    """Look at the size of each file that a manifest lists.
+
+    Raises:
+        OSError: a file is not there, or has another size.
+    """
+    lookout = Lookout(storage, is_patient=len(record.shards) > 1)
+    listed = listed_sizes(storage, directory)
+    for file in record.files:
+        if listed.get(file.name) != file.n_bytes:
+            lookout.check_size(layout.join(directory, file.name), file.n_bytes)
+
+
+def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:
+    """Say whether a manifest that failed to be put is surely not there."""
+    try:
+        found = read_manifest(storage, directory)
+    except (OSError, CorruptCheckpointError, FormatVersionError):
+        return False
+    return found is None or found.save_id != record.save_id
+
+
+def write_index(storage: Storage, listing: Listing) -> None:
+    """Replace the index file by the listing."""
+    storage.replace(layout.INDEX_FILE, encode_index([checkpoint.ckpt_id for checkpoint in listing.current]))

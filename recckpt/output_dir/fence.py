@@ -1,0 +1,149 @@
+"""One writer at a time: the last to claim an output dir owns it, and those before it write nothing more.
+
+Follows steps 0 and 1 of the commit protocol (docs/format.md, section 8).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from contextlib import suppress
+from datetime import datetime, timezone
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
+from recckpt.format import layout
+from recckpt.output_dir import rotation
+from recckpt.output_dir.claims import (
+    NO_TAKEOVER,
+    Claim,
+    Takeover,
+    claimed_epochs,
+    encode_claim,
+    encode_takeover,
+    last_takeover,
+    read_claim,
+)
+from recckpt.output_dir.index_file import warn_of_index
+from recckpt.output_dir.listing import Listing, attempt_dirs, list_checkpoints
+from recckpt.storage import Storage
+
+log = logging.getLogger("recckpt")
+
+
+class Fence:
+    """A writer's hold on an output dir; claims it when it is first asked to. Not thread-safe, not collective."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._claim: Claim | None = None
+        self._takeover = NO_TAKEOVER
+        self._lost: WriterFencedError | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Number of the claim; 0 before there is one."""
+        return self._claim.epoch if self._claim else 0
+
+    def hold(self) -> None:
+        """Take the output dir over, or check that it is still held.
+
+        Raises:
+            WriterFencedError: somebody has taken it over since.
+        """
+        if self._claim is None:
+            claim = _claim_next(self._storage)
+            listing = list_checkpoints(self._storage)
+            left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
+            self._takeover = _publish(self._storage, claim, listing)
+            self._claim = claim  # only now: a claim without a list is harmless, and is followed by another
+            self.check()  # whoever has taken over since may have listed what was committed too late for this list
+            for intent in left:
+                rotation.remove_leftover(self._storage, intent.directory)
+            warn_of_index(self._storage, [checkpoint.ckpt_id for checkpoint in listing.current])
+        else:
+            self.check()
+
+    def is_spent(self, directory: str) -> bool:
+        """Say whether an earlier writer may be at work in a directory of this name, though it is gone by now."""
+        step = layout.parse_step(directory)
+        if step is None:
+            return directory in self._takeover.directories
+        return directory == layout.step_id(step) and step <= self._takeover.highest_step
+
+    def check(self) -> None:
+        """Do nothing while nobody has taken the output dir over.
+
+        Raises:
+            WriterFencedError: somebody has; says who and since when.
+        """
+        if self._lost is None:
+            self._lost = self._why_lost()
+        if self._lost is not None:
+            raise self._lost.with_traceback(None)
+
+    def _why_lost(self) -> WriterFencedError | None:
+        if self._claim is None:
+            return None
+        is_there, own = False, layout.claim(self._claim.epoch)
+        with suppress(FileNotFoundError):
+            is_there = self._storage.read(own, 1 << 20) == encode_claim(self._claim)
+        last = max(claimed_epochs(self._storage), default=0)  # last: nothing lies between this and what it allows
+        if last > self._claim.epoch:
+            return _fenced(self._storage, self._claim, last)
+        if is_there:
+            return None
+        what = f"the claim {own} of this writer is gone or another's: the output dir was removed or made anew"
+        return WriterFencedError(f"{self._storage.url}: {what}; this process writes nothing more there")
+
+
+def _claim_next(storage: Storage) -> Claim:
+    for directory in (layout.OWN_DIR, layout.OWNER_DIR):
+        with suppress(FileExistsError):
+            storage.make_dir(directory)
+    while True:
+        highest = max([*claimed_epochs(storage), list_checkpoints(storage).highest_epoch])
+        time = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+        claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time)
+        try:
+            storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
+        except FileExistsError:
+            continue  # another was faster
+        for directory in (layout.OWN_DIR, ""):  # whoever made them may have died before they were durable
+            storage.sync_dir(directory)
+        return claim
+
+
+def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
+    """Say what is committed: from now on late commits of older writers are ignored."""
+    steps = {directory: layout.parse_step(directory) for directory in attempt_dirs(storage)}
+    before = NO_TAKEOVER
+    with suppress(CorruptCheckpointError):  # what the list before this one knew of directories is lost then
+        before = last_takeover(storage)
+    takeover = Takeover(
+        claim.epoch,
+        listing.save_ids,
+        highest_step=max([before.highest_step, *(step for step in steps.values() if step is not None)]),
+        directories=before.directories.union(directory for directory, step in steps.items() if step is None),
+    )
+    storage.put_if_absent(layout.takeover(claim.epoch), encode_takeover(claim, takeover))
+    if claim.epoch > 1:
+        log.info("%s: taken over as epoch %d, with %d checkpoints", storage.url, claim.epoch, len(listing.committed))
+    return takeover
+
+
+def _fenced(storage: Storage, own: Claim, epoch: int) -> WriterFencedError:
+    """Return the error that names the writer of ``epoch``, as far as its claim can be read."""
+    by, since = f"the writer of epoch {epoch}", None
+    with suppress(FileNotFoundError, CorruptCheckpointError, FormatVersionError):
+        claim = read_claim(storage, epoch)
+        by, since = f"process {claim.pid} on {claim.host}", claim.time
+    return WriterFencedError(
+        f"{storage.url}: taken over by {by}{f' since {since}' if since else ''} (epoch {epoch}, this process has "
+        f"epoch {own.epoch}); this process writes nothing more there: stop one of the two, or give each an output dir "
+        "of its own",
+        epoch=epoch,
+        by=by,
+        since=since,
+    )

@@ -1,0 +1,184 @@
+"""The files of one checkpoint, opened before they are read: its writer may remove them meanwhile."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import islice
+from typing import BinaryIO, TypeVar, cast
+
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
+from recckpt.format import layout
+from recckpt.parallel.threads import run_all
+from recckpt.storage.base import Storage, UnsafeLinkError, missing
+from recckpt.storage.spool import map_copy
+
+_MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
+_T = TypeVar("_T")
+
+
+class HeldFiles:
+    """Files of one checkpoint, mapped where the storage has maps: those stay whole though a writer removes them.
+
+    On other storage a file may be gone when it is read. Thread-safe.
+
+    Args:
+        storage: where the checkpoint lies.
+        directory: the checkpoint's directory in it.
+        sizes: name of a file in the checkpoint -> its bytes, by the manifest.
+        first: the files that are opened at once; None for all.
+
+    Raises:
+        CheckpointRemovedError: a file is gone, and the manifest too.
+        CorruptCheckpointError: a file is gone, and the manifest is there.
+    """
+
+    def __init__(
+        self, storage: Storage, directory: str, sizes: Mapping[str, int], first: Iterable[str] | None = None
+    ) -> None:
+        self.url = storage.url
+        self._storage, self._directory = storage, directory
+        self._sizes = {layout.join(directory, name): n_bytes for name, n_bytes in sizes.items()}
+        self._maps: dict[str, memoryview] = {}
+        self.hold(sizes if first is None else first)
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Open files of the checkpoint, by their names in it, unless they are open.
+
+        Raises:
+            CheckpointRemovedError, CorruptCheckpointError: as above.
+        """
+        paths = dict.fromkeys(layout.join(self._directory, name) for name in names)
+        for path in islice((path for path in paths if path not in self._maps), _MOST_MAPS - len(self._maps)):
+            found = self._reached(path, self._storage.map)
+            if found is None:
+                break
+            self._maps[path] = found
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for seeking and reading."""
+        held = self._maps.get(name)
+        if held is not None:
+            return cast(BinaryIO, _MappedFile(held))
+        return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), partial(self._missing, name)))
+
+    def map(self, name: str) -> memoryview | None:
+        """Return a file's bytes as a memory map, None where the storage has no such thing."""
+        held = self._maps.get(name)
+        return self._reached(name, self._storage.map) if held is None else held
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        held = self._maps.get(name)
+        return self._reached(name, self._storage.size) if held is None else len(held)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return at most ``max_bytes`` of a file, from its start."""
+        held = self._maps.get(name)
+        if held is None:
+            return self._reached(name, lambda path: self._storage.read(path, max_bytes))
+        return bytes(held[:max_bytes])
+
+    def threads(self, asked: int) -> int:
+        """Return how many threads are worth having of those that were asked for."""
+        return self._storage.threads(asked)
+
+    def fetch(self, names: Iterable[str], concurrency: int) -> None:
+        """Copy files that have no map to the download dir, if there is one, and read the copies from now on.
+
+        Raises:
+            CheckpointRemovedError, CorruptCheckpointError: a file is gone, or has another size.
+            OSError: a file cannot be read, or the download dir has no room for them all.
+        """
+        download_dir = self._storage.transfers.download_dir
+        if download_dir is None:
+            return
+        wanted = [name for name in names if name not in self._maps]
+        download_dir.check_room(sum(self._sizes[name] for name in wanted))
+
+        def fetch_one(name: str) -> memoryview:
+            with self.open(name) as source, download_dir.new_file() as copy:
+                found = map_copy(source, copy)
+            if len(found) != self._sizes[name]:
+                expected = f"{self._sizes[name]} bytes"
+                raise CorruptCheckpointError(name, "its size", found=f"{len(found)} bytes", expected=expected)
+            return found
+
+        copies = run_all(fetch_one, wanted, self.threads(concurrency))
+        self._maps.update(zip(wanted, copies, strict=True))
+
+    def _reached(self, path: str, reach: Callable[[str], _T]) -> _T:
+        try:
+            return reach(path)
+        except FileNotFoundError as error:
+            raise self._missing(path, error) from error
+
+    def _missing(self, path: str, error: FileNotFoundError) -> RecckptError:
+        """Say why a file is not there: rotation removes the manifest first, so that one without it was removed."""
+        try:
+            if not isinstance(error, UnsafeLinkError):
+                self._storage.size(layout.join(self._directory, layout.MANIFEST))
+        except (FileNotFoundError, NotADirectoryError):
+            return CheckpointRemovedError(layout.join(self.url.removesuffix("/"), self._directory))
+        n_bytes = self._sizes.get(path)
+        return missing(path, error, "a file" if n_bytes is None else f"{n_bytes} bytes")
+
+
+class _MappedFile(io.RawIOBase):
+    """A file object over memory, without a copy of it."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self._at = memory, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = (0, self._at, len(self._memory))[whence]
+        if start + offset < 0:
+            raise ValueError(f"a position is not negative, found {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = None if size is None or size < 0 else self._at + size
+        data = bytes(self._memory[self._at : end])
+        self._at += len(data)
+        return data
+
+
+class _RemovableFile(io.RawIOBase):
+    """A file of a storage that may be gone in the middle of it."""
+
+    def __init__(self, file: BinaryIO, missing: Callable[[FileNotFoundError], RecckptError]) -> None:
+        self._file, self._missing = file, missing
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def read(self, size: int | None = -1) -> bytes:
+        try:
+            return self._file.read(-1 if size is None else size)
+        except FileNotFoundError as error:
+            raise self._missing(error) from error
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

@@ -1,0 +1,1 @@
+"""Threads and ranks, and how ranks agree or find that one of them is lost."""

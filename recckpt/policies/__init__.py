@@ -1,0 +1,1 @@
+"""Pure decisions: when to save, and what to keep."""

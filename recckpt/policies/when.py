@@ -1,0 +1,210 @@
+"""When to save: small pure objects that say whether a save is due, by steps, seconds, event time or a predicate."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
+
+from recckpt.types import positive_int, positive_number
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where training is.
+
+    Attributes:
+        step: steps so far.
+        seconds: what the clock of the manager says; only differences count.
+        event_time: the latest time of an event in the data so far, in seconds since 1970 UTC; None where none is known.
+        metrics: what the caller measured at this step.
+    """
+
+    step: int
+    seconds: float
+    event_time: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class When(Protocol):
+    """Says when a save is due; a class of your own needs nothing but these two."""
+
+    @property
+    def same_on_all_ranks(self) -> bool:
+        """Whether the answer follows from the step alone, so that ranks need not agree on it."""
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Say whether to save; pure.
+
+        Args:
+            now: the moment after a step.
+            last: that of the last save, or of the start where this run has not saved yet.
+        """
+
+
+class _Joined(When, Protocol):
+    """Joins by ``|``."""
+
+    def __or__(self, other: When) -> AnyOf:
+        return AnyOf(self, other)
+
+    def __ror__(self, other: When) -> AnyOf:
+        return AnyOf(other, self)
+
+
+@dataclass(frozen=True)
+class EverySteps(_Joined):
+    """At every step that is a multiple of ``n``.
+
+    Raises:
+        ValueError: ``n`` is not an int of at least 1.
+    """
+
+    n: int
+    same_on_all_ranks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        positive_int("EverySteps: n", self.n)
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Look at the step alone."""
+        return now.step % self.n == 0
+
+
+@dataclass(frozen=True)
+class AtSteps(_Joined):
+    """At these steps, which are counted from 1.
+
+    Raises:
+        ValueError: ``steps`` is empty, or one of them is not an int of at least 1.
+    """
+
+    steps: Sequence[int]
+    same_on_all_ranks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        try:
+            steps = {positive_int("AtSteps: each of the steps", step) for step in self.steps}
+        except TypeError:
+            steps = set()
+        if not steps:
+            raise ValueError(f"AtSteps: steps must be one int or more, found {self.steps!r}")
+        object.__setattr__(self, "steps", tuple(sorted(steps)))
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Look at the step alone."""
+        place = bisect_left(self.steps, now.step)
+        return now.step in self.steps[place : place + 1]
+
+
+@dataclass(frozen=True)
+class EverySeconds(_Joined):
+    """As soon as ``seconds`` have gone by since the last save, whatever made it, or since the start.
+
+    Raises:
+        ValueError: ``seconds`` is not a finite number above 0.
+    """
+
+    seconds: float
+    same_on_all_ranks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive_number("EverySeconds: seconds", self.seconds)
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Look at the clock alone."""
+        return now.seconds - last.seconds >= self.seconds
+
+
+@dataclass(frozen=True)
+class EveryEventTime(_Joined):
+    """When the time of the data has passed a multiple of ``seconds`` since the last save: 3600 is every full hour, UTC.
+
+    However many boundaries it passes at once, that is one save. Nothing is due while either time is not known.
+
+    Raises:
+        ValueError: ``seconds`` is not a finite number above 0.
+    """
+
+    seconds: float
+    same_on_all_ranks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive_number("EveryEventTime: seconds", self.seconds)
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Look at the event times alone."""
+        if now.event_time is None or last.event_time is None:
+            return False
+        return now.event_time // self.seconds > last.event_time // self.seconds
+
+
+@dataclass(frozen=True)
+class WhenTrue(_Joined):
+    """Whenever the predicate says so; it is asked after each step, by every rank.
+
+    Raises:
+        ValueError: ``predicate`` cannot be called.
+    """
+
+    predicate: Callable[[Moment], bool]
+    same_on_all_ranks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.predicate):
+            raise ValueError(f"WhenTrue: predicate must be a callable Moment -> bool, found {self.predicate!r}")
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Ask the predicate."""
+        return bool(self.predicate(now))
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class AnyOf(_Joined):
+    """When any of these is due; ``a | b`` is the same.
+
+    Raises:
+        ValueError: there are none, or one of them is no :class:`When`.
+    """
+
+    whens: tuple[When, ...]
+
+    def __init__(self, *whens: When) -> None:
+        if not whens or not all(map(_is_when, whens)):
+            raise ValueError(f"AnyOf: expected one When or more, such as EverySteps(100), found {whens!r}")
+        flat = [part for when in whens for part in (when.whens if isinstance(when, AnyOf) else (when,))]
+        object.__setattr__(self, "whens", tuple(flat))
+
+    @property
+    def same_on_all_ranks(self) -> bool:
+        """Whether that is so for each of them."""
+        return all(when.same_on_all_ranks for when in self.whens)
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Ask each of them until one is due."""
+        return any(when.due(now, last) for when in self.whens)
+
+    def __repr__(self) -> str:
+        return f"AnyOf({', '.join(map(repr, self.whens))})"
+
+
+def as_when(save_interval: int | When, name: str = "save_interval") -> When:
+    """Return what a number of steps stands for, and any other :class:`When` as it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if _is_when(save_interval):
+        return save_interval
+    if type(save_interval) is int and save_interval >= 1:
+        return EverySteps(save_interval)
+    raise ValueError(
+        f"{name} must be an int of at least 1, found {save_interval!r}; or an object with due() and "
+        "same_on_all_ranks, such as recckpt.policies.when.EverySeconds(600)"
+    )
+
+
+def _is_when(value: Any) -> TypeGuard[When]:
+    return isinstance(value, When) and not isinstance(value, type)

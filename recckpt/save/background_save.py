@@ -1,0 +1,227 @@
+"""Saves, of which one may be under way while training goes on."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from recckpt.errors import RecckptError, SaveFailedError
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.fence import Fence
+from recckpt.parallel.ranks import Group, has_lost_ranks, together
+from recckpt.parallel.threads import give_way
+from recckpt.policies.keep import Keep
+from recckpt.save.save import Destination, lost_ranks_named, save, stage_on_all_ranks
+from recckpt.save.save_info import SaveInfo
+from recckpt.save.stage import Staged
+from recckpt.sparse.files.saver import SparseSaver
+from recckpt.storage import Storage
+
+log = logging.getLogger("recckpt")
+
+OnSave = Callable[[SaveInfo], object]
+
+
+class SaveHandle:
+    """A save that was asked for.
+
+    Attributes:
+        staged: done once training may go on, which it is when ``save`` has returned.
+        committed: the manifest once the checkpoint is durable; the error of a save that failed.
+        info: how the save went, so far.
+    """
+
+    def __init__(self, info: SaveInfo) -> None:
+        self.info = info
+        self.staged: Future[None] = Future()
+        self.committed: Future[Manifest] = Future()
+        self.staged.set_result(None)
+        self.committed.set_running_or_notify_cancel()  # what has begun cannot be cancelled
+
+    def done(self) -> bool:
+        """Say whether the save has ended, well or not."""
+        return self.committed.done()
+
+    def wait(self, timeout_sec: float | None = None) -> Manifest:
+        """Return the manifest once the checkpoint is durable. Not collective.
+
+        Raises:
+            TimeoutError: that takes longer; the save goes on.
+            RecckptError: the save failed; the saver does not raise this again.
+        """
+        futures.wait([self.committed], timeout_sec)
+        if not self.done():
+            raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; it goes on")
+        _untold.discard(self)
+        return self.committed.result()
+
+
+_untold: set[SaveHandle] = set()  # of saves that failed: somebody has to be told, or else the exit says it
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks of a save, twice: what is done in the background must not meet what is done beside it.
+
+    Attributes:
+        front: for the caller.
+        back: for the thread of the save.
+    """
+
+    front: Group
+    back: Group
+
+
+class SaveRunner:
+    """Runs the saves to one output dir, at most one at a time; an error is raised once. Not thread-safe.
+
+    Args:
+        storage: the output dir.
+        concurrency: threads that write.
+        on_save: called with each save that is committed, once it is over, in its thread.
+    """
+
+    def __init__(self, storage: Storage, concurrency: int, on_save: OnSave | None = None) -> None:
+        self._storage, self._concurrency, self._on_save = storage, concurrency, on_save
+        self._fence = Fence(storage)
+        self._sparse_saver = SparseSaver(concurrency)
+        self._handle: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a save is under way."""
+        return self._handle is not None and not self._handle.done()
+
+    def start(
+        self, take: Callable[[], Staged], info: SaveInfo, ranks: Groups, *, max_keep: int | Keep | None, overwrite: bool
+    ) -> SaveHandle:
+        """Stage, and do the rest now or in the background, once the save before has ended. Collective.
+
+        Args:
+            take: takes the state.
+            info: what to save, and whether in the background.
+            ranks: that take part.
+            max_keep: how many checkpoints stay.
+            overwrite: supersede a committed checkpoint.
+
+        Raises:
+            Exception: whatever ``take`` raised here.
+            RecckptError: it raised on another rank; or the save before failed, and nobody has been told yet.
+        """
+        handle = SaveHandle(info)
+        with lost_ranks_named(info):
+            settle_together(self.settle, info, ranks.front)
+        staged = stage_on_all_ranks(take, info, ranks.front)
+        to = Destination(self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep)
+        if not info.background:
+            handle.committed.set_result(self._finish(staged, info, to, overwrite))
+            return handle
+        self._begin(handle, staged, to, overwrite)
+        return handle
+
+    def _begin(self, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:
+        """Start the thread of a save, or call the save off."""
+        may_begin: SimpleQueue[bool] = SimpleQueue()
+        args = (may_begin, handle, staged, to, overwrite)
+        thread = threading.Thread(target=self._run, args=args, name="recckpt-save")
+        handle.info.let_go()
+        self._handle, self._thread, is_started = handle, thread, False
+        try:
+            thread.start()
+            is_started = True
+        finally:  # an interrupt, no room for a thread, or the interpreter is about to end
+            may_begin.put(is_started)
+            if not is_started:
+                self._handle = self._thread = None
+                staged.close()
+
+    def settle(self, timeout_sec: float | None = None) -> bool:
+        """Wait for the save that is under way, and say whether it has ended.
+
+        Raises:
+            RecckptError: it failed, and nobody has been told yet; once.
+        """
+        handle, thread = self._handle, self._thread
+        if handle is None or thread is None:
+            return True
+        if timeout_sec != 0:  # not by join: one that is interrupted takes a thread that runs for one that has ended
+            futures.wait([handle.committed], timeout_sec)
+        if not handle.done():
+            return False
+        thread.join()
+        self._handle = self._thread = None
+        if handle in _untold:
+            handle.wait()
+        return True
+
+    def _run(
+        self, may_begin: SimpleQueue[bool], handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool
+    ) -> None:
+        """Be the thread of a save."""
+        if not may_begin.get():  # training goes on first: it would wait 5 ms for the interpreter that a new thread has
+            return
+        give_way()
+        try:
+            record = self._finish(staged, handle.info, to, overwrite)
+        except BaseException as error:
+            _untold.add(handle)
+            handle.committed.set_exception(_failure(error, handle.info, to.group.rank))
+        else:
+            handle.committed.set_result(record)
+
+    def _finish(self, staged: Staged, info: SaveInfo, to: Destination, overwrite: bool) -> Manifest:
+        with closing(staged):
+            record = save(staged, info, to, overwrite=overwrite)
+        info.let_go()
+        if self._on_save is not None:
+            try:
+                self._on_save(info)
+            except Exception:
+                log.exception("%s is saved, but on_save=%r failed", info.ckpt_id, self._on_save)
+        return record
+
+
+def settle_together(settle: Callable[[], object], info: SaveInfo, group: Group) -> None:
+    """Wait on all ranks for the save that is under way, and raise its error where one has not been told. Collective.
+
+    One rank may have been told by :meth:`SaveHandle.wait`, and another not: all raise then.
+
+    Args:
+        settle: waits on this rank.
+        info: the save that is to follow.
+        group: all ranks.
+
+    Raises:
+        RecckptError: the save failed.
+        RankLostError: a rank is missing.
+    """
+    if has_lost_ranks(group):
+        settle()  # its error says more than that a rank is missing by now
+    together(group, settle, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
+
+
+def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
+    """Return the error of a save in the background: one of ours, whatever went wrong between the ranks."""
+    if isinstance(error, RecckptError) or not isinstance(error, Exception):
+        return error
+    failure = SaveFailedError(info.ckpt_id, rank, f"{type(error).__name__}: {error}", step=info.step)
+    failure.__cause__ = error
+    return failure
+
+
+@atexit.register  # the interpreter has waited for the threads by then
+def _tell_at_exit() -> None:
+    for handle in list(_untold):
+        error = handle.committed.exception()
+        if error is not None:
+            log.error("the last save of this process failed: %s", error)
+            sys.excepthook(type(error), error, error.__traceback__)

@@ -1,0 +1,105 @@
+"""What refuses a save before anything is staged: too little room, or an id that several ranks own."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from torch import nn
+
+from recckpt.format.buckets import Slice
+from recckpt.parallel.ranks import Group
+from recckpt.sparse.split import split_sparse_dense_state_dict, unwrap
+from recckpt.storage import Storage
+from recckpt.text import size
+
+
+def check_rooms(storage: Storage, own_bytes: int, min_free_bytes: int, group: Group) -> None:
+    """Refuse a save that would not fit into the storage, or those of this host not into the work dir. Collective.
+
+    Args:
+        storage: where the save goes.
+        own_bytes: an estimate of what this rank writes.
+        min_free_bytes: what must be left of the storage's room afterwards.
+        group: all ranks.
+
+    Raises:
+        OSError: ENOSPC, with what is free and what is needed.
+    """
+    work_dir = storage.transfers.work_dir
+    needs = group.all_gather((own_bytes, work_dir and work_dir.device))
+    check_room(storage, sum(n_bytes for n_bytes, _ in needs), min_free_bytes)
+    if work_dir is not None:
+        work_dir.check_room(sum(n_bytes for n_bytes, device in needs if device == work_dir.device))
+
+
+def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:
+    """Refuse a save that would not fit, where the storage knows its room; others find out when they write.
+
+    Args:
+        storage: where the save goes.
+        n_bytes: an estimate of what the save writes.
+        min_free_bytes: what must be left afterwards.
+
+    Raises:
+        OSError: ENOSPC, with what is free and what is needed.
+    """
+    free = storage.free_bytes()
+    if free is not None and free - n_bytes < min_free_bytes:
+        kept = f" and leave {size(min_free_bytes)}" if min_free_bytes else ""
+        raise OSError(
+            errno.ENOSPC,
+            f"found {size(free)} free, expected {size(n_bytes)} for the save{kept}; make room, or lower max_keep",
+            storage.url,
+        )
+
+
+Owned = Mapping[Slice | None, Sequence[str]]
+
+
+def check_owners(model: nn.Module, group: Group) -> None:
+    """Refuse tables of which several ranks own the same ids. Collective; all ranks raise alike.
+
+    Raises:
+        ValueError: names the tables.
+    """
+    if group.size == 1:
+        return
+    owned = group.all_gather(_owned(model))
+    overlaps = [text for name in _names(owned) for text in _overlap(name, owned)]
+    if overlaps:
+        raise ValueError(
+            f"{'; '.join(overlaps)}: an id belongs to one rank, or it is saved several times and cannot be loaded; "
+            "make the table a recckpt.sparse.ShardedHashTable, or give it slice=gen_slice(rank, ranks)"
+        )
+
+
+def _owned(model: nn.Module) -> Owned:
+    """Return the names of tables by slice; those of a model that staging refuses are of no account."""
+    found: dict[Slice | None, list[str]] = {}
+    try:
+        tables = split_sparse_dense_state_dict(unwrap(model).state_dict())[0]
+    except Exception:
+        return found
+    for name, table in tables.items():
+        found.setdefault(getattr(table, "slice", None), []).append(name)
+    return found
+
+
+def _names(owned: Sequence[Owned]) -> list[str]:
+    return sorted({name for of_rank in owned for names in of_rank.values() for name in names})
+
+
+def _overlap(name: str, owned: Sequence[Owned]) -> list[str]:
+    """Say which two ranks own the same ids of a table, if two do: neighbours, once they are in the order of ids."""
+    ranges = sorted(
+        ((own.begin / own.size, own.end / own.size, rank) if own else (0.0, 1.0, rank))
+        for rank, of_rank in enumerate(owned)
+        for own, names in of_rank.items()
+        if name in names and (own is None or own.begin < own.end)
+    )
+    for (_, end, one), (begin, _, other) in pairwise(ranges):
+        if begin < end:
+            return [f"table {name!r}: ranks {min(one, other)} and {max(one, other)} own the same ids"]
+    return []

@@ -1,0 +1,300 @@
+"""The hallway of a save: begin, write, agree, commit, rotate."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
+
+from recckpt.dense.sharded_state import check_shares, is_whole
+from recckpt.errors import (
+    CommitNotDurableError,
+    RankLostError,
+    RecckptError,
+    SaveFailedError,
+    StateMismatchError,
+    WriterFencedError,
+)
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest, TableEntry
+from recckpt.output_dir import rotation
+from recckpt.output_dir.attempt import Intent
+from recckpt.output_dir.commit import begin, commit, write_index
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.pins import pinned_ids
+from recckpt.parallel.ranks import Group, on_rank_0, together
+from recckpt.policies.keep import Keep
+from recckpt.save import save_info
+from recckpt.save.rank_files import ShardRecord, ShardWriter
+from recckpt.save.save_info import SaveInfo
+from recckpt.save.stage import Staged
+from recckpt.sparse.files.saver import SparseSaver
+from recckpt.storage import Storage
+from recckpt.text import Progress
+from recckpt.types import SlotSpec
+
+log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where saves of one output dir go, and who takes part.
+
+    Attributes:
+        storage: the output dir.
+        fence: this writer's hold on it.
+        group: the ranks.
+        sparse_saver: writes the tables of this rank.
+        concurrency: threads that write; with one, a save makes none.
+        max_keep: which checkpoints stay.
+    """
+
+    storage: Storage
+    fence: Fence
+    group: Group
+    sparse_saver: SparseSaver
+    concurrency: int
+    max_keep: int | Keep | None
+
+
+def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = False) -> Manifest:
+    """Write and commit a checkpoint. Collective: all ranks return its manifest, or all raise alike.
+
+    Raises:
+        CheckpointExistsError: the id is committed already and ``overwrite`` is false.
+        SaveFailedError: a rank failed, and nothing was committed; or one is missing: the message says what is known.
+        CommitNotDurableError: committed, but the storage failed before that was surely durable.
+        WriterFencedError: another writer has taken the output dir over.
+    """
+    ckpt_id, storage, fence, group = info.ckpt_id, to.storage, to.fence, to.group
+    outcome = Outcome()
+    with lost_ranks_named(info, outcome):
+        intent, seq = _on_rank_0(
+            group, info, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
+        )
+        try:
+            outcome.is_open = group.rank != 0
+            records, positions = _write(staged, info, to, intent)
+            names = {"extra": tuple(staged.extra), "io_state": positions}
+
+            def commit_all() -> Manifest:
+                record = commit(
+                    storage,
+                    fence,
+                    intent.directory,
+                    replace(_manifest(info, intent, seq, staged, records), names=names),
+                )
+                outcome.is_committed = True
+                return record
+
+            with info.timed("commit"):
+                record = _on_rank_0(group, info, commit_all)
+        except (WriterFencedError, CommitNotDurableError, RankLostError):
+            raise  # the directory is the new owner's to judge, or holds a checkpoint, or the lost one may write there
+        except RecckptError:  # all ranks have agreed that they failed, so nobody writes there any more
+            if group.rank == 0:
+                rotation.abandon(storage, intent.directory)
+            raise
+    info.time, info.n_bytes = record.time, record.n_bytes
+    if group.rank == 0:
+        _tidy(to, info)
+    return record
+
+
+@dataclass
+class Outcome:
+    """What is known of a save when a rank turns out to be missing.
+
+    Attributes:
+        is_open: rank 0 may have all that it needs to commit, and this is another rank.
+        is_committed: rank 0 has.
+    """
+
+    is_open: bool = False
+    is_committed: bool = False
+
+    def __str__(self) -> str:
+        if self.is_committed:
+            return "the checkpoint is committed all the same: restart the job, which goes on from it"
+        if self.is_open:
+            return "it is committed only if all ranks had written, which the restarted job will find"
+        return "nothing was committed and older checkpoints are untouched: restart the job"
+
+
+@contextmanager
+def lost_ranks_named(info: SaveInfo, outcome: Outcome | None = None) -> Iterator[None]:
+    """Make of a rank that is missing the failure of a save.
+
+    Raises:
+        SaveFailedError: the block found one missing.
+    """
+    try:
+        yield
+    except RankLostError as lost:
+        cause = f"the rank is lost: {lost.cause}" if len(lost.ranks) == 1 else f"ranks {lost.ranks} lost: {lost.cause}"
+        outcome = outcome or Outcome()
+        raise SaveFailedError(info.ckpt_id, lost.rank, cause, step=info.step, outcome=str(outcome)) from lost
+
+
+def _write(
+    staged: Staged, info: SaveInfo, to: Destination, intent: Intent
+) -> tuple[list[ShardRecord], tuple[str, ...]]:
+    """Write the files of all ranks; return what each wrote, and the names of which any has a position in the data."""
+    group = to.group
+    with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
+        progress.n_rows = staged.n_rows
+        writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
+        parts = _on_all_ranks(group, info, lambda: (staged.sharded.summary, tuple(staged.io_state)))
+        if not is_whole([summary for summary, _ in parts]):
+            shares = _on_all_ranks(group, info, lambda: staged.sharded.shares)
+            _on_rank_0(group, info, lambda: check_shares(shares))
+        records = _on_all_ranks(group, info, lambda: writer.write(staged, progress))
+        seconds = [record.seconds for record in records]
+        info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
+        info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])
+    info.n_rows = sum(table.rows for record in records for table in record.tables)
+    info.kept_rows = sum(record.n_kept for record in records)
+    return records, tuple(dict.fromkeys(name for _, names in parts for name in names))
+
+
+def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group) -> Staged:
+    """Return what ``take`` staged, once every rank has staged its own. Collective.
+
+    Raises:
+        Exception: whatever ``take`` raised here.
+        SaveFailedError: that was an OSError, or it raised on another rank, or one is missing, or the ranks are not at
+            the same save; nothing was written.
+    """
+    failure: Exception | None = None
+    with ExitStack() as closed_on_error:
+        try:
+            staged = take()
+            closed_on_error.callback(staged.close)
+        except Exception as error:
+            failure = error
+        with lost_ranks_named(info):
+            reason = failure and f"{type(failure).__name__}: {failure}"
+            told = group.all_gather((reason, info.ckpt_id, info.step))
+        _check_told(told, failure, info, group.rank)
+        closed_on_error.pop_all()
+    return staged
+
+
+def _check_told(
+    told: Sequence[tuple[str | None, str, int | None]], failure: Exception | None, info: SaveInfo, own: int
+) -> None:
+    """Raise the failure of this rank, else of the first, else that ranks are not at the same save."""
+    reasons = [reason for reason, _, _ in told]
+    if isinstance(failure, OSError) and not isinstance(failure, RecckptError):  # of the storage, such as a full one
+        raise SaveFailedError(info.ckpt_id, own, str(reasons[own]), step=info.step) from failure
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise SaveFailedError(info.ckpt_id, rank, reason, step=info.step)
+    for rank, (_, ckpt_id, step) in enumerate(told):
+        if (ckpt_id, step) != told[0][1:]:
+            cause = f"it saves {ckpt_id!r} of step {step}, rank 0 {told[0][1]!r} of step {told[0][2]}"
+            raise SaveFailedError(info.ckpt_id, rank, f"{cause}: all ranks save the same", step=info.step)
+
+
+def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:
+    for rank, shard in enumerate(records):
+        if shard.save_id != intent.save_id:
+            cause = f"it wrote for save {shard.save_id}, expected {intent.save_id}"
+            raise SaveFailedError(info.ckpt_id, rank, cause, step=info.step)
+    return Manifest(
+        ckpt_id=info.ckpt_id,
+        save_id=intent.save_id,
+        epoch=intent.epoch,
+        seq=seq,
+        step=staged.step,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        shards=tuple(record.shard for record in records),
+        tables=_tables_of_all(records),
+        files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
+        state=staged.state,
+        writer=_VERSIONS,
+        ephemeral=info.ephemeral,
+    )
+
+
+def _tables_of_all(records: list[ShardRecord]) -> tuple[TableEntry, ...]:
+    """Add up the rows of the ranks; a table is one thing, so its slots are the same on all."""
+    rows: dict[str, int] = {}
+    slots: dict[str, tuple[SlotSpec, ...]] = {}
+    for rank, record in enumerate(records):
+        for table in record.tables:
+            known = slots.setdefault(table.name, table.slots)
+            if known != table.slots:
+                raise StateMismatchError(
+                    f"table {table.name!r} of rank {rank}",
+                    mismatched={"slots": (table.slots, known)},
+                    remedy="give the table the same shape, dtype and optimizer on every rank",
+                )
+            rows[table.name] = rows.get(table.name, 0) + table.rows
+    return tuple(TableEntry(name, count, slots[name]) for name, count in rows.items())
+
+
+def _tidy(to: Destination, info: SaveInfo) -> None:
+    """Bring index file and directory up to date; the checkpoint is safe already, so a failure is a warning."""
+    storage, fence = to.storage, to.fence
+    try:
+        with info.timed("rotate"):
+            listing = list_checkpoints(storage)
+            for directory, error in listing.damaged.items():
+                log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
+            expired = _expired(listing, to.max_keep, pinned_ids(storage))
+            # What somebody has moved or copied to another name is that one's.
+            victims = [c for c in expired if layout.is_attempt(c.directory, c.ckpt_id)]
+            for victim in victims:
+                fence.check()
+                rotation.remove(storage, victim, to.concurrency)
+            for left in rotation.leftovers(storage, listing, fence.epoch):
+                if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
+                    rotation.remove_leftover(storage, left.directory, to.concurrency)
+            fence.check()
+            write_index(storage, list_checkpoints(storage) if victims else listing)
+        save_info.append(storage, info)
+    except OSError as error:
+        log.warning("%s: could not bring the index file up to date: %s", storage.url, error)
+    except WriterFencedError as error:  # the save itself counts; the next one will raise
+        log.warning("%s", error)
+
+
+def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str]) -> list[Checkpoint]:
+    """Return what goes; nothing does where a policy of the caller's own fails."""
+    try:
+        return rotation.expired(listing, max_keep, pinned)
+    except Exception:
+        log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
+        return []
+
+
+def _on_rank_0(group: Group, info: SaveInfo, work: Callable[[], _T]) -> _T:
+    """Do work on rank 0 and give its result, or its error, to all ranks."""
+    return on_rank_0(group, work, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
+
+
+def _on_all_ranks(group: Group, info: SaveInfo, work: Callable[[], _T]) -> list[_T]:
+    """Do work on every rank and return all results; if it fails on any, raise the first failure on all."""
+    return together(group, work, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
+
+
+def _find_versions() -> dict[str, str]:
+    versions = {}
+    for package in ("recckpt", "torch", "numpy", "pyarrow"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+_VERSIONS = _find_versions()  # once: they are files, and a save does not depend on files of packages

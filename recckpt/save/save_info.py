@@ -1,0 +1,103 @@
+"""Where the time of a save goes: one JSON line each, in the output dir."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time as clock
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+from recckpt.format import layout
+from recckpt.storage import Storage
+
+log = logging.getLogger("recckpt")
+
+_MAX_BYTES = 1 << 20  # of the file; the oldest lines go
+
+
+@dataclass
+class SaveInfo:
+    """One save, as it went so far.
+
+    Attributes:
+        ckpt_id: the checkpoint.
+        step: global step, None where the caller counts none.
+        ephemeral: whether only the newest of its kind stays.
+        background: whether training went on meanwhile.
+        stage_sec: taking the state; training stands still.
+        write_sec: writing all files of the slowest shard.
+        agree_sec: waiting for the other ranks.
+        commit_sec: making the checkpoint visible and durable.
+        rotate_sec: index file and rotation.
+        n_bytes: of all files.
+        n_rows: of all tables.
+        kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
+        slowest_shard: the shard that wrote longest.
+    """
+
+    ckpt_id: str
+    step: int | None = None
+    ephemeral: bool = False
+    background: bool = False
+    stage_sec: float = 0.0
+    write_sec: float = 0.0
+    agree_sec: float = 0.0
+    commit_sec: float = 0.0
+    rotate_sec: float = 0.0
+    n_bytes: int = 0
+    n_rows: int = 0
+    kept_rows: int = 0
+    slowest_shard: int = 0
+    time: str = ""
+    _begin: float = field(default_factory=clock.perf_counter, repr=False)
+    _blocked_sec: float | None = field(default=None, repr=False)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the seconds of a block to a phase, such as ``stage``."""
+        begin = clock.perf_counter()
+        try:
+            yield
+        finally:
+            name = f"{phase}_sec"
+            setattr(self, name, getattr(self, name) + clock.perf_counter() - begin)
+
+    def let_go(self) -> None:
+        """Take note that the caller of ``save`` goes on now; the first time counts."""
+        self._blocked_sec = self.blocked_sec
+
+    @property
+    def blocked_sec(self) -> float:
+        """How long the caller of ``save`` waited for it, a save before it included."""
+        return self.seconds if self._blocked_sec is None else self._blocked_sec
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the save was asked for."""
+        return clock.perf_counter() - self._begin
+
+    def to_json(self) -> str:
+        """Return one line."""
+        values = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        seconds = self.seconds
+        values |= {"blocked_sec": min(self.blocked_sec, seconds), "total_sec": seconds}
+        values["gb_per_sec"] = self.n_bytes / 1e9 / max(seconds, 1e-9)
+        rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
+        return json.dumps(rounded, allow_nan=False) + "\n"
+
+
+def append(storage: Storage, info: SaveInfo) -> None:
+    """Add a line to the timeline of an output dir; whoever holds the output dir does so.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    try:
+        before = storage.read(layout.TIMELINE, 2 * _MAX_BYTES)
+    except FileNotFoundError:
+        before = b""
+    lines = before[-_MAX_BYTES:].splitlines(keepends=True)
+    kept = lines[1:] if len(before) > _MAX_BYTES else lines
+    storage.replace(layout.TIMELINE, b"".join(kept) + info.to_json().encode())

@@ -1,0 +1,63 @@
+"""The catalogs of a checkpoint, read and held against its manifest (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import catalog as catalogs
+from recckpt.format import layout
+from recckpt.format.buckets import Slice
+from recckpt.format.catalog import Part
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.checked import read_checked
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.storage.base import Files
+
+
+def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int]:
+    """Return the shards that may have rows of slices; None stands for all ids."""
+    if _is_all(slices):
+        return list(range(len(manifest.shards)))
+    return [n for n, shard in enumerate(manifest.shards) if any(s.meets(*shard.buckets) for s in slices if s)]
+
+
+def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Part]:
+    """Return the parts of a checkpoint that may have rows of slices, by the catalogs that may name them.
+
+    Args:
+        checkpoint: which.
+        storage: where it lies.
+        slices: whose rows are asked for; None stands for all ids.
+
+    Raises:
+        CorruptCheckpointError: a catalog is damaged, or the rows of all are not those of the manifest.
+    """
+    manifest, is_all = checkpoint.manifest, _is_all(slices)
+    parts: list[Part] = []
+    rows = dict.fromkeys((table.name for table in manifest.tables), 0)
+    for number in met_shards(manifest, slices):
+        shard = manifest.shards[number]
+        entry = manifest.file(shard.catalog)
+        assert entry is not None  # the manifest was checked for that
+        path = layout.join(checkpoint.directory, shard.catalog)
+        catalog = catalogs.decode(
+            read_checked(storage, checkpoint.directory, entry, catalogs.MAX_BYTES), path, manifest, number
+        )
+        parts += [part for part in catalog.parts if is_all or _meets(part, slices)]
+        for name, count in catalog.rows.items():
+            rows[name] += count
+    for table in manifest.tables if is_all else ():  # a rank that reads some of them cannot tell
+        if rows[table.name] != table.rows:
+            path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {table.name!r}"
+            found = f"{table.rows} rows"
+            raise CorruptCheckpointError(path, where, found=found, expected=f"{rows[table.name]}, as in the catalogs")
+    return parts
+
+
+def _is_all(slices: Collection[Slice | None]) -> bool:
+    return any(own is None or own.is_everything for own in slices)
+
+
+def _meets(part: Part, slices: Collection[Slice | None]) -> bool:
+    return any(own.meets(*batch.buckets) for batch in part.batches for own in slices if own)

@@ -1,0 +1,97 @@
+"""``where``: which rows of a table a load takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format.buckets import mix64
+
+_SAMPLE_SALT = np.uint64(0x9E3779B97F4A7C15)  # a sample must not be a range of buckets
+_MOST = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """Conditions that a row has to meet, all of them.
+
+    Attributes:
+        minimum: scalar slot -> the least value that is taken.
+        ids: the ids that are taken; None for all.
+        sample: the share of all ids, 0 to 1, chosen by their hash, so always the same ones.
+    """
+
+    minimum: tuple[tuple[str, float], ...] = ()
+    ids: frozenset[int] | None = None
+    sample: float = 1.0
+
+    @property
+    def slots(self) -> frozenset[str]:
+        """The slots that the conditions look at."""
+        return frozenset(slot for slot, _ in self.minimum)
+
+    def of(self, slots: Collection[str]) -> RowFilter:
+        """Return the conditions less those on slots that a table does not have."""
+        return replace(self, minimum=tuple(condition for condition in self.minimum if condition[0] in slots))
+
+    def keeps(self, ids: npt.NDArray[np.int64], values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+        """Return a mask of the rows to take.
+
+        Args:
+            ids: shape (n,).
+            values: slot -> values of shape (n,), for each of :attr:`slots`.
+        """
+        kept = np.ones(len(ids), np.bool_)
+        for slot, least in self.minimum:
+            kept &= values[slot] >= least
+        if self.ids is not None:
+            kept &= np.isin(ids, self._ids)
+        if self.sample < 1.0:
+            kept &= mix64(ids.view(np.uint64) ^ _SAMPLE_SALT) < np.uint64(self.sample * 2**64)
+        return kept
+
+    @cached_property
+    def _ids(self) -> npt.NDArray[np.int64]:
+        return np.array(sorted(self.ids or ()), np.int64)
+
+
+def parse_row_filter(value: object) -> RowFilter:
+    """Return the filter of a ``where`` value.
+
+    Raises:
+        ValueError: neither a list of ids nor a dict of ``{"<slot>": {"min": number}}``, ``{"ids": [...]}`` and
+            ``{"sample": share}``.
+    """
+    if isinstance(value, list | tuple):
+        return RowFilter(ids=_ids(value))
+    if not isinstance(value, Mapping):
+        raise ValueError(f"found {value!r}, expected a dict such as {{'frequency': {{'min': 5}}}}")
+    minimum, ids, sample = [], None, 1.0
+    for key, condition in value.items():
+        if key == "ids":
+            ids = _ids(condition)
+        elif key == "sample":
+            if type(condition) not in (int, float) or not 0 <= condition <= 1:
+                raise ValueError(f"'sample': found {condition!r}, expected a share from 0 to 1")
+            sample = float(condition)
+        elif not (isinstance(condition, Mapping) and list(condition) == ["min"] and _is_number(condition["min"])):
+            raise ValueError(f"{key!r}: found {condition!r}, expected {{'min': number}}, or the keys 'ids' or 'sample'")
+        else:
+            minimum.append((str(key), float(condition["min"])))
+    return RowFilter(tuple(minimum), ids, sample)
+
+
+def _ids(value: object) -> frozenset[int]:
+    if not isinstance(value, list | tuple) or not all(type(i) is int and -(2**63) <= i < 2**63 for i in value):
+        raise ValueError(f"'ids': found {str(value)[:80]}, expected a list of int64 ids")
+    return frozenset(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MOST  # which NaN is not

@@ -1,0 +1,123 @@
+"""Tables to Arrow parts: gather rows in bucket order, checksum them while they are hot, write them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format import layout
+from recckpt.format.catalog import Catalog, Part
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.bucket_order import BucketOrder
+from recckpt.sparse.files.part_plan import BATCH_BYTES, Chunk, PartPlan, plan_parts
+from recckpt.sparse.files.part_reader import ID_SPEC
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
+from recckpt.sparse.files.table_rows import TableSource
+from recckpt.storage import NewFiles
+
+ORDER_BYTES = 128 << 20  # all writers together
+_ORDER_ITEM = 4
+_ALIGN = 64
+
+
+class SparseSaver:
+    """Writes the tables of one shard with several threads, each of which keeps one buffer from save to save.
+
+    Memory beyond the tables: ``concurrency * batch_bytes``, and ``order_bytes`` for the order of the rows.
+
+    Args:
+        concurrency: number of writer threads, as far as the storage has use for them.
+        batch_bytes: size of a record batch.
+        order_bytes: budget for row orders; larger tables are ordered in passes.
+    """
+
+    def __init__(self, concurrency: int, *, batch_bytes: int = BATCH_BYTES, order_bytes: int = ORDER_BYTES) -> None:
+        self._concurrency = concurrency
+        self._batch_bytes = batch_bytes
+        self._order_rows = max(1, order_bytes // concurrency // _ORDER_ITEM)
+        self._buffers: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    def save(
+        self,
+        sources: Sequence[TableSource],
+        storage: NewFiles,
+        directory: str,
+        *,
+        save_id: str,
+        shard: int,
+        shards: int,
+        advance: Callable[[int], object],
+    ) -> Catalog:
+        """Write all parts of a shard and return their catalog, which is still to be written.
+
+        Args:
+            sources: the tables.
+            storage: where the checkpoint goes.
+            directory: the checkpoint's directory in it.
+            save_id: of this attempt.
+            shard: number of this shard.
+            shards: number of shards.
+            advance: called with the bytes of each batch once it is written; from several threads.
+
+        Raises:
+            OSError: the storage failed; other files of the shard may be there, without a catalog.
+        """
+        sizes = [(source.n_rows, source.slots) for source in sources]
+        threads = storage.threads(self._concurrency)
+        plans = plan_parts(sizes, threads, least_bytes=self._batch_bytes)
+        orders = [BucketOrder(source.ids, source.n_rows, self._order_rows) for source in sources]
+
+        def write_part(plan: PartPlan) -> Part:
+            file = layout.part(shard, shards, plan.group, plan.number)
+            with self._buffer(plan) as buffer, storage.create(layout.join(directory, file)) as sink:
+                writer = PartWriter(sink, file, [sources[chunk.table].name for chunk in plan.chunks], plan.slots)
+                for chunk in plan.chunks:
+                    source, order = sources[chunk.table], orders[chunk.table]
+                    for rows, buckets in self._batches(chunk, order, plan.row_bytes):
+                        writer.write(source.name, buckets, _gather(source, rows, buffer))
+                        advance(len(rows) * plan.row_bytes)
+                return writer.finish()
+
+        return Catalog(save_id, shard, shards, tuple(run_all(write_part, plans, threads)))
+
+    def _batches(
+        self, chunk: Chunk, order: BucketOrder, row_bytes: int
+    ) -> Iterator[tuple[npt.NDArray[Any], tuple[int, int]]]:
+        """Yield the rows of each batch of a chunk and the buckets they lie in."""
+        batch_rows = max(1, self._batch_bytes // row_bytes)
+        for begin in range(chunk.begin, chunk.end, self._order_rows):
+            end = min(chunk.end, begin + self._order_rows)
+            ordered = order.rows(begin, end)
+            for first in range(0, len(ordered), batch_rows):
+                rows = ordered[first : first + batch_rows]
+                yield rows, order.bucket_range(begin + first, begin + first + len(rows))
+
+    @contextmanager
+    def _buffer(self, plan: PartPlan) -> Iterator[npt.NDArray[np.uint8]]:
+        """Lend a buffer that holds a batch; it is kept, since the first touch of fresh memory is what is slow."""
+        n_bytes = max(self._batch_bytes, plan.row_bytes) + _ALIGN * (len(plan.slots) + 1)
+        with self._lock:
+            buffer = self._buffers.pop() if self._buffers else None
+        if buffer is None or len(buffer) < n_bytes:
+            buffer = np.empty(n_bytes, np.uint8)
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._buffers.append(buffer)
+
+
+def _gather(source: TableSource, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]) -> list[ColumnBytes]:
+    """Copy rows of all columns into the buffer, one column after another."""
+    columns, begin = [], 0
+    for spec in (ID_SPEC, *source.slots):
+        columns.append(ColumnBytes(spec, buffer[begin : begin + len(rows) * spec.row_bytes]))
+        begin += -(-len(rows) * spec.row_bytes // _ALIGN) * _ALIGN
+    source.read(rows, [column.values for column in columns])
+    return columns

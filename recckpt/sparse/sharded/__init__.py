@@ -1,0 +1,1 @@
+"""A table whose rows lie on many ranks."""

@@ -1,0 +1,139 @@
+"""A lookup over all ranks: ids go to their owners and rows come back; later gradients go to the owners."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.sparse.sharded.agreement import agree, raise_alike
+from recckpt.sparse.sharded.all_to_all import Exchange
+from recckpt.sparse.sharded.routing import Asked, Route, asked, route
+from recckpt.sparse.table.checks import flat_ids
+from recckpt.sparse.table.gradients import add_by_group
+from recckpt.sparse.table.table import HashTable
+
+Int64s = npt.NDArray[np.int64]
+
+
+class RoundTrip:
+    """One lookup in tables of one shape, dtype and device, on all ranks. All methods are collective.
+
+    The rows that go from one rank to another are followed by a few more, the trailer. With rows of a table it says
+    whether their owner could read them, with gradients which of the tables the loss has reached at all.
+
+    Args:
+        tables: the same on all ranks.
+        exchange: the ranks.
+        scales: for each table, what its gradients are multiplied with.
+        what: the lookup, in words that are the same on all ranks.
+    """
+
+    def __init__(self, tables: Sequence[HashTable], exchange: Exchange, scales: Sequence[float], what: str) -> None:
+        self._tables, self._exchange, self._scales, self._what = tables, exchange, scales, what
+        self._shape = tables[0].embedding_shape
+        self._like: dict[str, Any] = {"dtype": tables[0].dtype, "device": tables[0].device}
+        self._n_trailer = -(-len(tables) // math.prod(self._shape))
+        self._route: Route
+        self._asked: Asked
+
+    def rows(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the rows of the ids for each table, shape (ids, *embedding_shape).
+
+        Raises:
+            LookupFailedError: it failed on a rank; all ranks raise it.
+        """
+        self._ask(ids)
+        message, problem = self._answer()
+        owned, asked_for = self._lengths(self._asked), self._lengths(self._route)
+        rows = self._exchange.all_to_all(message, owned, asked_for)
+        if bool(rows[self._trailers(asked_for)].any()):
+            remedy = "rows may have been inserted already: mend the cause on that rank"
+            raise_alike(self._exchange, f"looking up {self._what}", problem, remedy)
+        return tuple(rows[torch.from_numpy(places).to(rows.device)] for places in self._route.positions)
+
+    def return_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Add gradients of the rows to the owners' tables; None for a table that the loss does not depend on here.
+
+        A table that the loss of any rank depends on gets gradients on all ranks, if only of no rows.
+
+        Raises:
+            LookupFailedError: a rank is at something else, such as its next lookup; all ranks raise it.
+        """
+        owned, asked_for = self._lengths(self._asked), self._lengths(self._route)
+        options = {"dtype": torch.promote_types(self._like["dtype"], torch.float32), "device": self._like["device"]}
+        sums = torch.zeros((sum(asked_for), *self._shape), **options)
+        flags = torch.zeros((self._n_trailer, *self._shape), **options)
+        for number, (places, grad) in enumerate(zip(self._route.positions, grads, strict=True)):
+            if grad is not None:
+                add_by_group(places, grad, sums)
+                flags.view(-1)[number] = 1
+        sums[self._trailers(asked_for)] = flags
+        agree(self._exchange, f"the backward pass through {self._what}", asked_for, None)
+        returned = self._exchange.all_to_all(sums, asked_for, owned)
+        flags = returned[self._trailers(owned)].flatten(1).any(0)
+        by_rank = [self._cut(rows, rank) for rank, rows in enumerate(torch.split(returned, owned))]
+        for number, table in enumerate(self._tables):
+            if flags[number]:
+                table_grads = torch.cat([of_tables[number] for of_tables in by_rank])
+                table.add_gradients(self._asked.ids[number], table_grads.mul_(self._scales[number]))
+
+    def _ask(self, ids: Mapping[str, Tensor]) -> None:
+        """Send the ids to their owners."""
+        problem = None
+        try:
+            self._route = route(flat_batches(self._tables, ids), self._exchange.size, self._n_trailer)
+            message, lengths = self._route.message()
+        except Exception as error:
+            message, lengths, problem = np.empty(0, np.int64), [0] * self._exchange.size, error
+        coming = agree(self._exchange, f"looking up {self._what}", lengths, problem)
+        received = self._exchange.all_to_all(torch.from_numpy(message), lengths, coming)
+        self._asked = asked(received.numpy(), coming, len(self._tables))
+
+    def _answer(self) -> tuple[Tensor, Exception | None]:
+        """Return the rows that the ranks ask for; where they cannot be had, others, and the reason."""
+        problem = None
+        try:
+            rows = [table.fetch(ids) for table, ids in zip(self._tables, self._asked.ids, strict=True)]
+        except Exception as error:
+            problem = error
+            rows = [torch.zeros((len(ids), *self._shape), **self._like) for ids in self._asked.ids]
+        trailer = torch.full((self._n_trailer, *self._shape), int(problem is not None), **self._like)
+        by_table = [torch.split(some, counts) for some, counts in zip(rows, self._asked.counts.T.tolist(), strict=True)]
+        return torch.cat([piece for by_rank in zip(*by_table, strict=True) for piece in (*by_rank, trailer)]), problem
+
+    def _lengths(self, ids: Route | Asked) -> list[int]:
+        """Return how many rows go to or come from each rank."""
+        lengths: list[int] = (ids.counts.sum(1) + self._n_trailer).tolist()
+        return lengths
+
+    def _trailers(self, lengths: Sequence[int]) -> Tensor:
+        """Return where the trailers are among rows of these lengths, shape (ranks, rows of a trailer)."""
+        ends = torch.tensor(lengths).cumsum(0).view(-1, 1)
+        return (ends - self._n_trailer + torch.arange(self._n_trailer)).to(self._like["device"])
+
+    def _cut(self, rows: Tensor, rank: int) -> Sequence[Tensor]:
+        """Return what a rank sent, table by table."""
+        return torch.split(rows, [*self._asked.counts[rank].tolist(), self._n_trailer])
+
+
+def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Tensor]) -> list[Int64s]:
+    """Return the ids for each table in one dimension.
+
+    Raises:
+        ValueError: a table has none, a name is that of no table, or something is no int64 tensor.
+    """
+    names = [table.name for table in tables]
+    if ids.keys() != {*names}:
+        raise ValueError(
+            f"found ids for {sorted(ids)}, expected for {sorted(names)}: for a table without ids, give an empty tensor"
+        )
+    for name in names:
+        if not isinstance(ids[name], Tensor):
+            raise ValueError(f"ids for {name!r}: found {type(ids[name]).__name__}, expected an int64 tensor")
+    return [flat_ids(ids[name]) for name in names]

@@ -1,0 +1,97 @@
+"""Which rank every id of a batch belongs to, and the way of its row back into the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format.buckets import N_BUCKETS, bucket_of, gen_slice
+from recckpt.sparse.table.id_index import IdIndex
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The different ids of a batch for each of several tables, in the order in which they are sent.
+
+    Attributes:
+        ids: in the order of owners, for each owner in the order of tables.
+        counts: shape (owners, tables), how many ids they are.
+        positions: for each table, where the row of each id of the batch is among the rows that come back.
+    """
+
+    ids: Int64s
+    counts: Int64s
+    positions: tuple[Int64s, ...]
+
+    def message(self) -> tuple[Int64s, list[int]]:
+        """Return what is sent to the owners: for each its counts, then its ids; and the length of each of these."""
+        n_ids = self.counts.sum(1)
+        blocks = np.split(self.ids, np.cumsum(n_ids)[:-1])
+        parts = [part for counts, ids in zip(self.counts, blocks, strict=True) for part in (counts, ids)]
+        return np.concatenate(parts), (n_ids + self.counts.shape[1]).tolist()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all ranks ask this one for.
+
+    Attributes:
+        ids: for each table, in the order of the ranks that ask; different ranks may ask for the same.
+        counts: shape (ranks, tables), how many ids they are.
+    """
+
+    ids: tuple[Int64s, ...]
+    counts: Int64s
+
+
+def route(batches: Sequence[Int64s], n_owners: int, spacing: int) -> Route:
+    """Return the way of some batches, one for each table, each id of which is sent once.
+
+    Args:
+        batches: any ids.
+        n_owners: number of ranks, whose slices are those of ``gen_slice``.
+        spacing: rows that follow those of each owner on the way back.
+    """
+    groups, different = zip(*map(_deduplicated, batches), strict=True)
+    tables = np.repeat(np.arange(len(batches)), [len(ids) for ids in different])
+    ids = np.concatenate(different)
+    owners = _owners(n_owners)[bucket_of(ids)]
+    keys = owners * len(batches) + tables
+    n_keys = n_owners * len(batches)
+    order = np.argsort(keys.astype(np.uint16) if n_keys <= N_BUCKETS else keys, kind="stable")  # 16 bits: radix sort
+    places = np.empty(len(ids), np.int64)
+    places[order] = np.arange(len(ids)) + owners[order] * spacing
+    firsts = np.cumsum([0, *(len(some) for some in different[:-1])])
+    return Route(
+        ids[order],
+        np.bincount(keys, minlength=n_keys).reshape(n_owners, len(batches)),
+        tuple(places[first:][group] for first, group in zip(firsts, groups, strict=True)),
+    )
+
+
+def asked(message: Int64s, lengths: Sequence[int], n_tables: int) -> Asked:
+    """Return what came from all ranks, of whose messages these are the lengths."""
+    parts = np.split(message, np.cumsum(lengths)[:-1])
+    counts = np.stack([part[:n_tables] for part in parts])
+    blocks = [np.split(part[n_tables:], np.cumsum(row)[:-1]) for part, row in zip(parts, counts, strict=True)]
+    return Asked(tuple(np.concatenate(of_table) for of_table in zip(*blocks, strict=True)), counts)
+
+
+def _deduplicated(ids: Int64s) -> tuple[Int64s, Int64s]:
+    """Return for each id its number among the different ones, and those."""
+    index = IdIndex()
+    index.reserve(len(ids))
+    return index.find_or_add(ids)
+
+
+@lru_cache
+def _owners(n_owners: int) -> Int64s:
+    """Return the owner of each bucket."""
+    begins = [gen_slice(owner, n_owners).begin for owner in range(n_owners)]
+    return np.searchsorted(begins, np.arange(N_BUCKETS), side="right").astype(np.int64) - 1

@@ -1,0 +1,135 @@
+"""Tables whose rows lie on many ranks: every rank looks up any id, and trains the row that its owner holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from recckpt.format.buckets import gen_slice
+from recckpt.sparse.sharded.all_to_all import Exchange, exchange_of
+from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
+from recckpt.sparse.table.initializers import InitializerLike
+from recckpt.sparse.table.table import HashTable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ShardedHashTable(HashTable):
+    """A :class:`recckpt.sparse.HashTable` over all ranks, of which each holds one slice of the ids.
+
+    Calling it is collective, and so is the backward pass: all ranks call the same tables in the same order, each with
+    its own ids, of which there may be none. Ids go to the rank that owns them, where training inserts those that are
+    new; rows come back, and later the gradients go the same way and add up. After a backward pass
+    :meth:`take_gradients` is None on all ranks or on none.
+
+    Everything else is about the rows of this rank alone and not collective: ``insert``, ``lookup``, ``erase``,
+    ``ids()``, ``slots``, ``len()``. In ``state_dict()`` and checkpoints it is a table with a slice. With one rank it is
+    a plain table. See docs/distributed.md.
+
+    Args:
+        embedding_shape: as for a plain table; all arguments are the same on all ranks.
+        name: name in checkpoints.
+        dtype: as for a plain table.
+        device: where the slots of this rank live.
+        initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same first
+            values whatever the number of ranks; those of ``torch.nn.init`` draw from the generator of its owner.
+        group: the process group whose ranks share the table; None for the default one, or for one rank where there is
+            none. Its backend (gloo, nccl) carries the rows, and its timeout applies.
+        gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does
+            with those of the dense parameters: for losses that are means over the batch of a rank. ``"sum"`` does not.
+
+    Raises:
+        ValueError: an argument is out of range, or this is one of several processes without a process group.
+    """
+
+    def __init__(
+        self,
+        embedding_shape: int | Sequence[int],
+        *,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        initializer: InitializerLike | None = None,
+        group: ProcessGroup | Exchange | None = None,
+        gradients: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        if gradients not in ("mean", "sum"):
+            raise ValueError(f"found gradients={gradients!r}, expected 'mean' or 'sum'")
+        exchange = exchange_of(group)
+        super().__init__(
+            embedding_shape,
+            name=name,
+            dtype=dtype,
+            device=device,
+            initializer=initializer,
+            slice=gen_slice(exchange.rank, exchange.size),
+        )
+        self.exchange, self.gradients = exchange, gradients
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ``ids``, whichever rank holds them. Collective.
+
+        In training mode unseen ids are inserted where they belong. In eval mode nothing is inserted and an unseen id
+        reads the initializer's constant, or zeros where the initializer is random.
+
+        Args:
+            ids: int64, any shape.
+
+        Returns:
+            Tensor of shape ``ids.shape + embedding_shape``, differentiable.
+
+        Raises:
+            LookupFailedError: a rank has no int64 ids, is at another lookup, or failed; all ranks raise it.
+        """
+        return look_up_together([self], {self.name: ids})[0]
+
+
+def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the embeddings for each table, by the messages of one lookup. Collective.
+
+    Args:
+        tables: all of one shape, dtype, device and group; the same on all ranks.
+        ids: table name -> int64, any shape.
+
+    Raises:
+        LookupFailedError: as the lookup in one table.
+    """
+    first, exchange = tables[0], tables[0].exchange
+    if exchange.size == 1:
+        flat_batches(tables, ids)
+        return [HashTable.forward(table, ids[table.name]) for table in tables]
+    has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
+    scales = [1 / exchange.size if table.gradients == "mean" else 1.0 for table in tables]
+    trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad))
+    rows = _differentiable(trip, ids) if has_grad else trip.rows(ids)
+    return [some.view(*ids[table.name].shape, *first.embedding_shape) for some, table in zip(rows, tables, strict=True)]
+
+
+def _described(tables: Sequence[ShardedHashTable], has_grad: bool) -> str:
+    """Return a lookup in words that are equal on two ranks if it is."""
+    modes = (f"{table.name!r} ({'training' if table.training else 'eval'}, {table.gradients})" for table in tables)
+    shape = f"{str(tables[0].dtype).removeprefix('torch.')} {tables[0].embedding_shape}"
+    return f"{', '.join(modes)} of {shape} {'with' if has_grad else 'without'} gradients"
+
+
+class _RoundTrip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, trip: RoundTrip, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.trip = trip
+        return trip.rows(ids)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.trip.return_gradients(grads)
+        return None, None, None
+
+
+def _differentiable(trip: RoundTrip, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
+    rows: tuple[Tensor, ...] = _RoundTrip.apply(anchor, trip, ids)  # type: ignore[no-untyped-call]
+    return rows

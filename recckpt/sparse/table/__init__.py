@@ -1,0 +1,1 @@
+"""The hashtable embedding, and the one door through which its rows change."""

@@ -1,0 +1,83 @@
+"""What a table accepts: the shapes, dtypes and ids that its door lets in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.format.buckets import Slice
+from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+
+_RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
+
+
+def flat_ids(ids: Tensor) -> Int64s:
+    """Return ``ids`` in one dimension on the CPU, without a copy where they lie there."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids must be an int64 tensor, found a {type(ids).__name__}; convert them with torch.as_tensor")
+    if ids.dtype != torch.int64:
+        raise ValueError(f"ids must be int64, found {ids.dtype}; convert them with ids.long()")
+    flat: Int64s = ids.detach().reshape(-1).cpu().contiguous().numpy()
+    return flat
+
+
+def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple; ``()`` is a shape where it may be ``scalar``."""
+    given: tuple[object, ...] = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+    if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in given):
+        raise ValueError(f"a shape is an int or a sequence of ints, found {shape!r}")
+    sizes = tuple(int(cast(int, size)) for size in given)
+    if (not sizes and not scalar) or math.prod(sizes) < 1 or any(size < 1 for size in sizes):
+        raise ValueError(f"a shape needs dimensions of at least 1, found {sizes}")
+    return sizes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of ``dtype`` in the format."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, torch.dtype) or name not in ITEM_BYTES:
+        raise ValueError(f"a slot cannot be {dtype!r}; choose one of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+def check_slot_name(table: str, name: str) -> None:
+    """Raise ValueError where no optimizer slot can have this name."""
+    if not name or name in _RESERVED_SLOTS or "@" in name:
+        raise ValueError(f"table {table!r}: a slot cannot be named {name!r}; choose another name")
+
+
+def check_values(table: str, spec: SlotSpec, values: Tensor, n_rows: int) -> None:
+    """Raise ValueError unless ``values`` are ``n_rows`` rows of the slot."""
+    expected = (n_rows, *spec.shape)
+    if tuple(values.shape) != expected or values.dtype != getattr(torch, spec.dtype):
+        raise ValueError(
+            f"table {table!r}, {spec.name!r}: found {values.dtype} {tuple(values.shape)}, expected "
+            f"torch.{spec.dtype} {expected}"
+        )
+
+
+def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
+    """Raise ValueError where an id lies outside the slice."""
+    if slice_.is_everything:
+        return
+    strangers = ids[~slice_.owns(ids)]
+    if len(strangers):
+        raise ValueError(
+            f"table {table!r} holds {slice_} only; {len(strangers)} of {len(ids)} ids lie outside, the first "
+            f"is {strangers[0]}: send ids to the rank that owns them"
+        )
+
+
+def checked_count(table: str, n_rows: Any) -> int:
+    """Return a number of rows as an int, or raise ValueError where it is none of at least 0."""
+    if not isinstance(n_rows, int | np.integer) or n_rows < 0:
+        raise ValueError(f"table {table!r}: n_rows must be an int of at least 0, found {n_rows!r}")
+    return int(n_rows)

@@ -1,0 +1,184 @@
+"""One column of a table: its rows lie in blocks, so that growing moves nothing and costs no second copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.sparse.table.kernels import gather_rows, lay_over, scatter_rows
+from recckpt.types import SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+
+BLOCK_BYTES = 32 << 20  # large enough for huge pages, small beside any table worth growing in steps
+_FIRST_ROWS = 64
+_ONE_BLOCK = 62  # shift of a column that is one block, whatever its rows
+
+
+class Column:
+    """Rows of one slot, addressed as (row >> shift, row & mask).
+
+    The first block doubles by copying until it is full size; from then on a block never moves, and the list of
+    blocks is never changed in place, so a background writer may go on reading those it has. Memory of fresh rows is
+    undefined until it is written.
+    """
+
+    def __init__(self, spec: SlotSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.device = device
+        self.shift = max((BLOCK_BYTES // max(spec.row_bytes, 1)).bit_length() - 1, 6)
+        self.blocks: list[Tensor] = []
+        self._addresses: Int64s = np.empty(0, np.int64)
+        self._written: torch.cuda.Event | None = None  # behind all writes of the thread that made this
+
+    @classmethod
+    def over(cls, spec: SlotSpec, values: Tensor) -> Column:
+        """Wrap a tensor that somebody else owns as a column, without a copy where it is contiguous."""
+        column = cls(spec, values.device)
+        column.shift = _ONE_BLOCK
+        column._set_blocks([values.detach().contiguous()])
+        return column
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit without growing."""
+        return sum(len(block) for block in self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.capacity * self.spec.row_bytes
+
+    def reserve(self, n_rows: int) -> None:
+        """Make room for ``n_rows`` rows in all."""
+        if n_rows <= self.capacity:
+            return
+        full = 1 << self.shift
+        blocks = list(self.blocks)
+        if not blocks or len(blocks[0]) < full:
+            first = self._new_block(min(full, max(_FIRST_ROWS, 1 << (n_rows - 1).bit_length())))
+            if blocks:
+                first[: len(blocks[0])] = blocks[0]
+            blocks[:1] = [first]
+        while sum(len(block) for block in blocks) < n_rows:
+            blocks.append(self._new_block(full))
+        self._set_blocks(blocks)
+
+    def gather(self, rows: Int64s) -> Tensor:
+        """Return a copy of ``rows``, shape (len(rows), *shape)."""
+        out = torch.empty((len(rows), *self.spec.shape), dtype=self.dtype, device=self.device)
+        if self.device.type == "cpu":
+            gather_rows(self._addresses, self.shift, self.spec.row_bytes, rows, out.data_ptr())
+        else:
+            if self._written is not None:
+                torch.cuda.current_stream(self.device).wait_event(self._written)
+            for block, at, inside in self._by_block(rows):
+                out[at] = block[inside]
+        return out
+
+    def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of ``rows`` into ``target``; on the CPU without the GIL and without other memory."""
+        if self.device.type == "cpu":
+            gather_rows(self._addresses, self.shift, self.spec.row_bytes, rows, target.ctypes.data)
+        else:
+            values = self.gather(rows.astype(np.int64)).cpu().contiguous()
+            target[:] = values.view(-1).view(torch.uint8).numpy()
+
+    def copy_rows(self, rows: Int64s, target: Column, begin: int) -> None:
+        """Copy ``rows`` to the rows of a column on the CPU from ``begin`` on."""
+        done = 0
+        for piece in target.pieces(begin, begin + len(rows)):
+            some = rows[done : done + len(piece)]
+            if self.device.type == "cpu":
+                gather_rows(self._addresses, self.shift, self.spec.row_bytes, some, piece.data_ptr())
+            else:
+                piece.copy_(self.gather(some))
+            done += len(piece)
+
+    def lay_over(self, rows: Int64s, at: Int64s, target: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of ``rows`` of a column on the CPU over the rows ``at`` of ``target``."""
+        lay_over(self._addresses, self.shift, self.spec.row_bytes, rows, at, target.ctypes.data)
+
+    def scatter(self, rows: Int64s, values: Tensor) -> None:
+        """Set ``rows``, all different, to ``values``."""
+        values = values.detach().to(self.device, self.dtype).contiguous()
+        if self.device.type == "cpu":
+            scatter_rows(self._addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
+        else:
+            for block, at, inside in self._by_block(rows):
+                block[inside] = values[at]
+
+    def write(self, begin: int, values: Tensor) -> None:
+        """Set the rows from ``begin`` on, one after another, to ``values``."""
+        done = 0
+        for piece in self.pieces(begin, begin + len(values)):
+            piece.copy_(values[done : done + len(piece)].detach())
+            done += len(piece)
+
+    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield views that cover the rows [begin, end), block by block."""
+        while begin < end:
+            block, inside = begin >> self.shift, begin & ((1 << self.shift) - 1)
+            n_rows = min(end - begin, (1 << self.shift) - inside)
+            yield self.blocks[block][inside : inside + n_rows]
+            begin += n_rows
+
+    def to_tensor(self, n_rows: int) -> Tensor:
+        """Return a copy of the first ``n_rows`` rows in one piece."""
+        pieces = list(self.pieces(0, n_rows))
+        if not pieces:
+            return torch.empty((0, *self.spec.shape), dtype=self.dtype, device=self.device)
+        return torch.cat(pieces)
+
+    def frozen(self) -> Column:
+        """Return a column over the blocks of now, which stay those when this one grows or is cleared."""
+        twin = Column(self.spec, self.device)
+        twin.shift, twin.blocks, twin._addresses = self.shift, self.blocks, self._addresses
+        if self.device.type == "cuda":  # readers work in streams of their own
+            twin._written = torch.cuda.current_stream(self.device).record_event()
+        return twin
+
+    def shrink(self, n_blocks: int) -> None:
+        """Let go of all blocks but the first ones."""
+        self._set_blocks(self.blocks[:n_blocks])
+
+    def clear(self) -> None:
+        """Let go of all blocks."""
+        self._set_blocks([])
+
+    def to(self, device: torch.device) -> Column:
+        """Return a copy of this column on ``device``."""
+        column = Column(self.spec, device)
+        column.shift = self.shift
+        with torch.inference_mode(False):
+            column._set_blocks([block.to(device, copy=True) for block in self.blocks])
+        return column
+
+    def _set_blocks(self, blocks: list[Tensor]) -> None:
+        self.blocks = blocks
+        self._addresses = np.array([block.data_ptr() for block in blocks], np.int64)
+
+    @torch.inference_mode(False)  # a block outlives the mode in which it happened to be made
+    def _new_block(self, n_rows: int) -> Tensor:
+        if self.device.type == "cpu":  # numpy asks for huge pages: random rows then miss the TLB less
+            memory = torch.from_numpy(np.empty(n_rows * self.spec.row_bytes, np.uint8))
+            return memory.view(self.dtype).view(n_rows, *self.spec.shape)
+        return torch.empty((n_rows, *self.spec.shape), dtype=self.dtype, device=self.device)
+
+    def _by_block(self, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (block, positions in ``rows``, rows inside the block) for each block that is touched."""
+        numbers = rows >> self.shift
+        for number in np.unique(numbers):
+            at = np.flatnonzero(numbers == number)
+            inside = rows[at] & ((1 << self.shift) - 1)
+            yield (
+                self.blocks[number],
+                torch.from_numpy(at).to(self.device),
+                torch.from_numpy(inside).to(self.device),
+            )

@@ -1,0 +1,163 @@
+"""Compiled loops over rows, without the GIL: copy them by address, count and order them by bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from recckpt.format.buckets import mix64 as _mix64
+
+mix64 = njit(inline="always")(_mix64)
+_S48 = np.uint64(48)
+_AHEAD, _AHEAD_BYTES = 16, 256  # rows lie anywhere, so the next ones are asked for early
+
+
+@intrinsic
+def _copy_bytes(typing_context: Any, target: Any, source: Any, n_bytes: Any) -> Any:
+    """Copy ``n_bytes`` from one address to another (memcpy)."""
+    signature = types.void(types.int64, types.int64, types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        target, source, n_bytes = arguments
+        pointer = ir.PointerType(ir.IntType(8))
+        cgutils.raw_memcpy(builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), n_bytes, 1)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the cache line at ``address``; any address will do, it is never a fault."""
+    signature = types.void(types.int64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, number = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer, number, number, number]),
+            "llvm.prefetch.p0",
+        )
+        to_read, keep, data = number(0), number(3), number(1)
+        builder.call(function, [builder.inttoptr(arguments[0], pointer), to_read, keep, data])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@njit(nogil=True, cache=True)
+def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int) -> None:
+    """Copy ``rows`` of blocks of ``1 << shift`` rows, at the addresses ``blocks``, to address ``target``."""
+    mask = (1 << shift) - 1
+    last = len(rows) - 1
+    for i in range(len(rows)):
+        ahead = np.int64(rows[min(i + _AHEAD, last)])
+        address = blocks[ahead >> shift] + (ahead & mask) * row_bytes
+        for line in range(0, min(row_bytes, _AHEAD_BYTES), 64):
+            prefetch(address + line)
+        row = np.int64(rows[i])
+        _copy_bytes(target + i * row_bytes, blocks[row >> shift] + (row & mask) * row_bytes, row_bytes)
+
+
+@njit(nogil=True, cache=True)
+def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int) -> None:
+    """Copy consecutive rows at address ``source`` into ``rows`` of the blocks."""
+    mask = (1 << shift) - 1
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        _copy_bytes(blocks[row >> shift] + (row & mask) * row_bytes, source + i * row_bytes, row_bytes)
+
+
+@njit(nogil=True, cache=True)
+def lay_over(  # noqa: PLR0917  # compiled functions take positions only
+    blocks: Any, shift: int, row_bytes: int, rows: Any, at: Any, target: int
+) -> None:
+    """Copy ``rows`` of the blocks over the rows ``at`` of consecutive rows at address ``target``."""
+    mask = (1 << shift) - 1
+    for i in range(len(rows)):
+        source = blocks[rows[i] >> shift] + (rows[i] & mask) * row_bytes
+        _copy_bytes(target + at[i] * row_bytes, source, row_bytes)
+
+
+@njit(nogil=True, cache=True)
+def unmarked_rows(rows: Any, n_rows: int, marks: Any) -> Any:
+    """Return those of ``rows`` below ``n_rows`` whose bit in ``marks`` is 0."""
+    found = np.empty(len(rows), np.int64)
+    n = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        if row < n_rows and not (marks[row >> 3] >> (row & 7)) & 1:
+            found[n] = row
+            n += 1
+    return found[:n]
+
+
+@njit(nogil=True, cache=True)
+def mark_rows(rows: Any, marks: Any) -> None:
+    """Set the bits of ``rows``."""
+    for i in range(len(rows)):
+        marks[rows[i] >> 3] |= 1 << (rows[i] & 7)
+
+
+@njit(nogil=True, cache=True)
+def pick_marked(rows: Any, marks: Any, mark_others: bool) -> Any:
+    """Return where in ``rows`` those are whose bit is set, and set the bits of the others if so wanted."""
+    found = np.empty(len(rows), np.int64)
+    n = 0
+    for i in range(len(rows)):
+        row = np.int64(rows[i])
+        bit = np.uint8(1 << (row & 7))
+        if marks[row >> 3] & bit:
+            found[n] = i
+            n += 1
+        elif mark_others:
+            marks[row >> 3] |= bit
+    return found[:n]
+
+
+@njit(nogil=True, cache=True)
+def add_rows(groups: Any, values: Any, sums: Any) -> None:
+    """Add each row of ``values`` to the row of ``sums`` that its group names, in order."""
+    for i in range(len(groups)):
+        group = groups[i]
+        for j in range(values.shape[1]):
+            sums[group, j] += values[i, j]
+
+
+@njit(nogil=True, cache=True)
+def count_buckets(ids: Any, counts: Any) -> None:
+    """Add the number of ``ids`` in each of the 65,536 buckets to ``counts``."""
+    for i in range(len(ids)):
+        counts[mix64(np.uint64(ids[i])) >> _S48] += 1
+
+
+@njit(nogil=True, cache=True)
+def first_outside(ids: Any, begin: int, end: int) -> int:
+    """Return the position of the first id whose bucket is not in [begin, end), -1 where there is none."""
+    outside = 0
+    for i in range(len(ids)):  # without a way out, so that it is done in vectors
+        bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
+        outside += (bucket < begin) | (bucket >= end)
+    if outside:
+        for i in range(len(ids)):
+            bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
+            if bucket < begin or bucket >= end:
+                return i
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def place_rows(  # noqa: PLR0917  # compiled functions take positions only
+    ids: Any, first_row: int, begin: int, end: int, cursors: Any, order: Any
+) -> None:
+    """Second half of a counting sort: put each row whose bucket is in [begin, end) at its bucket's cursor."""
+    for i in range(len(ids)):
+        bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
+        if begin <= bucket < end and cursors[bucket] < len(order):  # or ids have changed since they were counted
+            order[cursors[bucket]] = first_row + i
+            cursors[bucket] += 1

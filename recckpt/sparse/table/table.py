@@ -1,0 +1,298 @@
+"""The hashtable embedding: an ``nn.Module`` that grows a row for every id it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor
+
+from recckpt import types
+from recckpt.format.buckets import N_BUCKETS, Slice
+from recckpt.sparse.table.checks import (
+    check_owned,
+    check_slot_name,
+    check_values,
+    checked_count,
+    checked_shape,
+    dtype_name,
+    flat_ids,
+)
+from recckpt.sparse.table.gradients import Gradients, lookup_with_grad
+from recckpt.sparse.table.initializers import InitializerLike, as_initializer
+from recckpt.sparse.table.nn_module import TableModule
+from recckpt.sparse.table.row_store import RowStore, Slots
+from recckpt.types import EMBEDDING, SlotSpec, check_table_name
+
+Int64s = npt.NDArray[np.int64]
+
+
+class HashTable(TableModule):
+    """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
+
+    Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
+    state dict can be deep-copied (which copies the rows) and given to ``load_state_dict``; it is written to
+    disk by :class:`recckpt.Saver`, not by pickle. Not thread-safe, not collective.
+
+    Args:
+        embedding_shape: shape of one embedding, such as ``(64,)``; an int is short for one dimension.
+        name: name in checkpoints, unique in a model, up to 1,024 bytes of UTF-8.
+        dtype: float32, float16, bfloat16, float64, or an integer type.
+        device: where the slots live; ids and index are always on the CPU.
+        initializer: gives new rows their values: None for zeros, one of
+            :mod:`recckpt.sparse.table.initializers`, or a callable like those of ``torch.nn.init``.
+        slice: part of the id space that this table may hold; None for all of it.
+
+    Raises:
+        ValueError: the name, shape or dtype is not one that a table can have.
+    """
+
+    def __init__(
+        self,
+        embedding_shape: int | Sequence[int],
+        *,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        initializer: InitializerLike | None = None,
+        slice: Slice | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = check_table_name(name)
+        self.embedding_shape = checked_shape(embedding_shape)
+        self.dtype = dtype
+        self.slice = slice or Slice(0, N_BUCKETS)
+        self.seed = xxhash.xxh3_64_intdigest(name.encode("utf-8"))
+        self._spec = SlotSpec(EMBEDDING, dtype_name(dtype), self.embedding_shape)
+        self.initializer = as_initializer(initializer, dtype)
+        self._store = RowStore(torch.device(device))
+        self._store.add_column(self._spec)
+        self._gradients = Gradients()
+        self.trained_by: object = None  # the mark of the optimizer that was made for it last
+
+    @property
+    def store(self) -> RowStore:
+        """The rows, and the one door through which they change."""
+        return self._store
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the table holds: index, ids and slots, room for growth included."""
+        return self._store.nbytes
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        """The optimizer slots by name; reading one copies its rows, in the order of :meth:`ids`."""
+        return Slots(self._store)
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def __bool__(self) -> bool:
+        return True  # an empty table is still a table
+
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows of this table."""
+        return f"{self.name!r}, rows={len(self)}, shape={self.embedding_shape}, dtype={self._spec.dtype}"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ``ids``.
+
+        In training mode unseen ids are inserted with the initializer. In eval mode nothing is inserted and
+        an unseen id reads the initializer's constant, or zeros where the initializer is random.
+
+        Args:
+            ids: int64, any shape.
+
+        Returns:
+            Tensor of shape ``ids.shape + embedding_shape``, differentiable; the gradients of an id that
+            occurs several times add up.
+
+        Raises:
+            ValueError: an unseen id lies outside the slice of this table.
+        """
+        flat = flat_ids(ids)
+        if torch.is_grad_enabled() and self.dtype.is_floating_point:
+            owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
+            out = lookup_with_grad(lambda: self.fetch(owned), self._gradients, owned)
+        else:
+            out = self.fetch(flat)
+        return out.view(*ids.shape, *self.embedding_shape)
+
+    def fetch(self, ids: Int64s) -> Tensor:
+        """Return the embeddings of ``ids``, shape (n,), as :meth:`forward` does, but not differentiable."""
+        return self._read(self._add(ids) if self.training else self._store.find(ids))
+
+    def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
+        """Set the rows of ``ids``, adding those that are new; the last of equal ids wins.
+
+        Args:
+            ids: int64, shape (n,).
+            embeddings: shape (n, *embedding_shape), the table's dtype.
+            slots: slot name -> (n, *slot_shape). Slots that are not named keep their values, and start at
+                their initial value in new rows.
+
+        Raises:
+            ValueError: a shape, dtype or slot name does not fit; an id lies outside the slice. Nothing has
+                been changed then.
+        """
+        flat = flat_ids(ids)
+        values = {EMBEDDING: embeddings, **(slots or {})}
+        for name, tensor in values.items():
+            check_values(self.name, self._spec_of(name), tensor, len(flat))
+        check_owned(self.name, self.slice, flat)
+        first = len(self)
+        rows, new_ids = self._store.add(flat)
+        self._store.initialize(first, len(self), without=frozenset(values))
+        last = None if len(new_ids) == len(flat) else _last_occurrence(rows)
+        if last is not None:
+            rows = rows[last]
+            values = {name: tensor[torch.from_numpy(last)] for name, tensor in values.items()}
+        self._store.write(rows, values)
+
+    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (embeddings, found) without inserting; unseen ids read as in eval mode.
+
+        Returns:
+            Embeddings of shape ``ids.shape + embedding_shape``, and a bool mask of ``ids.shape``.
+        """
+        rows = self._store.find(flat_ids(ids))
+        found = torch.from_numpy(rows >= 0).to(ids.device).view(ids.shape)
+        return self._read(rows).view(*ids.shape, *self.embedding_shape), found
+
+    def erase(self, ids: Tensor) -> int:
+        """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped."""
+        return self._store.erase(flat_ids(ids))
+
+    def clear(self) -> None:
+        """Drop all rows and pending gradients."""
+        self._store.clear()
+        self._gradients.clear()
+
+    def reserve(self, n_rows: int) -> None:
+        """Make room for ``n_rows`` rows in all, 0 or more, so that inserting them allocates nothing."""
+        self._store.reserve(checked_count(self.name, n_rows))
+
+    def ids(self) -> Tensor:
+        """Return a copy of the ids, int64, shape (rows,), on the CPU."""
+        return self._store.ids.to_tensor(len(self))
+
+    def embeddings(self) -> Tensor:
+        """Return a copy of the embeddings, shape (rows, *embedding_shape), in the order of :meth:`ids`."""
+        return self._store.columns[EMBEDDING].to_tensor(len(self))
+
+    def add_slot(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        initial: float | None = None,
+    ) -> None:
+        """Declare a slot whose rows start at ``initial``; declaring the same slot again keeps its rows.
+
+        Args:
+            name: name in checkpoints, such as ``sparse_adamw_exp_avg``.
+            shape: shape of one row; ``()`` is a scalar slot.
+            dtype: any that a table may have.
+            initial: what the rows of a new slot, and new rows of any, start at; None for 0, or for what was
+                declared before.
+
+        Raises:
+            ValueError: the name is taken, or the slot exists with another shape or dtype.
+        """
+        check_slot_name(self.name, name)
+        spec = SlotSpec(name, dtype_name(dtype), checked_shape(shape, scalar=True))
+        self._check_spec(spec)
+        if name not in self._store.columns:
+            self._store.add_column(spec, initial or 0.0)
+        elif initial is not None:
+            self._store.set_initial(name, initial)
+
+    def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
+        """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
+        self._gradients.add(ids, grads)
+
+    def take_gradients(self) -> tuple[Int64s, Tensor] | None:
+        """Return (rows, summed gradients) of all backward passes since the last call, and forget them.
+
+        The rows are all different; None where there was no backward pass.
+        """
+        return self._gradients.take(self._store)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the backward passes so far."""
+        super().zero_grad(set_to_none)
+        self._gradients.clear()
+
+    def _add(self, ids: Int64s) -> Int64s:
+        """Return the rows of ``ids``, after giving the unseen ones theirs."""
+        check_owned(self.name, self.slice, ids)
+        first = len(self)
+        rows, new_ids = self._store.add(ids)
+        self.initialize(first, new_ids)
+        return rows
+
+    def initialize(self, first: int, new_ids: Int64s, without: frozenset[str] = frozenset()) -> None:
+        """Give the rows from ``first`` on, those of ``new_ids``, their first values in all slots but ``without``."""
+        if len(new_ids) == 0:
+            return
+        self._store.initialize(first, first + len(new_ids), without | {EMBEDDING})
+        if EMBEDDING not in without:
+            values = self.initializer.values(new_ids, self.seed, self._spec)
+            self._store.columns[EMBEDDING].write(first, values)
+
+    def _read(self, rows: Int64s) -> Tensor:
+        """Return a copy of the embeddings of ``rows``; row -1 reads as an unseen id."""
+        column = self._store.columns[EMBEDDING]
+        unseen = np.flatnonzero(rows < 0)
+        if len(unseen) == 0:
+            return column.gather(rows)
+        out = torch.full(
+            (len(rows), *self.embedding_shape), self.initializer.unseen, dtype=self.dtype, device=self.device
+        )
+        seen = np.flatnonzero(rows >= 0)
+        out[torch.from_numpy(seen).to(self.device)] = column.gather(rows[seen])
+        return out
+
+    def _spec_of(self, name: str) -> SlotSpec:
+        column = self._store.columns.get(name)
+        if column is None:
+            known = sorted(self.slots)
+            raise ValueError(f"table {self.name!r} has no slot {name!r}, only {known}: declare it with add_slot")
+        return column.spec
+
+    def _check_spec(self, spec: SlotSpec) -> None:
+        """Raise ValueError where the slot exists and is another one."""
+        present = self._store.columns.get(spec.name)
+        if present is not None and present.spec != spec:
+            raise ValueError(
+                f"table {self.name!r} has slot {spec.name!r} of {present.spec.dtype} {present.spec.shape}, "
+                f"cannot also be {spec.dtype} {spec.shape}; use another slot name"
+            )
+
+    def _copy_rows_of(self, other: types.HashTable) -> None:
+        """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
+        ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
+        check_owned(self.name, self.slice, flat_ids(ids))
+        check_values(self.name, self._spec, embeddings, len(ids))
+        for name, tensor in slots.items():
+            check_slot_name(self.name, name)
+            spec = SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]))
+            self._check_spec(spec)
+            check_values(self.name, spec, tensor, len(ids))
+        for name, tensor in slots.items():
+            self.add_slot(name, tensor.shape[1:], tensor.dtype)
+        self.clear()
+        self.insert(ids, embeddings, slots)
+
+
+def _last_occurrence(rows: Int64s) -> Int64s | None:
+    """Return the position of the last of each group of equal rows, None where all are different."""
+    _, last = np.unique(rows[::-1], return_index=True)
+    if len(last) == len(rows):
+        return None
+    positions: Int64s = np.sort(len(rows) - 1 - last)
+    return positions

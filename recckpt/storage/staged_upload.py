@@ -1,0 +1,149 @@
+"""What a save writes its files to: the storage itself, or copies on this host that go up once they are all there."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import xxhash
+
+from recckpt.parallel.threads import run_all
+from recckpt.storage.base import HashingSink, Sink, Storage
+from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.upload_limit import UploadSlots
+
+_CHUNK_BYTES = 8 << 20
+
+
+class Outbox:
+    """The new files of one save, by way of what :attr:`Storage.transfers` says. Thread-safe.
+
+    Files count once :meth:`publish` has returned.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._slots = storage, storage.transfers.slots
+        self._work_dir = storage.transfers.work_dir
+        self._copies: list[_Copy] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Outbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for copy in self._copies:
+            copy.discard()
+
+    def create(self, name: str) -> Sink:
+        """Open a new file, once there is a slot for it; FileExistsError where one has that name."""
+        if self._work_dir is None:
+            return self._sent(name)
+        copy = _Copy(name, self._work_dir)
+        with self._lock:
+            self._copies.append(copy)
+        return copy
+
+    def threads(self, asked: int) -> int:
+        """Return how many threads are worth having of those that were asked for."""
+        return (self._work_dir or self._storage).threads(asked)
+
+    def publish(self, concurrency: int) -> None:
+        """Send the copies up, each of which goes as soon as it is there.
+
+        Raises:
+            OSError: one could not be sent, or is not what was written; none of those that follow are sent.
+        """
+        run_all(self._send, self._copies, self._storage.threads(concurrency))
+
+    def _send(self, copy: _Copy) -> None:
+        with self._sent(copy.name) as sink:
+            hashing = HashingSink(sink)
+            for chunk in copy.chunks():
+                hashing.write(chunk)
+            if (sink.n_bytes, hashing.xxh3) != (copy.n_bytes, copy.xxh3):
+                problem = f"the copy in the work dir is not what was written: found {sink.n_bytes} bytes with checksum"
+                expected = f"{hashing.xxh3:016x}, expected {copy.n_bytes} with {copy.xxh3:016x}; check that disk"
+                raise OSError(errno.EIO, f"{problem} {expected}", f"{self._storage.url}/{copy.name}")
+        copy.discard()
+
+    def _sent(self, name: str) -> Sink:
+        return self._storage.create(name) if self._slots is None else _SlottedSink(self._slots, self._storage, name)
+
+
+class _SlottedSink(Sink):
+    """A new file that keeps a slot until it is published or gone."""
+
+    def __init__(self, slots: UploadSlots, storage: Storage, name: str) -> None:
+        self._slots, self._slot = slots, slots.take()
+        try:
+            self._sink = storage.create(name)
+        except BaseException:
+            self._free()
+            raise
+
+    def write(self, data: Any) -> int:
+        self._sink.write(data)
+        n_bytes = self._sink.n_bytes - self.n_bytes
+        self.n_bytes = self._sink.n_bytes
+        return n_bytes
+
+    def close(self) -> None:
+        self._sink.close()
+        self._free()
+
+    def discard(self) -> None:
+        self._sink.discard()
+        self._free()
+
+    def _free(self) -> None:
+        slot, self._slot = self._slot, -1
+        if slot >= 0:
+            self._slots.free(slot)
+
+
+class _Copy(Sink):
+    """A file of the work dir, on its way to a name in the storage; it goes with this process, so nobody syncs it."""
+
+    def __init__(self, name: str, work_dir: WorkDir) -> None:
+        self.name, self._work_dir = name, work_dir
+        self._file: IO[bytes] = work_dir.new_file()
+        self._hash = xxhash.xxh3_64()
+
+    @property
+    def xxh3(self) -> int:
+        return self._hash.intdigest()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        total = len(view)
+        self._hash.update(view)
+        with self._named_error():
+            while view:  # a write may be short
+                view = view[self._file.write(view) :]
+        self.n_bytes += total
+        return total
+
+    def close(self) -> None:
+        """Do nothing: it is whole, and stays until it is sent."""
+
+    def discard(self) -> None:
+        self._file.close()
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield what was written."""
+        with self._named_error():
+            self._file.seek(0)
+            while chunk := self._file.read(_CHUNK_BYTES):
+                yield chunk
+
+    @contextmanager
+    def _named_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.strerror = f"a copy in the work dir failed: {error.strerror}"
+            error.filename = self._work_dir.url
+            raise

@@ -1,0 +1,161 @@
+import json
+
+import pytest
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.catalog import Batch, Catalog, Part, decode, encode
+from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, TableEntry
+from recckpt.types import SlotSpec
+
+PATH = "ckpt_1/sparse/00000-of-00002.json"
+PART = layout.part(0, 2, 0, 0)
+SLOTS = (SlotSpec("embedding", "float32", (2,)), SlotSpec("sparse_step", "int64", ()))
+ROW_BYTES = 2 + 8 + 8 + 8
+SUMS = {"table": 1, "id": 2, "embedding": 3, "sparse_step": 2**64 - 1}
+
+
+def manifest() -> Manifest:
+    return Manifest(
+        ckpt_id="ckpt_1",
+        save_id="ab" * 16,
+        seq=1,
+        time="",
+        shards=tuple(ShardEntry(layout.catalog(n, 2), (0, 65536)) for n in (0, 1)),
+        tables=(
+            TableEntry("item", 30, SLOTS),
+            TableEntry("ü/1", 5, SLOTS),
+            TableEntry("other", 5, SLOTS[:1]),
+        ),
+        files=(FileEntry(PART, 5000),),
+    )
+
+
+def catalog(*batches: Batch) -> Catalog:
+    batches = batches or (
+        Batch("item", 10, (0, 30), SUMS),
+        Batch("item", 20, (29, 65536), SUMS),
+        Batch("ü/1", 5, (7, 8), SUMS),
+    )
+    return Catalog("ab" * 16, 0, 2, (Part(PART, 5000, 77, ("item", "ü/1"), batches),))
+
+
+def edited(edit) -> bytes:
+    values = json.loads(encode(catalog()))
+    edit(values)
+    return json.dumps(values).encode()
+
+
+def test_a_catalog_comes_back_as_it_was():
+    assert decode(encode(catalog()), PATH, manifest(), 0) == catalog()
+    nothing = Catalog("ab" * 16, 1, 2, ())
+    assert decode(encode(nothing), PATH, manifest(), 1) == nothing
+    assert nothing.buckets == (0, 0)
+    assert nothing.rows == {}
+
+
+def test_rows_and_buckets_are_those_of_all_batches():
+    assert catalog().rows == {"item": 30, "ü/1": 5}
+    assert catalog().buckets == (0, 65536)
+    assert catalog(Batch("item", 1, (7, 9), SUMS), Batch("item", 1, (8, 12), SUMS)).buckets == (7, 12)
+
+
+def test_the_file_is_as_specified():
+    values = json.loads(encode(catalog()))
+    assert list(values) == ["format", "version", "save_id", "shard", "shards", "parts"]
+    assert list(values["parts"][0]) == ["file", "bytes", "frame", "tables", "batches"]
+    assert values["parts"][0]["batches"][2] == {
+        "table": 1,
+        "rows": 5,
+        "buckets": [7, 8],
+        "xxh3": {"table": f"{1:016x}", "id": f"{2:016x}", "embedding": f"{3:016x}", "sparse_step": "f" * 16},
+    }
+
+
+def part(**changes):
+    return lambda values: values["parts"][0].update(changes)
+
+
+def batch(**changes):
+    return lambda values: values["parts"][0]["batches"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("edit", "where"),
+    [
+        (lambda v: v.update(format="recckpt"), "format"),
+        (lambda v: v.update(save_id="cd" * 16), "save_id, shard, shards"),
+        (lambda v: v.update(shard=1), "save_id, shard, shards"),
+        (lambda v: v.update(shard=4, shards=4), "save_id, shard, shards"),
+        (lambda v: v.update(shards=4), "save_id, shard, shards"),
+        (lambda v: v.pop("parts"), "parts"),
+        (part(file="model.pt"), "parts[0].file"),
+        (part(bytes=4999), "parts[0].file"),
+        (part(bytes=-1), "parts[0].bytes"),
+        (part(frame="x"), "parts[0].frame"),
+        (part(tables=["item", "nobody"]), "parts[0].tables"),
+        (part(tables=["item", "other"]), "parts[0].tables"),
+        (part(tables=["item", 5]), "parts[0].tables[1]"),
+        (part(tables=["item"]), "parts[0].batches[2].table"),
+        (batch(table=-1), "parts[0].batches[0].table"),
+        (batch(table="item"), "parts[0].batches[0].table"),
+        (batch(rows=0), "parts[0].batches[0].rows"),
+        (batch(rows=-5), "parts[0].batches[0].rows"),
+        (batch(rows=10**15), "parts[0].batches"),
+        (batch(rows=5000 // ROW_BYTES), "parts[0].batches"),
+        (batch(buckets=[3]), "parts[0].batches[0].buckets"),
+        (batch(buckets=[3, 65537]), "parts[0].batches[0].buckets"),
+        (batch(xxh3={}), "parts[0].batches[0].xxh3"),
+        (batch(xxh3={**dict.fromkeys(SUMS, "0" * 16), "more": "0" * 16}), "parts[0].batches[0].xxh3"),
+        (batch(xxh3=dict.fromkeys(SUMS, "0")), "parts[0].batches[0].xxh3.table"),
+    ],
+)
+def test_a_catalog_that_does_not_fit_its_manifest_is_corrupt(edit, where):
+    with pytest.raises(CorruptCheckpointError) as caught:
+        decode(edited(edit), PATH, manifest(), 0)
+    assert (caught.value.path, caught.value.where) == (PATH, where)
+
+
+@pytest.mark.parametrize("name", ["../x.arrow", "/etc/x.arrow", "http://h/x.arrow"])
+def test_an_unsafe_name_is_refused(name):
+    with pytest.raises(CorruptCheckpointError, match="unsafe path"):
+        decode(edited(part(file=name)), PATH, manifest(), 0)
+
+
+def test_a_newer_version_is_refused_by_number():
+    with pytest.raises(FormatVersionError, match="99"):
+        decode(edited(lambda v: v.update(version=99)), PATH, manifest(), 0)
+
+
+def test_fields_that_nobody_knows_are_ignored():
+    def edit(values):
+        values["new"] = values["parts"][0]["new"] = values["parts"][0]["batches"][0]["new"] = {"a": [1]}
+
+    assert decode(edited(edit), PATH, manifest(), 0) == catalog()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b'{"format": NaN}', b"[]"])
+def test_what_is_no_json_object_is_corrupt(data):
+    with pytest.raises(CorruptCheckpointError):
+        decode(data, PATH, manifest(), 0)
+
+
+def test_a_catalog_of_40_000_tables_is_read_at_once():
+    names = [f"feature_{n}" for n in range(40_000)]
+    big = Manifest(
+        *("ckpt_1", "ab" * 16, 1, "", (ShardEntry(layout.catalog(0, 1), (0, 65536)),)),
+        tables=tuple(TableEntry(name, 1, SLOTS) for name in names),
+        files=(FileEntry(PART, 10**9),),
+    )
+    batches = tuple(Batch(name, 1, (5, 6), SUMS) for name in names)
+    whole = Catalog("ab" * 16, 0, 1, (Part(PART, 10**9, 0, tuple(names), batches),))
+    assert decode(encode(whole), PATH, big, 0) == whole
+
+
+def test_a_catalog_that_no_reader_would_take_is_not_written(monkeypatch):
+    data = encode(catalog())
+    monkeypatch.setattr("recckpt.format.catalog.MAX_BYTES", len(data))
+    assert decode(encode(catalog()), PATH, manifest(), 0) == catalog()
+    monkeypatch.setattr("recckpt.format.catalog.MAX_BYTES", len(data) - 1)
+    with pytest.raises(ValueError, match=f"shard 0 would have {len(data)} bytes, at most {len(data) - 1}"):
+        encode(catalog())

@@ -1,0 +1,133 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+
+ANY_TEXT = st.text(min_size=1, max_size=15).filter(lambda text: text not in ("checkpoint", "timeline.jsonl"))
+
+
+@given(ANY_TEXT)
+def test_every_id_has_a_directory_name_that_decodes_to_it(ckpt_id):
+    try:
+        encoded = layout.encode_id(ckpt_id)
+    except ValueError:
+        assert len(ckpt_id.encode("utf-8", "replace")) * 3 > layout.MAX_ID_BYTES or not ckpt_id.isprintable()
+        return
+    assert layout.decode_id(encoded) == ckpt_id
+    assert encoded.isascii()
+    assert "/" not in encoded
+    assert encoded[0] not in ".-"
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_different_ids_have_different_directories(one, other):
+    if one != other:
+        assert layout.encode_id(one) != layout.encode_id(other)
+
+
+@pytest.mark.parametrize(
+    ("ckpt_id", "encoded"),
+    [
+        ("ckpt_100", "ckpt_100"),
+        ("a/b", "a%2Fb"),
+        ("..", "%2E."),
+        (".", "%2E"),
+        ("-rf", "%2Drf"),
+        ("100%", "100%25"),
+        ("täglich", "t%C3%A4glich"),
+        ("~", "%7E"),
+        ("a b\n", "a%20b%0A"),
+    ],
+)
+def test_ids_are_percent_encoded(ckpt_id, encoded):
+    assert layout.encode_id(ckpt_id) == encoded
+
+
+@pytest.mark.parametrize("ckpt_id", ["", "x" * 201, "ü" * 40, "checkpoint", "timeline.jsonl", None, 7, "\ud800"])
+def test_what_cannot_be_an_id_is_refused(ckpt_id):
+    with pytest.raises(ValueError):  # noqa: PT011  # of several reasons
+        layout.encode_id(ckpt_id)
+
+
+def test_attempts_after_the_first_have_their_writer_in_their_name():
+    names = layout.attempt_dirs("a/b", 7)
+    assert [next(names) for _ in range(4)] == ["a%2Fb", "a%2Fb.7", "a%2Fb.7.1", "a%2Fb.7.2"]
+
+
+def test_the_step_of_a_directory_is_told_where_its_id_is_that_of_a_step():
+    steps = {"ckpt_0": 0, "ckpt_12": 12, "ckpt_12.3": 12, "ckpt_12.3.4": 12}
+    steps |= dict.fromkeys(["ckpt_", "ckpt_012", "ckpt_1.2.3.4", "ckpt_1.0", "ckpt_\u0661", "xckpt_1", "ckpt_1x", "1"])
+    assert {name: layout.parse_step(name) for name in steps} == steps
+
+
+def test_the_files_of_the_owner_and_of_pins_are_told_apart():
+    assert layout.parse_owner_file(layout.claim(12).rpartition("/")[2]) == (12, False)
+    assert layout.parse_owner_file(layout.takeover(12).rpartition("/")[2]) == (12, True)
+    for name in ("12.json.0f.tmp", "0.json", "-1.json", "x.json", "1.lists.json", "\u0661.json"):
+        assert layout.parse_owner_file(name) is None
+    assert layout.parse_pin(layout.pin("a/b").rpartition("/")[2]) == "a/b"
+    assert layout.parse_pin("a.json.tmp") is None
+
+
+def test_the_names_of_files_are_those_of_the_specification():
+    assert layout.catalog(3, 4) == "sparse/00003-of-00004.json"
+    assert layout.part(3, 4, 12, 5) == "sparse/00003-of-00004.g12.05.arrow"
+    assert layout.part(100_000, 100_001, 0, 123) == "sparse/100000-of-100001.g0.123.arrow"
+    assert layout.dense_index(3, 4) == "dense/00003-of-00004.json"
+    assert layout.dense_data(3, 4) == "dense/00003-of-00004.bin"
+    assert (layout.io_state(7), layout.rng(7)) == ("io_state_7.pt", "rng_7.pt")
+    assert layout.step_id(1000) == "ckpt_1000"
+
+
+def test_what_recckpt_writes_is_known_as_its_own():
+    names = ["manifest.json", "INTENT", "model.pt", "extra.pt", layout.io_state(0), layout.rng(12)]
+    names += [layout.catalog(0, 1), layout.part(0, 1, 0, 0), layout.part(123_456, 200_000, 3, 100)]
+    names += [layout.dense_index(0, 2), layout.dense_data(123_456, 200_000)]
+    names += ["manifest.json.0123456789abcdef.tmp", "INTENT.0123456789abcdef.tmp"]
+    for name in names:
+        assert layout.is_ours(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "sparse/x.arrow", "model.pt.bak", "sparse", "a/model.pt", "io_state_.pt"]
+)
+def test_what_others_put_there_is_not(name):
+    assert not layout.is_ours(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/x",
+        "../x",
+        "a/../../x",
+        "a/./b",
+        "a//b",
+        "a/",
+        "..",
+        ".",
+        "http://h/x",
+        "file::x",
+        "C:x",
+        "a\\b",
+        "a\0b",
+        "x" * 256,
+        "ü" * 128,
+        "a/" * 512 + "b",
+        "\ud800",
+    ],
+)
+def test_a_name_that_could_lead_out_of_the_checkpoint_is_refused(name):
+    with pytest.raises(CorruptCheckpointError, match="unsafe path") as caught:
+        layout.checked_name(name, "ckpt_1/manifest.json")
+    assert caught.value.path == "ckpt_1/manifest.json"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pt", "sparse/00000-of-00001.json", "a b/ü…", "..a/b..", "x" * 255, "a/b/c/d/e"]
+)
+def test_a_plain_relative_name_passes(name):
+    assert layout.checked_name(name, "manifest.json") == name

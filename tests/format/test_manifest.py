@@ -1,0 +1,271 @@
+import json
+from dataclasses import replace
+
+import pytest
+from forge import sealed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, TableEntry, decode, encode
+from recckpt.types import ITEM_BYTES, SlotSpec
+
+PATH = "ckpt_1/manifest.json"
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | st.text() | NUMBERS
+
+
+def example() -> Manifest:
+    return Manifest(
+        ckpt_id="ckpt_1",
+        save_id="ab" * 16,
+        seq=7,
+        epoch=2,
+        step=100,
+        time="2026-11-20T12:00:00Z",
+        shards=(ShardEntry(layout.catalog(0, 2), (0, 30_000)), ShardEntry(layout.catalog(1, 2), (0, 0))),
+        tables=(
+            TableEntry("item", 3, (SlotSpec("embedding", "float32", (2, 3)), SlotSpec("sparse_step", "int64", ()))),
+            TableEntry('ü "\\\n/', 0, (SlotSpec("embedding", "bfloat16", (1,)),)),
+        ),
+        files=(
+            FileEntry("model.pt", 10, 2**64 - 1),
+            FileEntry(layout.part(0, 2, 0, 0), 2**50),
+            FileEntry(layout.catalog(0, 2), 3, 0),
+            FileEntry(layout.catalog(1, 2), 4, 1),
+        ),
+        names={"extra": ("sparse_optim", "ü"), "io_state": ()},
+        state={"loss": 0.25, "epoch": 3, "name": "ü", "done": True, "best": None},
+        writer={"recckpt": "0.1.0"},
+        ephemeral=True,
+        pinned=True,
+    )
+
+
+def edited(**changes) -> bytes:
+    values = json.loads(encode(example()))
+    del values["manifest_xxh3"]
+    return sealed(json.dumps({**values, **changes}).encode())
+
+
+def test_a_manifest_comes_back_as_it_was():
+    assert decode(encode(example()), PATH) == example()
+
+
+def test_the_bytes_are_those_of_the_specification():
+    data = encode(example())
+    values = json.loads(data)
+    assert data.endswith(b',\n  "manifest_xxh3": "%s"\n}\n' % values["manifest_xxh3"].encode())
+    assert list(values) == [
+        *("format", "version", "checksum", "ckpt_id", "save_id", "kind", "parent", "epoch", "seq", "step", "time"),
+        *("shards", "tables", "files", "names", "state", "flags", "writer", "manifest_xxh3"),
+    ]
+    assert values["files"][1] == {"name": "sparse/00000-of-00002.g0.00.arrow", "bytes": 2**50}
+    assert values["files"][0]["xxh3"] == "f" * 16
+    assert values["tables"][0]["slots"][0] == {"name": "embedding", "dtype": "float32", "shape": [2, 3]}
+
+
+@given(
+    st.text(min_size=1, max_size=20).filter(lambda name: "\0" not in name and name.isprintable()),
+    st.integers(0, 2**63 - 1),
+    st.dictionaries(
+        st.text(),
+        st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
+    ),
+    st.sampled_from(list(ITEM_BYTES)),
+    st.lists(st.integers(1, 9), max_size=4).map(tuple),
+)
+def test_whatever_can_be_saved_comes_back(name, rows, state, dtype, shape):
+    tables = (TableEntry(name, rows, (SlotSpec("embedding", dtype, shape),)),)
+    record = replace(example(), tables=tables, state=state)
+    assert decode(encode(record), PATH) == record
+
+
+def test_the_names_of_registered_objects_may_be_absent_in_whole_or_in_part():
+    values = json.loads(encode(example()))
+    del values["manifest_xxh3"], values["names"]
+    assert decode(sealed(json.dumps(values).encode()), PATH) == replace(example(), names={})
+    assert decode(edited(names={"extra": ["x"], "later": [1]}), PATH) == replace(example(), names={"extra": ("x",)})
+
+
+@pytest.mark.parametrize("names", [[], "x", {"extra": "x"}, {"io_state": [1]}])
+def test_names_of_another_type_are_corrupt(names):
+    with pytest.raises(CorruptCheckpointError, match=r"names|extra|io_state"):
+        decode(edited(names=names), PATH)
+
+
+def test_fields_that_nobody_knows_are_ignored():
+    assert decode(edited(future=[1, {"a": 2}], flags={"ephemeral": True, "pinned": True, "x": 1}), PATH) == example()
+
+
+def test_a_flipped_bit_is_found_wherever_it_is():
+    data = bytearray(encode(example()))
+    for position in range(len(data) * 8):
+        data[position // 8] ^= 1 << position % 8
+        with pytest.raises((CorruptCheckpointError, FormatVersionError)):
+            decode(bytes(data), PATH)
+        data[position // 8] ^= 1 << position % 8
+
+
+def test_a_cut_is_found_wherever_it_is():
+    data = encode(example())
+    for end in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            decode(data[:end], PATH)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_and_nothing_else_is_raised(data):
+    for candidate in (data, sealed(data)):
+        with pytest.raises((CorruptCheckpointError, FormatVersionError)):
+            decode(candidate, PATH)
+
+
+@pytest.mark.parametrize("tail", [b" ", b"\n", b"{}", b"\0"])
+def test_bytes_behind_the_seal_are_refused(tail):
+    with pytest.raises(CorruptCheckpointError):
+        decode(encode(example()) + tail, PATH)
+
+
+def test_a_newer_version_is_refused_by_number_whatever_its_seal():
+    for data in (edited(version=99), edited(version=99).replace(b"manifest_xxh3", b"signature")):
+        with pytest.raises(FormatVersionError, match=r"version 99.*up to 1.*upgrade") as caught:
+            decode(data, PATH)
+        assert caught.value.supported == 1
+
+
+def test_a_delta_is_refused():
+    with pytest.raises(FormatVersionError, match="delta"):
+        decode(edited(kind="delta"), PATH)
+
+
+def test_an_unknown_checksum_algorithm_is_refused_by_name():
+    for data in (edited(checksum="crc32"), edited(checksum="crc32").replace(b"manifest_xxh3", b"manifest_crc3")):
+        with pytest.raises(CorruptCheckpointError, match="unknown algorithm 'crc32'"):
+            decode(data, PATH)
+
+
+def table(**changes):
+    slots = [{"name": "embedding", "dtype": "float32", "shape": [2]}]
+    return {"tables": [{"name": "item", "rows": 3, "slots": slots, **changes}]}
+
+
+def slot(**changes):
+    return table(slots=[{"name": "embedding", "dtype": "float32", "shape": [2], **changes}])
+
+
+def file(**changes):
+    others = [{"name": layout.catalog(n, 2), "bytes": 1, "xxh3": "0" * 16} for n in (0, 1)]
+    return {"files": [{"name": "model.pt", "bytes": 1, "xxh3": "0" * 16, **changes}, *others]}
+
+
+def shard(**changes):
+    shards = [{"catalog": layout.catalog(n, 2), "buckets": [0, 5]} for n in (0, 1)]
+    return {"shards": [{**shards[0], **changes}, shards[1]]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"format": "other"}, "format"),
+        ({"version": -1}, "version"),
+        ({"version": "1"}, "version"),
+        ({"ckpt_id": ""}, "ckpt_id"),
+        ({"ckpt_id": "x" * 300}, "ckpt_id"),
+        ({"seq": -1}, "seq"),
+        ({"epoch": None}, "epoch"),
+        ({"step": -5}, "step"),
+        ({"step": 1.5}, "step"),
+        ({"state": {"a": [1]}}, "state.a"),
+        ({"flags": {"pinned": True}}, "flags.ephemeral"),
+        ({"flags": {"pinned": 1, "ephemeral": False}}, "flags.pinned"),
+        (table(rows=-1), "tables[0].rows"),
+        (table(rows=2**63), "tables[0].rows"),
+        (table(rows=1.0), "tables[0].rows"),
+        (table(name=""), "tables[0].name"),
+        (table(name="a\0b"), "tables[0].name"),
+        (table(name="x" * 1025), "tables[0].name"),
+        (table(name="\ud800"), "tables[0].name"),
+        (table(slots=[]), "tables[0].slots"),
+        ({"tables": table()["tables"] * 2}, "tables"),
+        (slot(name="other"), "tables[0].slots"),
+        (slot(name="id"), "tables[0].slots[0].name"),
+        (slot(dtype="float8"), "tables[0].slots[0].dtype"),
+        (slot(dtype="object"), "tables[0].slots[0].dtype"),
+        (slot(shape=[0]), "tables[0].slots[0].shape[0]"),
+        (slot(shape=[2, -1]), "tables[0].slots[0].shape[1]"),
+        (slot(shape=[2**40]), "tables[0].slots[0].shape"),
+        (slot(shape=[2**20, 2**20]), "tables[0].slots[0].shape"),
+        (slot(shape="2"), "tables[0].slots[0].shape"),
+        (table(slots=slot()["tables"][0]["slots"] * 2), "tables[0].slots"),
+        (file(bytes=-1), "files[0].bytes"),
+        (file(bytes=2**64), "files[0].bytes"),
+        (file(xxh3="xyz"), "files[0].xxh3"),
+        (file(xxh3=None), "files[0].xxh3"),
+        (file(name=layout.catalog(0, 2)), "files"),
+        (shard(buckets=[0]), "shards[0].buckets"),
+        (shard(buckets=[5, 4]), "shards[0].buckets"),
+        (shard(buckets=[0, 65537]), "shards[0].buckets"),
+        (shard(catalog=layout.catalog(1, 2)), "shards[0].catalog"),
+        (shard(catalog=layout.catalog(0, 3)), "shards[0].catalog"),
+        ({"shards": shard()["shards"] * 2}, "shards[0].catalog"),
+        ({"files": []}, "shards[0].catalog"),
+    ],
+)
+def test_a_field_that_cannot_be_is_corrupt_and_named(changes, where):
+    with pytest.raises(CorruptCheckpointError) as caught:
+        decode(edited(**changes), PATH)
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "http://h/x", "\ud800", "a" * 300])
+def test_an_unsafe_name_is_refused(name):
+    for changes in (file(name=name), shard(catalog=name)):
+        with pytest.raises(CorruptCheckpointError, match="unsafe path"):
+            decode(edited(**changes), PATH)
+
+
+@pytest.mark.parametrize("field", json.loads(encode(example())))
+def test_a_missing_field_is_corrupt(field):
+    values = json.loads(encode(example()))
+    del values["manifest_xxh3"]
+    if values.pop(field, None) is None or field in ("step", "parent", "names"):
+        return  # may be null, or absent
+    with pytest.raises(CorruptCheckpointError):
+        decode(sealed(json.dumps(values).encode()), PATH)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_json_lacks_is_refused_when_it_is_written(value):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode(replace(example(), state={"loss": value}))
+
+
+def test_entries_are_found_by_name():
+    assert example().table("item").row_bytes == 8 + 24 + 8
+    assert example().file("model.pt").n_bytes == 10
+    assert (example().table("x"), example().file("x")) == (None, None)
+    assert example().n_bytes == 10 + 2**50 + 3 + 4
+
+
+def test_checkpoints_are_ordered_by_epoch_then_sequence():
+    orders = [replace(example(), epoch=e, seq=s).order for e, s in ((0, 9), (1, 1), (1, 10), (2, 2))]
+    assert orders == sorted(orders)
+
+
+def test_40_000_tables_fit():
+    slots = (SlotSpec("embedding", "float32", (8,)),)
+    tables = tuple(TableEntry(f"feature_{n}", n, slots) for n in range(40_000))
+    record = decode(encode(replace(example(), tables=tables)), PATH)
+    assert all(record.table(entry.name) is entry for entry in record.tables)
+
+
+def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch):
+    data = encode(example())
+    monkeypatch.setattr("recckpt.format.manifest.MAX_BYTES", len(data))
+    assert decode(encode(example()), PATH) == example()
+    monkeypatch.setattr("recckpt.format.manifest.MAX_BYTES", len(data) - 1)
+    with pytest.raises(ValueError, match=f"{len(data)} bytes, of 4 files and 2 tables"):
+        encode(example())

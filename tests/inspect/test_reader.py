@@ -1,0 +1,279 @@
+import math
+import subprocess
+import sys
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+from builders import Run, flip_bit
+from forge import Forge, filled, save_tables
+from torch import nn
+
+from recckpt import CheckpointReader, Saver
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.sparse import HashTable
+from recckpt.sparse.files.part_reader import column_buffer, column_values
+from recckpt.storage import open_storage
+
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "int32", "int64"]
+SLOTS = {"sparse_scalar": (), "sparse_vector": (5,), "sparse_matrix": (2, 3)}
+IDS = [-(2**63), -2, -1, 0, 1, 2**63 - 1, *range(1000, 1100)]
+
+
+def storage_at(url):
+    storage = open_storage(str(url))
+    storage.prepare()
+    return storage
+
+
+def noise(dtype, n_rows, shape, seed):
+    """Values of any bits, those of NaNs among them."""
+    draw = torch.Generator().manual_seed(seed)
+    n_bytes = n_rows * math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    return torch.randint(0, 256, (n_bytes,), generator=draw).to(torch.uint8).view(dtype).view(n_rows, *shape)
+
+
+def noisy(name, dtype="float32", ids=IDS, seed=0):
+    dtype = getattr(torch, dtype)
+    table = HashTable((2, 2), name=name, dtype=dtype)
+    for slot, shape in SLOTS.items():
+        table.add_slot(slot, shape, dtype)
+    slots = {slot: noise(dtype, len(ids), shape, seed + i) for i, (slot, shape) in enumerate(SLOTS.items(), 1)}
+    table.insert(torch.tensor(ids), noise(dtype, len(ids), (2, 2), seed), slots)
+    return table
+
+
+def as_rows(columns):
+    """Return id -> the bytes of its slots; columns are the ids, then arrays of bytes with one row an id."""
+    ids, *slots = columns
+    slots = [np.ascontiguousarray(slot).view(np.uint8).reshape(len(ids), -1) for slot in slots]
+    return {int(id_): [slot[row].tobytes() for slot in slots] for row, id_ in enumerate(ids)}
+
+
+def rows_of(table, columns):
+    tensors = [table.embeddings() if name == "embedding" else table.slots[name] for name in columns]
+    raw = [t.detach().contiguous().view(len(table), -1).view(torch.uint8).numpy() for t in tensors]
+    return as_rows([table.ids().numpy(), *raw])
+
+
+def rows_read(reader, name, columns, ids=None):
+    found = {}
+    for batch in reader.table(name, columns, ids):
+        raw = [np.frombuffer(column_buffer(batch.column(column)), np.uint8) for column in columns]
+        found |= as_rows([batch.column("id").to_numpy(), *raw])
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_polars_and_pyarrow_alone_find_the_ids_and_values_of_the_reader(tmp_path, dtype):
+    tables = [noisy("user/1", dtype), noisy("item", dtype, IDS[::2], seed=9)]
+    save_tables(storage_at(tmp_path), tables, batch_bytes=1000)
+    columns = ["embedding", *SLOTS]
+    files = sorted((tmp_path / "ckpt_1" / "sparse").glob("*.arrow"))
+    assert len(files) > 1
+    frame = pl.read_ipc(str(tmp_path / "ckpt_1" / "sparse" / "*.arrow"))
+    arrow = pa.concat_tables([pa.ipc.open_file(file).read_all() for file in files])
+    with CheckpointReader(str(tmp_path)) as reader:
+        for table in tables:
+            expected = rows_of(table, columns)
+            assert rows_read(reader, table.name, columns) == expected
+
+            mine = frame.filter(pl.col("table") == table.name)
+            raw = [mine[c].ext.storage() if isinstance(mine[c].dtype, pl.Extension) else mine[c] for c in columns]
+            assert as_rows([mine["id"].to_numpy(), *(series.to_numpy() for series in raw)]) == expected
+
+            mine = arrow.filter(pc.equal(arrow["table"].cast(pa.utf8()), table.name)).combine_chunks()
+            raw = [np.frombuffer(column_buffer(mine[c].combine_chunks()), np.uint8) for c in columns]
+            assert as_rows([mine["id"].to_numpy(), *raw]) == expected
+
+
+@pytest.mark.parametrize("columns", [[], ["sparse_scalar"], ["embedding"], ["sparse_matrix", "embedding"]])
+def test_some_columns_can_be_read_on_any_storage(url, columns):
+    table = noisy("user/1", "float16")
+    save_tables(storage_at(url), [noisy("item", seed=3), table], batch_bytes=1000)
+    with CheckpointReader(url) as reader:
+        assert rows_read(reader, "user/1", columns) == rows_of(table, columns)
+        ordered = [name for name in ("embedding", "sparse_matrix", "sparse_scalar") if name in columns]
+        assert next(batch.schema.names for batch in reader.table("user/1", columns)) == ["id", *ordered]
+        assert reader.schema("user/1", columns).names == ["id", *ordered]
+
+
+def test_a_lookup_finds_the_ids_that_are_there_and_no_others(url):
+    table = noisy("item")
+    save_tables(storage_at(url), [table], batch_bytes=1000)
+    asked = [-(2**63), 2**63 - 1, -2, 1050, 77, -77]
+    with CheckpointReader(url) as reader:
+        found = reader.lookup("item", asked, ["embedding"])
+        assert set(found["id"].to_pylist()) == set(asked) - {77, -77}
+        expected = rows_of(table, ["embedding"])
+        assert rows_read(reader, "item", ["embedding"], asked) == {i: expected[i] for i in asked if i in expected}
+        assert reader.lookup("item", [77]).num_rows == 0
+        assert reader.lookup("item", [77]).schema == reader.schema("item")
+
+
+def test_a_lookup_opens_only_the_batches_that_may_hold_the_ids(tmp_path):
+    save_tables(storage_at(tmp_path), [filled("item", range(500))], concurrency=1, batch_bytes=500)
+    forge = Forge(tmp_path / "ckpt_1")
+    with CheckpointReader(str(tmp_path)) as reader:
+        first = next(reader.table("item"))["id"].to_pylist()
+    with pa.memory_map(str(forge.path(forge.parts[0]))) as file:
+        last = pa.ipc.open_file(file)
+        values = column_buffer(last.get_batch(last.num_record_batches - 1).column("embedding")).to_pybytes()
+    flip_bit(forge.path(forge.parts[0]), forge.path(forge.parts[0]).read_bytes().index(values))
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert reader.lookup("item", first).num_rows == len(first)
+        with pytest.raises(CorruptCheckpointError, match=r"column 'embedding'.*checksum"):
+            list(reader.table("item"))
+
+
+def test_an_unknown_table_or_slot_is_named_with_the_nearest(tmp_path):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader:
+        with pytest.raises(KeyError, match=r"no table 'itm'.*did you mean 'item'"):
+            reader.table("itm")
+        with pytest.raises(KeyError, match=r"no slot 'embeding'.*did you mean 'embedding'"):
+            reader.table("item", ["embeding"])
+        with pytest.raises(KeyError, match="no slot"):
+            reader.lookup("item", [1], ["nothing"])
+
+
+@pytest.mark.parametrize("ids", [5, [1.0], ["1"], [2**63], [None], np.array([0.5])])
+def test_ids_that_are_no_int64_numbers_are_refused(tmp_path, ids):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(TypeError, match="ids must be a sequence of int64"):
+        reader.lookup("item", ids)
+
+
+def test_one_name_in_place_of_a_list_of_slots_is_refused(tmp_path):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(TypeError, match=r"pass \['embedding'\]"):
+        reader.lookup("item", [1], "embedding")
+
+
+@pytest.mark.parametrize("ids", [np.arange(3), range(3), (0, 1, 2), {0, 1, 2}, torch.arange(3)])
+def test_ids_come_in_any_collection_of_ints(tmp_path, ids):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert reader.lookup("item", ids).num_rows == 3
+
+
+def test_bfloat16_values_are_those_of_torch(tmp_path):
+    table = noisy("item", "bfloat16")
+    save_tables(storage_at(tmp_path), [table])
+    with CheckpointReader(str(tmp_path)) as reader:
+        slots = {slot.name: slot for slot in reader.manifest.table("item").slots}
+        found = reader.lookup("item", IDS).combine_chunks().to_batches()[0]
+        values = column_values(found.column("embedding"), slots["embedding"])
+    expected, _ = table.lookup(torch.tensor(found.column("id").to_pylist()))
+    np.testing.assert_array_equal(values, expected.float().numpy())
+
+
+def test_columns_are_taken_by_name_in_any_order(tmp_path):
+    table = noisy("item")
+    save_tables(storage_at(tmp_path), [table], concurrency=1)
+    Forge(tmp_path / "ckpt_1").edit_part(lambda batch: batch.select(batch.schema.names[::-1]))
+    with CheckpointReader(str(tmp_path)) as reader:
+        for columns in (["embedding", *SLOTS], ["sparse_scalar"], []):
+            assert rows_read(reader, "item", columns) == rows_of(table, columns)
+
+
+def test_a_part_that_pyarrow_wrote_again_reads_the_same(tmp_path):
+    table = noisy("item")
+    save_tables(storage_at(tmp_path), [table], concurrency=1)
+    Forge(tmp_path / "ckpt_1").edit_part(lambda batch: pa.RecordBatch.from_arrays(batch.columns, batch.schema.names))
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert rows_read(reader, "item", ["embedding"]) == rows_of(table, ["embedding"])
+
+
+def test_dense_tensors_are_read_by_name(tmp_path):
+    run = Run(tmp_path).train(10)
+    with CheckpointReader(str(tmp_path)) as reader:
+        live = {name: value for name, value in run.model.state_dict().items() if isinstance(value, torch.Tensor)}
+        assert sorted(reader.tensor_names()) == sorted(live)
+        for name, value in live.items():
+            assert reader.tensor_shape(name) == tuple(value.shape)
+            assert reader.tensor_dtype(name) == str(value.dtype).removeprefix("torch.")
+            np.testing.assert_array_equal(reader.read_tensor(name), value.numpy())
+        with pytest.raises(KeyError, match=r"top\.weight"):
+            reader.read_tensor("top.wieght")
+
+
+def test_a_checkpoint_without_dense_tensors_has_none(tmp_path):
+    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert reader.tensor_names() == []
+        with pytest.raises(KeyError, match="no dense tensors"):
+            reader.read_tensor("top.weight")
+
+
+def test_a_reader_that_was_closed_opens_again(tmp_path):
+    Run(tmp_path).train(10)
+    with CheckpointReader(str(tmp_path)) as reader:
+        names = reader.tensor_names()
+    assert reader.tensor_names() == names
+    reader.close()
+
+
+def test_an_output_dir_means_its_newest_checkpoint(url):
+    storage = storage_at(url)
+    for number in (9, 10, 1):
+        save_tables(storage, [filled("item", range(number))], ckpt_id=f"ckpt_{number}")
+    assert CheckpointReader(url).manifest.ckpt_id == "ckpt_1"
+    assert CheckpointReader(f"{url}/ckpt_10").manifest.ckpt_id == "ckpt_10"
+    assert CheckpointReader(f"{url}/ckpt_10/").manifest.tables[0].rows == 10
+
+
+def test_an_id_is_found_in_the_directory_of_a_later_attempt(url):
+    storage = storage_at(url)
+    storage.make_dir("ckpt_1")
+    storage.put_if_absent("ckpt_1/INTENT", b"{}")  # an attempt that died
+    save_tables(storage, [filled("item", range(3))])
+    assert CheckpointReader(f"{url}/ckpt_1").manifest.ckpt_id == "ckpt_1"
+    assert storage.size("ckpt_1.1/manifest.json")
+
+
+@pytest.mark.parametrize("name", ["", "/ckpt_7", "/ckpt_7/sparse"])
+def test_a_checkpoint_that_is_not_there_is_not_found(url, name):
+    with pytest.raises(CheckpointNotFoundError):
+        CheckpointReader(f"{url}{name}")
+
+
+def test_a_checkpoint_at_the_top_of_a_store_is_found_by_its_url(memory_url):
+    top = memory_url.rpartition("/")[0]
+    save_tables(storage_at(top), [filled("item", range(3))])
+    assert CheckpointReader(top).tables() == ["item"]
+    assert CheckpointReader(f"{top}/ckpt_1").tables() == ["item"]
+
+
+def test_odd_table_names_are_read_as_they_were_written(tmp_path):
+    names = ["a/b", "line\nbreak", "naïve 表", ".", "..", "-x", "x" * 300]
+    save_tables(storage_at(tmp_path), [filled(name, [i]) for i, name in enumerate(names)])
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert reader.tables() == names
+        assert [reader.lookup(name, [i]).num_rows for i, name in enumerate(names)] == [1] * len(names)
+
+
+def test_reading_imports_neither_torch_nor_numba(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = filled("item", range(5))
+            self.dense = nn.Linear(2, 2)
+
+    Saver(Model(), None, str(tmp_path)).save("ckpt_1")
+    code = (
+        "import sys; from recckpt import CheckpointReader\n"
+        f"r = CheckpointReader({str(tmp_path)!r}); r.lookup('item', [1]); list(r.table('item'))\n"
+        "[r.read_tensor(n) for n in r.tensor_names()]\n"
+        "assert not {'torch', 'numba', 'tqdm', 'fsspec'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("path", [None, 1, b"runs"])
+def test_a_reader_of_what_is_no_path_is_refused(path):
+    with pytest.raises(TypeError, match=f"path must be a path or URL of a checkpoint or output dir, found {path!r}"):
+        CheckpointReader(path)

@@ -1,0 +1,139 @@
+"""What a checkpoint and a model have to offer, by name, without reading rows."""
+
+import pytest
+import torch
+from bank_runs import run, saved, table
+from builders import flip_bit
+from forge import Forge
+from torch import nn
+
+from recckpt.errors import CorruptCheckpointError, LoadConfError
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.load.inventory import checkpoint_inventory, dense_prefix, list_inventory, listed_inventory
+from recckpt.load.resolve import PLAIN, Thing
+from recckpt.load.selection import Name, slot_name
+from recckpt.output_dir.listing import locate_path
+
+
+def inventory(url, *model_dense):
+    storage, checkpoint = locate_path(url)
+    return checkpoint_inventory(checkpoint, storage, model_dense)
+
+
+class Position:
+    def dump_io_state(self):
+        return {"position": 1}
+
+    def load_io_state(self, state):
+        raise NotImplementedError
+
+
+def test_a_checkpoint_offers_all_that_was_saved(url):
+    saver = run(url, table("t", range(7)), optimizer="adagrad", top=nn.Linear(3, 2).to(torch.bfloat16))
+    saver.register_for_checkpointing("lr", 0.1)
+    saver.register_io_state("reader", Position())
+    saver.save("c", step=5)
+    row = 4 * 4
+    assert inventory(url) == {
+        slot_name("t", "id"): Thing("int64", (), 7, 7 * 8),
+        slot_name("t", "embedding"): Thing("float32", (4,), 7, 7 * row),
+        slot_name("t", "sparse_adagrad_sum"): Thing("float32", (4,), 7, 7 * row),
+        Name("dense", "top.weight"): Thing("bfloat16", (2, 3), 0, 12),
+        Name("dense", "top.bias"): Thing("bfloat16", (2,), 0, 4),
+        Name("extra", "lr"): Thing(PLAIN),
+        Name("io_state", "reader"): Thing(PLAIN),
+        Name("sparse_opt", SPARSE_OPTIM): Thing(PLAIN),
+        Name("global_step", "global_step"): Thing(PLAIN),
+    }
+
+
+def test_the_names_of_the_saver_are_those_of_its_checkpoint(tmp_path):
+    saver = run(tmp_path, table("a@b", range(3)), table("line\nbreak"), optimizer="adam", top=nn.Linear(1, 1))
+    saver.register_for_checkpointing(' "lr"\t', 0.1)
+    saver.save("c", step=1)
+    lines = saver.names()
+    assert not any("\n" in line for line in lines)
+    here, there = listed_inventory(lines), inventory(str(tmp_path))
+    assert {name: (thing.dtype, thing.shape) for name, thing in here.items()} == {
+        name: (thing.dtype, thing.shape) for name, thing in there.items()
+    }
+    assert listed_inventory("\r\n".join(lines).split("\n")) == here
+    assert list_inventory(here) == lines
+
+
+def test_a_checkpoint_of_nothing_but_tables_or_tensors_offers_that(tmp_path):
+    assert set(inventory(saved(tmp_path / "a", table("t")))) == {slot_name("t", "id"), slot_name("t", "embedding")}
+    assert {name.group for name in inventory(saved(tmp_path / "b", top=nn.Linear(1, 1)))} == {"dense"}
+
+
+def test_plain_values_among_the_tensors_are_of_no_dtype(tmp_path):
+    class Odd(nn.Module):
+        def get_extra_state(self):
+            return {"version": 3}
+
+        def set_extra_state(self, state):
+            raise NotImplementedError
+
+    found = inventory(saved(tmp_path, odd=Odd()))
+    assert found == {Name("dense", "odd._extra_state"): Thing(PLAIN)}
+
+
+def test_where_the_manifest_lists_no_names_the_files_tell_them(tmp_path):
+    saver = run(tmp_path, table("t"), optimizer="adam")
+    saver.register_for_checkpointing("tensor", torch.ones(2))
+    saver.register_for_checkpointing("value", 3)
+    saver.register_io_state("reader", Position())
+    saver.save("c")
+    expected = inventory(str(tmp_path))
+    forge = Forge(tmp_path / "c")
+    forge.edit_manifest(lambda values: values.pop("names"))
+    assert inventory(str(tmp_path)) == expected
+    assert Name("extra", "tensor") in expected
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    saved(tmp_path, top=nn.Linear(1, 1))
+    flip_bit(tmp_path / "c" / "model.pt", 0)
+    with pytest.raises(CorruptCheckpointError, match=r"c/model\.pt"):
+        inventory(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("found", "model", "prefix"),
+    [
+        (["a", "b"], ["a", "b"], ("", "")),
+        (["module.a", "module.b"], ["a", "b"], ("module.", "")),
+        (["a"], ["module.a"], ("", "module.")),
+        (["module.a"], ["module.a"], ("", "")),
+        (["module.b", "c"], ["a", "module.b"], ("", "")),
+        (["module.a", "b"], ["a"], ("", "")),
+        (["module.a"], [], ("", "")),
+        ([], ["module.a"], ("", "")),
+        (["module.x"], ["a"], ("", "")),  # another model, whose names are as they are in the file, for 'oname'
+    ],
+)
+def test_the_prefix_of_a_wrapper_is_a_matter_of_all_names_or_none(found, model, prefix):
+    assert dense_prefix(found, model) == prefix
+
+
+def test_names_may_be_listed_by_hand():
+    assert listed_inventory(["t@id", "", "t@sparse_m", "top.weight", "lr\textra", "w\tdense\tfloat16\t2,3\n"]) == {
+        slot_name("t", "id"): Thing(),
+        slot_name("t", "sparse_m"): Thing(),
+        Name("dense", "top.weight"): Thing(),
+        Name("extra", "lr"): Thing(),
+        Name("dense", "w"): Thing("float16", (2, 3)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a\tdens", "'a' is of no group 'dens'; groups are sparse, dense"),
+        ("a\tdense\tfloat32\t2x3", "'a' has no shape '2x3'"),
+        ('"a\tdense', "is no JSON string"),
+    ],
+)
+def test_lines_that_are_no_names_are_refused(line, message):
+    with pytest.raises(LoadConfError, match=message):
+        listed_inventory([line])

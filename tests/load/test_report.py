@@ -1,0 +1,153 @@
+"""A load on paper: what people and programs read of it."""
+
+import html.parser
+import json
+import logging
+import pickle
+
+import pytest
+
+from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.load.resolve import PLAIN, Planned, Thing
+from recckpt.load.selection import Name, slot_name
+
+ROWS = 1_234_567
+ITEMS = (
+    Planned(slot_name("t", "id"), 0, "u@id", Thing("int64", (), ROWS, 8 * ROWS)),
+    Planned(
+        slot_name("t", "embedding"), 0, "u@embedding", Thing("float16", (4,), ROWS, 8 * ROWS), "cast float16 -> float32"
+    ),
+    Planned(slot_name("t", "sparse_m"), reason="/a/c has no 'u@sparse_m'"),
+    Planned(slot_name("new", "id"), reason="/a/c has no 'new'"),
+    Planned(slot_name("new", "embedding"), reason="/a/c has no 'new'"),
+    Planned(Name("dense", "w"), 1, "w", Thing("float32", (2,), 0, 8)),
+    Planned(Name("dense", "<b>\nx"), reason="nothing asks for it"),
+    Planned(Name("io_state", "reader"), reason="nothing asks for it"),
+    Planned(Name("extra", "lr"), 1, "lr", Thing(PLAIN)),
+)
+PLAN = LoadPlan(ITEMS, ("/a/c", "/b/<c>"), ("bank[0]: 'x*' matches nothing in the model",))
+REPORT = LoadReport(
+    *(ITEMS, PLAN.sources, PLAN.warnings),
+    rows_taken={"t": 1_000_000},
+    rows_filtered={"t": 234_567},
+    bytes_read=20_000_000,
+    seconds=1.5,
+    fresh_parameters=("adam: top.weight",),
+    global_step=7,
+)
+
+
+def test_a_plan_is_a_table_of_names_and_where_they_come_from():
+    head, *lines = [line.split() for line in str(PLAN).splitlines()]
+    assert head == ["name", "from", "name", "there", "rows", "bytes", "note"]
+    assert lines[0] == ["t@id", "/a/c", "u@id", "1,234,567", "9.9", "MB"]
+    assert lines[1][-4:] == ["cast", "float16", "->", "float32"]
+    assert lines[2] == ["t@sparse_m", "-", "/a/c", "has", "no", "'u@sparse_m'"]
+    assert lines[5] == ["w", "/b/<c>", "8", "B"]
+    assert lines[6][:2] == ['"<b>\\nx"', "-"]
+
+
+def test_below_it_stands_how_much_comes_from_where_and_what_starts_from_scratch():
+    footer = str(PLAN).splitlines()[len(ITEMS) + 1 :]
+    assert footer == [
+        "/a/c: 1 table, 1,234,567 rows, 0 tensors, 19.8 MB",
+        "/b/<c>: 0 tables, 0 rows, 1 tensor, 8 B",
+        "from scratch: 't@sparse_m': /a/c has no 'u@sparse_m'",
+        "from scratch: 'new': /a/c has no 'new'",
+        "from scratch: '<b>\\nx': nothing asks for it",
+        "warning: bank[0]: 'x*' matches nothing in the model",
+    ]
+
+
+def test_a_report_says_what_happened():
+    assert str(REPORT).splitlines()[-3:] == [
+        "from scratch in the optimizers: 'adam: top.weight': no state fits",
+        "warning: bank[0]: 'x*' matches nothing in the model",
+        "1,000,000 rows taken, 234,567 filtered, 20.0 MB read in 1.50 s",
+    ]
+
+
+class Texts(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.texts = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("shown", [PLAN, REPORT])
+def test_a_notebook_shows_it_with_names_escaped(shown):
+    found = Texts()
+    found.feed(shown._repr_html_())
+    assert set(found.tags) == {"table", "thead", "tbody", "tr", "th", "td", "p"}
+    assert "/b/<c>" in found.texts
+    assert '"<b>\\nx"' in found.texts
+    assert found.tags.count("tr") == len(ITEMS) + 1
+
+
+def test_a_program_gets_all_of_it_as_json():
+    data = json.loads(json.dumps(PLAN.to_dict(), allow_nan=False))
+    assert data["items"][1] == {
+        "name": "t@embedding",
+        "group": "sparse",
+        "source": "/a/c",
+        "source_name": "u@embedding",
+        "rows": ROWS,
+        "bytes": 8 * ROWS,
+        "renamed": True,
+        "conversion": "cast float16 -> float32",
+        "reason": None,
+    }
+    assert data["items"][2]["source"] is None
+    assert data["items"][2]["reason"] == "/a/c has no 'u@sparse_m'"
+    assert [item["renamed"] for item in data["items"]] == [True, True, *[False] * 7]
+    assert (data["sources"], data["warnings"]) == (["/a/c", "/b/<c>"], list(PLAN.warnings))
+    report = json.loads(json.dumps(REPORT.to_dict(), allow_nan=False))
+    assert {key: report[key] for key in report.keys() - data.keys()} == {
+        "rows_taken": {"t": 1_000_000},
+        "rows_filtered": {"t": 234_567},
+        "bytes_read": 20_000_000,
+        "seconds": 1.5,
+        "fresh_parameters": ["adam: top.weight"],
+        "global_step": 7,
+    }
+
+
+def test_the_log_says_loudly_what_starts_from_scratch(caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    REPORT.log_summary()
+    said = {record.getMessage(): record.levelname for record in caplog.records}
+    assert said["/a/c: 1 table, 1,234,567 rows, 0 tensors, 19.8 MB"] == "INFO"
+    warnings = [text for text, level in said.items() if level == "WARNING"]
+    assert warnings == [
+        "from scratch: 't@sparse_m': /a/c has no 'u@sparse_m'",
+        "from scratch: 'new': /a/c has no 'new'",
+        "from scratch: '<b>\\nx': nothing asks for it",
+        "from scratch in the optimizers: 'adam: top.weight': no state fits",
+        "bank[0]: 'x*' matches nothing in the model",
+    ]
+
+
+def test_many_names_with_one_reason_are_one_line():
+    names = [Planned(Name("dense", f"w{i}"), reason="gone") for i in range(1000)]
+    assert LoadPlan(tuple(names), ())._fresh_lines() == [
+        "from scratch: 'w0', 'w1', 'w2', 'w3', 'w4', 'w5', 'w6', 'w7' and 992 more: gone"
+    ]
+
+
+def test_what_is_taken_and_what_is_not():
+    assert [item.name.text for item in PLAN.taken] == ["t@id", "t@embedding", "w", "lr"]
+    assert len(PLAN.fresh) == 5
+    assert [PLAN.source_of(item) for item in PLAN.items[1:3]] == ["/a/c", ""]
+
+
+def test_an_empty_plan_prints():
+    assert str(LoadPlan((), ())).split() == ["name", "from", "name", "there", "rows", "bytes", "note"]
+
+
+def test_a_report_crosses_ranks():
+    assert pickle.loads(pickle.dumps(REPORT)) == REPORT

@@ -1,0 +1,413 @@
+"""The manager: counts steps, saves at intervals, and takes up a run where its newest checkpoint left it."""
+
+import logging
+import shutil
+from datetime import datetime
+
+import pytest
+import torch
+from builders import ClickModel, Run, checkpoints, flip_bit, state_of, table_state, tree
+from torch import nn
+
+from recckpt import (
+    CheckpointManager,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadConfError,
+    Saver,
+    StateMismatchError,
+)
+from recckpt.load.conf import Entry
+from recckpt.load.source import Source
+from recckpt.output_dir.listing import list_checkpoints, newest
+
+
+def small(url, interval=1, max_keep=1):
+    """Return a manager of a model of one weight, and the weight."""
+    model = nn.Linear(1, 1, bias=False)
+    return CheckpointManager(Saver(model, output_dir=str(url), max_keep=max_keep), interval), model.weight.data
+
+
+def advance(manager, weight, n_steps, value=None):
+    """Train so that the weight is the step, or a value."""
+    for _ in range(n_steps):
+        weight.fill_(manager.global_step + 1 if value is None else value)
+        manager.step()
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5, "3", True, None])
+def test_an_interval_that_is_none_is_refused_when_the_manager_is_made(tmp_path, interval):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=f"save_interval must be an int of at least 1, found {interval!r}"):
+        CheckpointManager(saver, interval)
+
+
+def test_what_is_no_saver_is_refused_when_the_manager_is_made():
+    with pytest.raises(TypeError, match=r"saver must be a recckpt.Saver, found a Linear"):
+        CheckpointManager(nn.Linear(1, 1), 1)
+
+
+@pytest.mark.parametrize("backpressure", ["skip", "latest"])
+def test_what_to_do_while_a_save_is_under_way_is_no_question_where_training_waits_for_each(tmp_path, backpressure):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=f"backpressure='{backpressure}' .* found async_save=False.* async_save=True"):
+        CheckpointManager(saver, 1, backpressure=backpressure)
+
+
+@pytest.mark.parametrize("event_time", ["noon", datetime(2026, 1, 1), torch.ones(2)])
+def test_a_step_with_an_event_time_that_is_no_number_is_refused_and_does_not_count(tmp_path, event_time):
+    manager, _ = small(tmp_path)
+    with pytest.raises(TypeError, match="event_time must be a number of seconds since 1970, found"):
+        manager.step(event_time=event_time)
+    assert manager.global_step == 0
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"state": {"a": [1]}}, ValueError, r"state\['a'\]: found \[1\], expected a name and a number, string"),
+        ({"state": {1: 2}}, ValueError, r"state\[1\]: found 2, expected a name"),
+        ({"state": {"a": torch.ones(2)}}, ValueError, r"state\['a'\]: found tensor"),
+        ({"state": [1]}, TypeError, r"state must be a mapping of names to values, or None, found \[1\]"),
+        ({"metrics": [1]}, TypeError, r"metrics must be a mapping of names to values, or None, found \[1\]"),
+        ({"metrics": []}, TypeError, r"metrics must be a mapping"),
+        ({"metrics": {"auc": "high"}}, ValueError, r"metrics\['auc'\]: found 'high', expected a number"),
+    ],
+)
+def test_a_step_with_a_state_or_metric_that_cannot_be_saved_is_refused_at_once_and_does_not_count(
+    tmp_path, given, error, text
+):
+    manager, _ = small(tmp_path, interval=100)
+    with pytest.raises(error, match=text):
+        manager.step(**given)
+    assert manager.global_step == 0
+    with pytest.raises(error, match=text):
+        manager.save(**given)
+    assert checkpoints(tmp_path) == []
+
+
+def test_steps_are_counted_and_saved_at_multiples_of_the_interval(tmp_path):
+    manager, weight = small(tmp_path, interval=3, max_keep=None)
+    for step in range(1, 11):
+        advance(manager, weight, 1)
+        assert manager.global_step == step
+        assert len(checkpoints(tmp_path)) == step // 3
+    assert checkpoints(tmp_path) == ["ckpt_3", "ckpt_6", "ckpt_9"]
+    assert manager.save_interval == 3
+
+
+def test_a_run_may_be_saved_at_any_step(tmp_path):
+    manager, weight = small(tmp_path, interval=100)
+    manager.save()
+    assert checkpoints(tmp_path) == ["ckpt_0"]
+    advance(manager, weight, 7)
+    manifest = manager.save(state={"auc": 0.7})
+    assert (manifest.ckpt_id, manifest.step, manifest.state) == ("ckpt_7", 7, {"auc": 0.7})
+
+
+def test_a_step_that_saves_takes_what_is_to_be_kept_with_it(tmp_path):
+    manager, _ = small(tmp_path, interval=2, max_keep=None)
+    for step in range(1, 5):
+        manager.step(state={"auc": step / 10, "phase": "warm"})
+    manager.step()
+    manager.step()
+    kept = [found.manifest.state for found in list_checkpoints(manager.saver.storage).committed]
+    assert kept == [{"auc": 0.2, "phase": "warm"}, {"auc": 0.4, "phase": "warm"}, {}]
+
+
+def test_saving_twice_on_one_step_is_one_checkpoint(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    manager, weight = small(tmp_path, interval=5)
+    advance(manager, weight, 5)
+    before = tree(tmp_path)
+    assert manager.save() is None
+    assert tree(tmp_path) == before
+    assert "ckpt_5 is saved already" in caplog.text
+    restored, _ = small(tmp_path, interval=5)
+    restored.restore()
+    assert restored.save() is None
+    assert tree(tmp_path) == before
+
+
+def test_a_failed_save_is_tried_again_on_the_same_step(tmp_path, monkeypatch):
+    manager, _ = small(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.saver, "save", lambda *a, **k: (_ for _ in ()).throw(OSError("disk")))
+        with pytest.raises(OSError, match="disk"):
+            manager.save()
+    assert manager.save().ckpt_id == "ckpt_0"
+
+
+def test_registering_goes_through_to_the_saver(tmp_path):
+    manager, _ = small(tmp_path)
+    manager.register_for_checkpointing("a", 1)
+    manager.register_io_state("b", ClickModel())
+    with pytest.raises(ValueError, match="registered already"):
+        manager.saver.register_for_checkpointing("a", 1)
+    with pytest.raises(ValueError, match="registered already"):
+        manager.saver.register_io_state("b", ClickModel())
+
+
+# rotation
+
+
+@pytest.mark.parametrize("max_keep", [1, 2, 3, None])
+def test_the_newest_checkpoints_are_kept_also_over_restarts(tmp_path, max_keep):
+    for expected in (4, 8, 12):
+        manager, weight = small(tmp_path, interval=2, max_keep=max_keep)
+        manager.restore()
+        advance(manager, weight, expected - manager.global_step)
+    every = [f"ckpt_{step}" for step in range(2, 13, 2)]
+    kept = every if max_keep is None else every[-max_keep:]
+    assert set(checkpoints(tmp_path)) == set(kept)
+    assert (tmp_path / "checkpoint").read_text().splitlines() == kept
+    if max_keep is not None:
+        assert {path.name for path in tmp_path.iterdir()} == {*kept, "checkpoint", ".recckpt", "timeline.jsonl"}, (
+            "nothing is left of the others"
+        )
+
+
+def test_a_smaller_max_keep_after_a_restart_removes_the_surplus(tmp_path):
+    advance(*small(tmp_path, max_keep=None), 5)
+    manager, weight = small(tmp_path, max_keep=2)
+    manager.restore()
+    advance(manager, weight, 1)
+    assert checkpoints(tmp_path) == ["ckpt_5", "ckpt_6"]
+
+
+def test_checkpoints_of_other_names_count_in_the_order_they_were_made(tmp_path):
+    manager, weight = small(tmp_path, max_keep=2)
+    advance(manager, weight, 2)
+    manager.saver.save("best")
+    assert checkpoints(tmp_path) == ["best", "ckpt_2"]
+    advance(manager, weight, 1)
+    assert checkpoints(tmp_path) == ["best", "ckpt_3"]
+
+
+def test_nothing_that_others_wrote_is_removed(tmp_path):
+    manager, weight = small(tmp_path)
+    advance(manager, weight, 1)
+    for name in ("notes.txt", "ckpt_1/notes.txt", "ckpt_0/file", "ckpt_9/model.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    advance(manager, weight, 2)
+    assert checkpoints(tmp_path) == ["ckpt_3"]
+    mine = {name for name, data in tree(tmp_path).items() if data == b"mine"}
+    assert mine == {"notes.txt", "ckpt_1/notes.txt", "ckpt_0/file", "ckpt_9/model.pt"}
+
+
+def test_a_checkpoint_that_was_moved_or_copied_by_hand_stays(tmp_path):
+    manager, weight = small(tmp_path)
+    advance(manager, weight, 1)
+    (tmp_path / "ckpt_1").rename(tmp_path / "best")
+    advance(manager, weight, 1)
+    shutil.copytree(tmp_path / "ckpt_2", tmp_path / "z")
+    assert [found.directory for found in list_checkpoints(manager.saver.storage).current] == ["best", "ckpt_2"]
+    advance(manager, weight, 2)
+    assert checkpoints(tmp_path) == ["best", "ckpt_4", "z"]
+    assert [manager.restore(step) for step in (1, 2, 4)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("max_keep", [1, 2])
+def test_a_checkpoint_of_an_abandoned_branch_is_superseded(tmp_path, max_keep):
+    manager, weight = small(tmp_path, interval=10, max_keep=None)
+    advance(manager, weight, 30)
+    manager, weight = small(tmp_path, interval=10, max_keep=max_keep)
+    assert manager.restore(10) == 10
+    advance(manager, weight, 10, value=-20.0)  # step 20 once more, another one
+    last, weight = small(tmp_path, interval=10)
+    assert last.restore() == 20, "the newest is the one that was saved last, not the one of the highest step"
+    assert weight.item() == -20
+    assert ("ckpt_30" in checkpoints(tmp_path)) == (max_keep == 2)
+    advance(manager, weight, 10, value=-30.0)
+    again, weight = small(tmp_path, interval=10)
+    assert again.restore() == 30
+
+
+# the index file
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\x00garbage", b"ckpt_999\n", b"../../etc\n", b"ckpt_1"])
+def test_the_index_file_is_a_hint_that_the_next_save_rebuilds(tmp_path, content):
+    manager, weight = small(tmp_path, max_keep=2)
+    advance(manager, weight, 3)
+    index = tmp_path / "checkpoint"
+    assert index.read_text() == "ckpt_2\nckpt_3\n"
+    index.unlink()
+    if content is not None:
+        index.write_bytes(content)
+    restored, weight = small(tmp_path, max_keep=2)
+    assert restored.restore() == 3
+    assert weight.item() == 3
+    advance(restored, weight, 1)
+    assert index.read_text() == "ckpt_3\nckpt_4\n"
+
+
+# restore
+
+
+def test_where_there_is_nothing_a_run_starts_from_0_and_says_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    manager, _ = small(tmp_path)
+    assert manager.restore() == 0
+    assert [(r.levelname, "no checkpoint to restore" in r.getMessage()) for r in caplog.records] == [("INFO", True)]
+    assert manager.global_step == 0
+
+
+def test_where_there_has_to_be_something_nothing_is_an_error(tmp_path):
+    manager, _ = small(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint to restore"):
+        manager.restore(required=True)
+    with pytest.raises(CheckpointNotFoundError, match="'ckpt_7'; there are none"):
+        manager.restore(7)
+
+
+def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path):
+    manager, weight = small(tmp_path, max_keep=None)
+    advance(manager, weight, 2)
+    (tmp_path / "ckpt_2" / "manifest.json").unlink()
+    restored, weight = small(tmp_path, max_keep=None)
+    assert restored.restore() == 1
+    advance(restored, weight, 1)
+    assert checkpoints(tmp_path) == ["ckpt_1", "ckpt_2.2"], "the leftover's name is not used again"
+    assert small(tmp_path)[0].restore() == 2
+
+
+def test_any_step_that_is_kept_can_be_restored(tmp_path):
+    manager, weight = small(tmp_path, max_keep=None)
+    advance(manager, weight, 12)
+    for step in (3, 12, 1):
+        assert manager.restore(step) == manager.global_step == step
+        assert weight.item() == step
+    with pytest.raises(CheckpointNotFoundError, match=r"'ckpt_13'; there are .*'ckpt_12'"):
+        manager.restore(13)
+    assert (manager.global_step, weight.item()) == (1, 1)
+
+
+DAMAGED = {
+    "manifest.json": "manifest.json",
+    "model.pt": "model.pt",
+    "extra.pt": "extra.pt",
+    "io_state_0.pt": "io_state_0.pt",
+    "rng_0.pt": "rng_0.pt",
+    "catalog": "sparse/00000-of-00001.json",
+    "part": "sparse/00000-of-00001.g0.00.arrow",
+}
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "gone"])
+@pytest.mark.parametrize("file", DAMAGED)
+def test_a_damaged_newest_checkpoint_is_passed_over_with_an_error_that_names_it(tmp_path, caplog, file, how):
+    expected = state_of(Run(tmp_path, interval=5, max_keep=2).train(5))
+    Run(tmp_path, interval=5, max_keep=2).manager.restore()
+    longer = Run(tmp_path, interval=5, max_keep=2)
+    longer.manager.restore()
+    longer.train(5)
+    path = tmp_path / "ckpt_10" / DAMAGED[file]
+    if how == "flip":
+        flip_bit(path)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    if (file, how) == ("manifest.json", "gone"):
+        return  # then it is none: the test above
+    damaged = tree(tmp_path)
+
+    run = Run(tmp_path, interval=5, max_keep=2, seed=3).train(0)
+    run.model.users.insert(torch.tensor([12345]), torch.ones(1, 4))
+    assert run.manager.restore() == 5
+    assert state_of(run) == expected
+    [error] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert DAMAGED[file] in error
+    assert "ckpt_10" in error
+    assert "found" in error
+    assert "expected" in error
+    assert tree(tmp_path) == damaged
+
+    before = state_of(run)
+    with pytest.raises(CorruptCheckpointError, match=DAMAGED[file]):
+        run.manager.restore(10)
+    assert state_of(run) == before
+
+    run.train(5)  # and its step is saved once more
+    assert state_of(run) == state_of(longer)
+    assert Run(tmp_path, interval=5, seed=4).manager.restore() == 10
+
+
+def test_where_all_are_damaged_the_restore_raises(tmp_path):
+    advance(*small(tmp_path, max_keep=None), 2)
+    for step in (1, 2):
+        flip_bit(tmp_path / f"ckpt_{step}" / "model.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"model\.pt"):
+        small(tmp_path)[0].restore()
+    for step in (1, 2):
+        flip_bit(tmp_path / f"ckpt_{step}" / "manifest.json")
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
+        small(tmp_path)[0].restore()
+
+
+def test_a_damaged_checkpoint_is_neither_removed_nor_counted(tmp_path):
+    manager, weight = small(tmp_path, max_keep=2)
+    advance(manager, weight, 2)
+    flip_bit(tmp_path / "ckpt_2" / "manifest.json")
+    advance(manager, weight, 2)
+    assert checkpoints(tmp_path) == ["ckpt_2", "ckpt_3", "ckpt_4"]
+
+
+def test_a_checkpoint_that_does_not_fit_the_model_is_no_reason_to_take_an_older_one(tmp_path):
+    manager, weight = small(tmp_path, max_keep=None)
+    advance(manager, weight, 1)
+    model = nn.Linear(2, 1)
+    Saver(model, output_dir=str(tmp_path), max_keep=None).save("ckpt_2", step=2)
+    before = weight.item()
+    with pytest.raises(StateMismatchError, match="'weight'"):
+        manager.restore()
+    assert weight.item() == before
+    assert manager.global_step == 1
+
+
+def test_a_restore_takes_what_load_conf_says(tmp_path):
+    source = Run(tmp_path, interval=5).train(5)
+    run = Run(tmp_path, interval=5, seed=1)
+    dense = state_of(run)["dense"]
+    assert run.manager.restore(load_conf={"load": ["sparse", "sparse_opt"]}) == 5
+    assert table_state(run.model.items) == table_state(source.model.items)
+    assert state_of(run)["dense"] == dense
+    assert run.stream.position == 0
+    with pytest.raises(LoadConfError):
+        run.manager.restore(load_conf={"load": ["spars"]})
+
+
+def test_a_checkpoint_without_a_step_counts_from_0_and_says_so(tmp_path, caplog):
+    manager, weight = small(tmp_path)
+    advance(manager, weight, 3)
+    manager.saver.save("final")
+    assert small(tmp_path)[0].restore() == 0
+    assert "final was saved without a step" in caplog.text
+
+
+def test_one_process_may_restore_as_often_as_it_likes(tmp_path):
+    run = Run(tmp_path, interval=5).train(5)
+    expected = state_of(run)
+    for _ in range(3):
+        run.train(3)
+        assert run.manager.restore() == 5
+        assert state_of(run) == expected
+
+
+def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_path):
+    advance(*small(tmp_path), 1)
+    manager = CheckpointManager(Saver(nn.Linear(1, 1, bias=False), output_dir=str(tmp_path)), 1)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+
+    def load(shard_num):
+        source = Source(Entry(strict=True, is_own=True), manager.saver.storage, newest(manager.saver.storage))
+        manager.saver.load_sources([source], shard_num=shard_num, rng=True)
+
+    load(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    load(1)
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,336 @@
+"""Signals that ask for a save: noted, answered between two steps, and followed then."""
+
+import gc
+import multiprocessing
+import signal
+import threading
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
+
+import pytest
+from builders import checkpoints
+from signalled_run import Job, Runs
+from torch import nn
+
+from recckpt import CheckpointManager, Saver
+from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
+from recckpt.output_dir.listing import list_checkpoints
+from recckpt.storage import open_storage
+
+
+@pytest.fixture
+def handled():
+    """Signals that a handler of ours has got, in this process; afterwards all are as they were."""
+    got = []
+    before = {number: signal.getsignal(number) for number in (SIGTERM, SIGUSR1, SIGUSR2)}
+    for number in before:
+        signal.signal(number, lambda number, frame: got.append(number))
+    yield got
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def watch(handled):
+    watch = SignalWatch((SIGTERM, SIGUSR1, SIGUSR2))
+    yield watch
+    watch.release()
+
+
+# the watch
+
+
+def test_only_sigusr1_and_sigusr2_let_a_process_go_on():
+    assert [goes_on(number) for number in (SIGUSR1, SIGUSR2, SIGTERM, SIGINT)] == [True, True, False, False]
+
+
+def test_a_signal_that_ends_the_process_goes_before_others():
+    assert most_urgent([None, SIGUSR1, SIGTERM, SIGINT, None]) == SIGTERM
+    assert most_urgent([SIGUSR2, SIGUSR1]) == SIGUSR2
+    assert most_urgent([None]) is None
+
+
+def test_a_signal_is_noted_and_taken_once(watch, handled):
+    assert watch.take() is None
+    signal.raise_signal(SIGUSR1)
+    assert (watch.take(), watch.take(), handled) == (SIGUSR1, None, [])
+
+
+def test_of_several_the_one_that_ends_the_process_is_taken(watch):
+    for number in (SIGUSR1, SIGTERM, SIGUSR2):
+        signal.raise_signal(number)
+    assert (watch.take(), watch.take()) == (SIGTERM, None)
+
+
+def test_to_follow_is_to_do_what_the_signal_did_before(watch, handled):
+    watch.follow(SIGUSR1)
+    assert (handled, watch.is_watching) == ([], True)
+    watch.follow(SIGTERM)
+    assert (handled, watch.is_watching) == ([SIGTERM], False)
+
+
+def test_a_released_watch_gives_all_back(watch, handled):
+    watch.release()
+    for number in (SIGTERM, SIGUSR1):
+        signal.raise_signal(number)
+    assert (handled, watch.take()) == ([SIGTERM, SIGUSR1], None)
+    watch.release()
+
+
+def test_a_signal_that_nobody_has_answered_is_followed_at_the_release(watch, handled):
+    signal.raise_signal(SIGUSR1)
+    signal.raise_signal(SIGTERM)
+    watch.release()
+    assert handled == [SIGTERM]
+
+
+def test_a_forgotten_watch_holds_no_signal_back(handled):
+    SignalWatch((SIGTERM,))
+    gc.collect()
+    signal.raise_signal(SIGTERM)
+    assert handled == [SIGTERM]
+
+
+def test_a_handler_that_somebody_has_set_since_stays(watch, handled):
+    others = []
+    signal.signal(SIGTERM, lambda number, frame: others.append(number))
+    watch.release()
+    signal.raise_signal(SIGTERM)
+    assert (others, handled) == ([SIGTERM], [])
+
+
+def test_watches_over_each_other_end_in_any_order(watch, handled):
+    upper = SignalWatch((SIGTERM,))
+    signal.raise_signal(SIGTERM)
+    upper.follow(upper.take())
+    assert (watch.take(), handled) == (SIGTERM, [])
+    upper = SignalWatch((SIGTERM,))
+    watch.release()
+    signal.raise_signal(SIGTERM)
+    upper.follow(upper.take())
+    assert handled == [SIGTERM]
+
+
+def test_a_manager_in_the_place_of_another_follows_the_signal(tmp_path, handled):
+    for _ in range(3):
+        manager = manager_of(tmp_path, save_on_signal=(SIGTERM,))
+    gc.collect()
+    signal.raise_signal(SIGTERM)
+    manager.step()
+    assert (checkpoints(tmp_path), handled) == (["ckpt_1"], [SIGTERM])
+
+
+def test_a_signal_ends_a_fork_as_if_nobody_watched():
+    watch = SignalWatch((SIGTERM, SIGUSR1))
+    fork = multiprocessing.get_context("fork")
+    runs = fork.Event()
+    worker = fork.Process(target=lambda: (runs.set(), threading.Event().wait()))
+    worker.start()
+    runs.wait(20)
+    worker.terminate()
+    worker.join(20)
+    worker.kill()
+    watch.release()
+    assert worker.exitcode == -SIGTERM
+
+
+def test_a_signal_named_twice_is_watched_once(handled):
+    watch = SignalWatch((SIGTERM, SIGTERM, int(SIGTERM)))
+    watch.release()
+    signal.raise_signal(SIGTERM)
+    assert handled == [SIGTERM]
+
+
+def test_no_signals_leave_all_as_it_is(handled):
+    watch = SignalWatch(())
+    signal.raise_signal(SIGTERM)
+    assert (watch.is_watching, watch.take(), handled) == (False, None, [SIGTERM])
+
+
+@pytest.mark.parametrize("signals", [(SIGTERM, SIGKILL), (SIGTERM, 0), (SIGTERM, "SIGUSR1"), (SIGTERM, None), SIGTERM])
+def test_what_cannot_be_caught_is_refused_and_nothing_is_held_back(signals, handled):
+    with pytest.raises(ValueError, match="name signals that can be caught, in the main thread"):
+        SignalWatch(signals)
+    signal.raise_signal(SIGTERM)
+    assert handled == [SIGTERM]
+
+
+def test_only_the_main_thread_can_watch():
+    refused = []
+
+    def work():
+        try:
+            SignalWatch((SIGTERM,))
+        except ValueError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in refused[0]
+
+
+# the manager, in this process
+
+
+def manager_of(url, **options):
+    return CheckpointManager(Saver(nn.Linear(1, 1), output_dir=str(url)), 10**9, **options)
+
+
+def test_a_manager_saves_in_the_step_after_which_it_follows_the_signal(tmp_path, handled):
+    manager = manager_of(tmp_path, save_on_signal=(SIGTERM, SIGUSR1))
+    manager.step()
+    signal.raise_signal(SIGTERM)
+    assert (handled, checkpoints(tmp_path)) == ([], [])
+    manager.step()
+    assert (handled, checkpoints(tmp_path)) == ([SIGTERM], ["ckpt_2"])
+
+
+@pytest.fixture
+def python_handles_interrupts():
+    """As where a shell runs the tests in the foreground; what it runs in the background ignores them."""
+    before = signal.signal(SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_interrupts")
+def test_an_interrupt_is_raised_from_the_step_after_its_save(tmp_path):
+    manager = manager_of(tmp_path, save_on_signal=(SIGINT,))
+    signal.raise_signal(SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        manager.step()
+    assert checkpoints(tmp_path) == ["ckpt_1"]
+    assert signal.getsignal(SIGINT) is signal.default_int_handler
+
+
+def test_a_step_that_was_due_anyway_is_saved_once(tmp_path, handled):
+    manager = manager_of(tmp_path, async_save=True, save_on_signal=(SIGTERM,), ephemeral=1)
+    signal.raise_signal(SIGTERM)
+    manager.step()
+    regular = manager_of(tmp_path, async_save=True, save_on_signal=(SIGTERM,))
+    regular.restore()
+    assert (handled, regular.global_step) == ([SIGTERM], 1)
+    [found] = list_checkpoints(regular.saver.storage).committed
+    assert found.manifest.ephemeral is False, "the ephemeral one was begun, and the one for the signal took its place"
+    manager.close()
+    regular.close()
+
+
+def test_with_async_save_training_goes_on_while_the_save_for_sigusr1_is_written(tmp_path, handled, gate):
+    manager = manager_of(tmp_path, async_save=True, save_on_signal=(SIGUSR1,))
+    writing = gate(type(manager.saver.storage), "create")
+    signal.raise_signal(SIGUSR1)
+    manager.step()
+    assert manager.saver.is_saving
+    writing.open()
+    manager.close()
+    assert checkpoints(tmp_path) == ["ckpt_1"]
+
+
+def test_closing_gives_the_signals_back(tmp_path, handled):
+    with manager_of(tmp_path, save_on_signal=(SIGTERM, SIGUSR1)) as manager:
+        manager.step()
+    signal.raise_signal(SIGTERM)
+    assert handled == [SIGTERM]
+
+
+def test_a_manager_whose_other_arguments_are_refused_holds_no_signal_back(tmp_path, handled):
+    with pytest.raises(ValueError, match="grace_sec must be a finite number above 0"):
+        manager_of(tmp_path, save_on_signal=(SIGTERM,), grace_sec=0)
+    signal.raise_signal(SIGTERM)
+    assert handled == [SIGTERM]
+
+
+# real processes
+
+
+@pytest.fixture(scope="module")
+def runs():
+    runs = Runs()
+    yield runs
+    runs.stop()
+
+
+def restored(url):
+    job = Job(str(url))
+    step = job.manager.restore()
+    assert job.is_of_step(step)
+    assert list_checkpoints(open_storage(str(url))).damaged == {}
+    return step
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_sigterm_ends_the_process_by_that_signal_after_the_save(runs, tmp_path, async_save):
+    codes, [said] = runs.run("sigterm", tmp_path / "runs", job={"async_save": async_save})
+    assert (codes, said) == ([-SIGTERM], [f"signal {SIGTERM:d}: saving step 3"])
+    assert restored(tmp_path / "runs") == 3
+
+
+def test_after_sigusr1_training_goes_on(runs, tmp_path):
+    codes, [said] = runs.run("sigusr1", tmp_path / "runs")
+    assert (codes, said) == ([0], [f"signal {SIGUSR1:d}: saving step 3", "step 5"])
+    assert restored(tmp_path / "runs") == 3
+
+
+def test_sigterm_wins_over_a_sigusr1_that_comes_after_it(runs, tmp_path):
+    codes, [said] = runs.run("both_signals", tmp_path / "runs")
+    assert (codes, said) == ([-SIGTERM], [f"signal {SIGTERM:d}: saving step 3"])
+    assert restored(tmp_path / "runs") == 3
+
+
+def test_more_signals_do_not_interrupt_the_commit(runs, tmp_path):
+    codes, [said] = runs.run("more_signals_during_the_commit", tmp_path / "runs")
+    assert (codes, said[-1]) == ([-SIGTERM], "signals before manifest.json")
+    assert restored(tmp_path / "runs") == 3
+
+
+@pytest.mark.parametrize("scene", ["storage_that_hangs", "save_before_that_hangs"])
+def test_when_the_grace_time_is_over_the_process_ends_and_the_old_checkpoint_is_whole(runs, tmp_path, scene):
+    codes, [said] = runs.run(scene, tmp_path / "runs", job={"grace_sec": 0.05})
+    assert (codes, said[-1]) == ([-SIGTERM], "step 3 is not saved after 0.05 s of grace")
+    assert restored(tmp_path / "runs") == 1
+
+
+def test_a_save_that_fails_is_told_and_the_process_ends_all_the_same(runs, tmp_path):
+    codes, [said] = runs.run("save_that_fails", tmp_path / "runs")
+    assert codes == [-SIGTERM]
+    assert "signal 15: saving 'ckpt_3' failed on rank 0: OSError: [Errno 5] broken" in said[-1]
+    assert restored(tmp_path / "runs") == 1
+
+
+def test_a_signal_after_the_last_step_is_followed_when_all_is_saved(runs, tmp_path):
+    codes, [said] = runs.run("signal_after_the_last_step", tmp_path / "runs")
+    assert (codes, said) == ([-SIGTERM], ["the block ends"])
+    assert restored(tmp_path / "runs") == 2
+
+
+# two ranks
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_signal_to_one_rank_lets_both_save_the_same_step_and_end(runs, tmp_path, async_save):
+    codes, said = runs.run("signal_to_rank_1", tmp_path / "runs", ranks=2, job={"async_save": async_save})
+    assert codes == [-SIGTERM, -SIGTERM]
+    assert said == [[f"signal {SIGTERM:d}: saving step 3"]] * 2
+    [found] = list_checkpoints(open_storage(str(tmp_path / "runs"))).committed
+    assert (found.ckpt_id, len(found.manifest.shards)) == ("ckpt_3", 2)
+    assert restored(tmp_path / "runs") == 3
+
+
+def test_where_one_rank_has_to_end_all_do(runs, tmp_path):
+    codes, _ = runs.run("other_signals_to_each_rank", tmp_path / "runs", ranks=2)
+    assert codes == [-SIGTERM, -SIGTERM]
+    assert restored(tmp_path / "runs") == 3
+
+
+def test_the_save_for_a_signal_is_made_though_the_one_before_has_failed(runs, tmp_path):
+    job = {"interval": 2, "async_save": True}
+    codes, said = runs.run("save_before_that_failed", tmp_path / "runs", ranks=2, job=job)
+    assert codes == [-SIGTERM, -SIGTERM]
+    assert all("saving 'ckpt_2' failed on rank 0" in lines[-1] for lines in said)
+    assert restored(tmp_path / "runs") == 3
+
+
+def test_ranks_whose_data_passes_an_hour_at_different_steps_save_it_once(runs, tmp_path):
+    codes, said = runs.run("event_times_that_differ", tmp_path / "runs", ranks=2)
+    assert (codes, said) == ([0, 0], [["2 saves", "7300.0"]] * 2)

@@ -1,0 +1,335 @@
+"""Two writers on one output dir: the later one wins, and the earlier one writes nothing more."""
+
+import json
+import os
+import pickle
+import socket
+
+import pytest
+import torch
+from builders import tree
+from forge import filled, save_tables
+from torch import nn
+
+from recckpt import CheckpointManager, Saver, WriterFencedError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format.self_checksum import seal
+from recckpt.output_dir import fence as fencing
+from recckpt.output_dir import rotation
+from recckpt.output_dir.attempt import Intent, write_intent
+from recckpt.output_dir.claims import last_takeover, read_claim
+from recckpt.output_dir.commit import begin
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import list_checkpoints, locate, newest
+from recckpt.storage import Storage, open_storage
+
+
+@pytest.fixture
+def storage(url) -> Storage:
+    storage = open_storage(url)
+    storage.prepare()
+    return storage
+
+
+def writer(url, **options) -> Saver:
+    return Saver(nn.Linear(1, 1), output_dir=str(url), **options)
+
+
+def test_nothing_is_claimed_before_the_first_save(storage):
+    fence = Fence(storage)
+    fence.check()
+    assert (fence.epoch, storage.list_files("")) == (0, [])
+    fence.hold()
+    assert fence.epoch == 1
+    assert storage.list_files(".recckpt/owner") == ["1.json", "1.list.json"]
+
+
+def test_a_claim_says_whose_it_is(storage):
+    Fence(storage).hold()
+    claim = read_claim(storage, 1)
+    assert (claim.epoch, claim.pid, claim.host) == (1, os.getpid(), socket.gethostname())
+    assert len(claim.nonce) == 32
+
+
+def test_the_earlier_writer_is_told_who_took_over_and_since_when_and_stays_fenced(storage):
+    first, second = Fence(storage), Fence(storage)
+    first.hold()
+    first.check()
+    second.hold()
+    since = read_claim(storage, 2).time
+    for _ in range(2):
+        with pytest.raises(WriterFencedError, match=f"taken over by process {os.getpid()} on .* since .*epoch 2") as e:
+            first.check()
+        assert (e.value.epoch, e.value.since) == (2, since)
+    with pytest.raises(WriterFencedError):
+        first.hold()
+    second.check()
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
+
+
+def test_of_writers_that_claim_at_once_one_is_left(storage):
+    fences = [Fence(storage) for _ in range(5)]
+    for fence in fences:
+        fence.hold()
+    for fence in fences[:-1]:
+        with pytest.raises(WriterFencedError):
+            fence.check()
+    fences[-1].check()
+
+
+def test_a_claim_that_another_is_faster_with_takes_the_next_number(storage, monkeypatch):
+    Fence(storage).hold()
+    seen = iter([[]])  # as if the first had not claimed yet
+    real = fencing.claimed_epochs
+    monkeypatch.setattr(fencing, "claimed_epochs", lambda storage: next(seen, None) or real(storage))
+    monkeypatch.setattr(fencing, "list_checkpoints", list_checkpoints)
+    fence = Fence(storage)
+    fence.hold()
+    assert fence.epoch == 2
+
+
+def test_a_claim_without_a_list_is_harmless_and_the_next_writer_takes_the_next_number(storage, monkeypatch):
+    save_tables(storage, [filled("item", [1])], ckpt_id="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(fencing, "_publish", lambda *args: 1 / 0)
+        dying = Fence(storage)
+        with pytest.raises(ZeroDivisionError):
+            dying.hold()
+    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a"]
+    dying.hold()
+    assert dying.epoch == 3
+    assert last_takeover(storage).epoch == 3
+
+
+def test_a_writer_whose_output_dir_was_made_anew_is_fenced(tmp_path):
+    (tmp_path / "runs").mkdir()
+    old = Fence(open_storage(str(tmp_path / "runs")))
+    old.hold()
+    (tmp_path / "runs").rename(tmp_path / "away")
+    with pytest.raises(WriterFencedError, match="is gone or another's"):
+        old.check()
+    (tmp_path / "runs").mkdir()
+    new = Fence(open_storage(str(tmp_path / "runs")))
+    new.hold()
+    assert new.epoch == 1
+    with pytest.raises(WriterFencedError, match="is gone or another's"):
+        Fence.check(old)
+
+
+def test_a_fenced_saver_raises_and_changes_nothing(tmp_path):
+    first, second = writer(tmp_path), writer(tmp_path)
+    first.save("ckpt_1")
+    second.save("ckpt_2")
+    before = tree(tmp_path)
+    for _ in range(2):
+        with pytest.raises(WriterFencedError, match="epoch 2"):
+            first.save("ckpt_3")
+    assert tree(tmp_path) == before
+    second.save("ckpt_4")
+
+
+def test_a_fenced_manager_raises_at_its_next_save_and_the_other_goes_on(tmp_path):
+    managers = [CheckpointManager(writer(tmp_path), 1) for _ in range(2)]
+    for manager in managers:
+        manager.step()
+    with pytest.raises(WriterFencedError):
+        managers[0].step()
+    managers[1].step()
+    assert newest(managers[1].saver.storage).manifest.epoch == 2
+
+
+def test_a_late_commit_is_ignored_by_readers_and_its_writer_is_told(url, caplog):
+    first, second = writer(url), writer(url, max_keep=None)
+    first.save("ckpt_1")
+    real = first.storage.put_if_absent
+
+    def late(name, data):  # the takeover comes between the last check and the commit
+        if name.endswith("manifest.json"):
+            second.save("ckpt_1", overwrite=True)
+        real(name, data)
+
+    first.storage.put_if_absent = late
+    with pytest.raises(WriterFencedError, match="epoch 2"):
+        first.save("ckpt_2")
+    listing = list_checkpoints(second.storage)
+    assert [(c.ckpt_id, c.manifest.epoch) for c in listing.committed] == [("ckpt_1", 2)]
+    assert newest(second.storage).manifest.epoch == 2
+    with pytest.raises(FileNotFoundError):
+        locate(second.storage, "ckpt_2")
+    with pytest.raises(FileNotFoundError):
+        second.load(f"{url}/ckpt_2", direct_path=True)
+    assert listing.damaged == {}
+    if "memory://" in url:  # elsewhere it has no directory to put a manifest into any more
+        assert list(listing.fenced) == ["ckpt_2"]
+        assert "by the writer of epoch 1 after that of epoch 2 had taken over" in caplog.text
+
+
+def test_what_was_committed_before_the_takeover_counts_after_it(storage):
+    for ckpt_id in ("a", "b"):
+        save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
+    Fence(storage).hold()
+    assert last_takeover(storage).epoch == 2
+    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a", "b"]
+
+
+def test_a_checkpoint_that_was_copied_out_of_its_output_dir_counts(tmp_path):
+    saver = writer(tmp_path / "runs")
+    saver.save("a")
+    Fence(saver.storage).hold()
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "runs" / "a").rename(tmp_path / "copy" / "a")
+    assert newest(open_storage(str(tmp_path / "copy"))).ckpt_id == "a"
+
+
+def test_a_copied_in_checkpoint_of_a_higher_epoch_is_taken_over_too(tmp_path):
+    for _ in range(3):
+        elsewhere = writer(tmp_path / "elsewhere")
+        elsewhere.save("x", overwrite=True)
+    saver = writer(tmp_path / "runs", max_keep=None)
+    (tmp_path / "elsewhere" / "x.3").rename(tmp_path / "runs" / "x")
+    saver.save("a")
+    assert newest(saver.storage).ckpt_id == "a"
+    assert newest(saver.storage).manifest.epoch == 4
+
+
+def test_a_damaged_checkpoint_is_still_a_damaged_one_after_a_takeover_and_counts_once_it_is_mended(storage):
+    save_tables(storage, [filled("item", [1])], ckpt_id="a")
+    [name] = [name for name in storage.list_files("a") if name.endswith(".arrow")]
+    data = storage.read(f"a/{name}", 1 << 20)
+    storage.remove(f"a/{name}")
+    Fence(storage).hold()
+    listing = list_checkpoints(storage)
+    assert (list(listing.damaged), listing.fenced) == (["a"], {})
+    with pytest.raises(CorruptCheckpointError):
+        newest(storage)
+    with storage.create(f"a/{name}") as sink:
+        sink.write(data)
+    assert newest(storage).ckpt_id == "a"
+
+
+def test_taking_over_removes_what_dead_writers_left(storage):
+    save_tables(storage, [filled("item", [1])], ckpt_id="a")
+    save_tables(storage, [filled("item", [1])], ckpt_id="b")
+    storage.remove("b/manifest.json")
+    Fence(storage).hold()
+    assert storage.list_files("b") == []
+    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a"]
+
+
+def test_the_highest_step_is_that_of_any_attempt_and_is_handed_on(storage):
+    save_tables(storage, [filled("item", [1])], ckpt_id="ckpt_5", step=5)
+    save_tables(storage, [filled("item", [1])], ckpt_id="ckpt_9", step=9)
+    storage.remove("ckpt_9/manifest.json")
+    for _ in range(2):
+        fence = Fence(storage)
+        fence.hold()
+        assert [fence.is_spent(f"ckpt_{step}") for step in (5, 9, 10)] == [True, True, False]
+
+
+def test_a_name_that_an_earlier_writer_may_be_at_work_in_is_never_used_again(storage):
+    for ckpt_id in ("best", "ckpt_3.2"):
+        save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
+        storage.remove(f"{ckpt_id}/manifest.json")
+    fence = Fence(storage)
+    fence.hold()
+    assert storage.list_dirs() == [".recckpt"]
+    for _ in range(2):
+        intent, _ = begin(storage, fence, "best", step=None, overwrite=False)
+        assert intent.directory == f"best.{fence.epoch}"
+        assert [fence.is_spent(name) for name in ("best", "last", "ckpt_3", "ckpt_4")] == [True, False, True, False]
+        fence = Fence(storage)
+        fence.hold()
+
+
+def test_a_writer_that_is_overtaken_while_it_makes_its_directory_goes_no_further(storage):
+    first, second = Fence(storage), Fence(storage)
+    first.hold()
+    real = storage.make_dir
+
+    def slow(name):
+        storage.make_dir = real
+        second.hold()
+        real(name)
+
+    storage.make_dir = slow
+    with pytest.raises(WriterFencedError):
+        begin(storage, first, "ckpt_1", step=1, overwrite=False)
+    assert storage.list_files("ckpt_1") == ["INTENT"]
+
+
+def test_leftovers_are_not_swept_by_a_writer_that_is_overtaken_while_it_takes_over(storage, monkeypatch):
+    save_tables(storage, [filled("item", [1])], ckpt_id="a")
+    storage.remove("a/manifest.json")
+    first, second = Fence(storage), Fence(storage)
+    real = storage.put_if_absent
+
+    def late(name, data):
+        real(name, data)
+        if name.endswith("2.list.json"):
+            with monkeypatch.context() as patch:
+                patch.setattr(rotation, "remove_leftover", lambda *args: None)
+                second.hold()
+
+    storage.put_if_absent = late
+    with pytest.raises(WriterFencedError):
+        first.hold()
+    assert "INTENT" in storage.list_files("a")
+
+
+def test_a_writer_leaves_to_the_next_takeover_what_an_earlier_one_makes_late(url):
+    first, second = Fence(open_storage(url)), writer(url)
+    second.storage.prepare()
+    first.hold()
+    second.save("ckpt_1")
+    second.storage.make_dir("ckpt_2.1")
+    write_intent(second.storage, Intent("ckpt_2.1", 1, "0" * 32, 2))
+    second.save("ckpt_3")
+    assert second.storage.list_files("ckpt_2.1") == ["INTENT"]
+    writer(url).save("ckpt_4")
+    assert second.storage.list_files("ckpt_2.1") == []
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:-1], lambda data: data.replace(b"committed", b"commitTed", 1)]
+)
+def test_a_damaged_list_is_reported_and_loses_nothing(tmp_path, damage):
+    saver = writer(tmp_path, max_keep=None)
+    for ckpt_id in ("a", "b"):
+        saver.save(ckpt_id)
+    path = tmp_path / ".recckpt" / "owner" / "1.list.json"
+    path.write_bytes(damage(path.read_bytes()))
+    listing = list_checkpoints(saver.storage)
+    assert [c.ckpt_id for c in listing.committed] == ["a", "b"]
+    assert list(listing.damaged) == [".recckpt/owner/1.list.json"]
+    again = writer(tmp_path)
+    again.save("c")
+    assert newest(again.storage).ckpt_id == "c"
+
+
+def test_the_list_of_a_newer_version_is_refused_by_number(tmp_path):
+    writer(tmp_path).save("a")
+    path = tmp_path / ".recckpt" / "owner" / "1.list.json"
+    values = json.loads(path.read_text()) | {"version": 9}
+    values.pop("owner_xxh3")
+    path.write_bytes(seal(values, "owner_xxh3"))
+    with pytest.raises(FormatVersionError, match="version 9"):
+        newest(open_storage(str(tmp_path)))
+    with pytest.raises(FormatVersionError, match="version 9"):
+        writer(tmp_path).save("b")
+
+
+def test_a_restart_resumes_and_goes_on_under_plain_names(tmp_path):
+    def manager():
+        return CheckpointManager(Saver(nn.Linear(1, 1), output_dir=str(tmp_path)), 1)
+
+    first = manager()
+    first.step()
+    first.step()
+    second = manager()
+    assert second.restore() == 2
+    second.step()
+    assert (tmp_path / "ckpt_3").is_dir()
+    third = manager()
+    assert third.restore() == 3
+    assert third.restore(3) == 3
+    assert torch.equal(third.saver.model.weight, second.saver.model.weight)

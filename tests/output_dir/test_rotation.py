@@ -1,0 +1,167 @@
+import errno
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from forge import Forge, filled, save_tables
+
+from recckpt.output_dir import rotation
+from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
+from recckpt.storage import Storage, open_storage
+
+
+@pytest.fixture
+def storage(url) -> Storage:
+    storage = open_storage(url)
+    storage.prepare()
+    return storage
+
+
+def save(storage: Storage, *ids: str, **options) -> None:
+    for ckpt_id in ids:
+        save_tables(storage, [filled("item", range(3))], ckpt_id=ckpt_id, **options)
+
+
+def rotate(storage: Storage, max_keep: int | None) -> None:
+    for victim in rotation.expired(list_checkpoints(storage), max_keep):
+        rotation.remove(storage, victim)
+
+
+def test_rotation_leaves_nothing_of_a_victim(storage):
+    save(storage, "a", "b", "c")
+    rotate(storage, 1)
+    assert attempt_dirs(storage) == ["c"]
+    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["c"]
+    rotate(storage, 1)
+    assert attempt_dirs(storage) == ["c"]
+
+
+def test_the_manifest_goes_first(storage, monkeypatch):
+    save(storage, "a", "b")
+    written = {f"a/{name}" for name in storage.list_files("a")}
+    remove, removed = type(storage).remove, []
+    monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
+    rotate(storage, 1)
+    assert removed[0] == "a/manifest.json"
+    assert set(removed) == written
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_the_intent_goes_last_however_many_threads_remove(storage, monkeypatch, concurrency):
+    save_tables(storage, *[[filled("item", [shard])] for shard in range(9)], ckpt_id="a")
+    written = {f"a/{name}" for name in storage.list_files("a")}
+    remove, removed = type(storage).remove, []
+    monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
+    rotation.remove(storage, list_checkpoints(storage).committed[0], concurrency)
+    assert (removed[0], removed[-1]) == ("a/manifest.json", "a/INTENT")
+    assert set(removed) == written
+    assert storage.list_files("a") == []
+
+
+def test_files_of_others_and_their_directories_stay(tmp_path, caplog):
+    storage = open_storage(str(tmp_path))
+    save(storage, "a", "b")
+    Path(tmp_path, "a", "notes.txt").write_text("mine")
+    Path(tmp_path, "a", "sparse", "mine.arrow").write_text("mine")
+    rotate(storage, 1)
+    assert storage.list_files("a") == ["notes.txt", "sparse/mine.arrow"]
+    assert any(record.levelno == logging.WARNING and "a" in record.message for record in caplog.records)
+
+
+def test_removal_never_follows_links(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    storage.prepare()
+    save(storage, "a", "b")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("model.pt", "00000-of-00001.json"):
+        (outside / name).write_text("precious")
+    runs = Path(storage.url)
+    victim = list_checkpoints(storage).committed[0]
+    (runs / "a" / "model.pt").symlink_to(outside / "model.pt")
+    shutil.rmtree(runs / "a" / "sparse")
+    (runs / "a" / "sparse").symlink_to(outside)
+    rotation.remove(storage, victim)
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {
+        "model.pt": "precious",
+        "00000-of-00001.json": "precious",
+    }
+    assert not (runs / "a" / "model.pt").is_symlink()
+
+
+def test_a_link_in_place_of_a_checkpoint_is_left_alone(tmp_path):
+    storage = open_storage(str(tmp_path / "runs"))
+    other = open_storage(str(tmp_path / "other"))
+    for place in (storage, other):
+        place.prepare()
+    save(other, "a")
+    Path(storage.url, "a").symlink_to(Path(other.url, "a"))
+    save(storage, "b", "c")
+    rotate(storage, 1)
+    assert [c.ckpt_id for c in list_checkpoints(other).committed] == ["a"]
+
+
+@pytest.mark.parametrize("method", ["remove", "list_files", "remove_empty_dirs", "sync_dir"])
+def test_a_failed_removal_is_logged_and_done_at_the_next_time(storage, monkeypatch, caplog, method):
+    save(storage, "a", "b")
+
+    def fails(self, name):
+        raise OSError(errno.EIO, "broken", name)
+
+    [victim] = rotation.expired(list_checkpoints(storage), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage), method, fails)
+        rotation.remove(storage, victim)
+    assert "broken" in caplog.text
+    listing = list_checkpoints(storage)
+    assert listing.current[-1].ckpt_id == "b"
+    for left in [*rotation.leftovers(storage, listing, epoch=1), *rotation.expired(listing, 1)]:
+        rotation.remove_leftover(storage, left.directory)
+    assert storage.list_files("a") == [] or method == "remove"
+
+
+def test_damaged_checkpoints_neither_count_nor_go(tmp_path):
+    storage = open_storage(str(tmp_path))
+    save(storage, "a", "b", "c")
+    Forge(tmp_path / "c").path("manifest.json").write_bytes(b"{}")
+    rotate(storage, 1)
+    assert attempt_dirs(storage) == ["b", "c"]
+
+
+def test_a_failed_attempt_leaves_its_intent_alone(storage):
+    save(storage, "a", "b")
+    storage.remove("b/manifest.json")
+    rotation.abandon(storage, "b")
+    assert storage.list_files("b") == ["INTENT"]
+    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a"]
+
+
+def test_what_is_committed_is_never_abandoned(storage):
+    save(storage, "a")
+    files = storage.list_files("a")
+    rotation.abandon(storage, "a")
+    assert storage.list_files("a") == files
+
+
+def test_leftovers_are_attempts_without_a_manifest_of_writers_that_are_through(storage):
+    save(storage, "a", "b", "c")
+    storage.remove("a/manifest.json")
+    storage.remove("b/manifest.json")
+    storage.remove("b/INTENT")
+    storage.make_dir("mine")
+    storage.put_if_absent("mine/notes.txt", b"mine")
+    listing = list_checkpoints(storage)
+    assert [left.directory for left in rotation.leftovers(storage, listing, epoch=1)] == ["a"]
+    assert rotation.leftovers(storage, listing, epoch=0) == []
+    rotation.remove_leftover(storage, "a")
+    assert sorted(attempt_dirs(storage)) == ["b", "c", "mine"]
+
+
+def test_the_intent_of_a_leftover_goes_last(storage, monkeypatch):
+    save(storage, "a")
+    storage.remove("a/manifest.json")
+    remove, removed = type(storage).remove, []
+    monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
+    rotation.remove_leftover(storage, "a")
+    assert removed[-1] == "a/INTENT"

@@ -1,0 +1,306 @@
+"""Ranks that work together, and what one rank is without others."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
+from paths import PYTHONPATH, SUPPORT
+
+from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
+from recckpt.parallel.ranks import SoloGroup, group_of, this_rank, together
+from recckpt.sparse import ShardedHashTable
+
+
+class Recorded:
+    """A group of two of which the other rank answers as it is told."""
+
+    size = 2
+
+    def __init__(self, rank, other):
+        self.rank, self.other = rank, other
+
+    def all_gather(self, value):
+        return [value, self.other] if self.rank == 0 else [self.other, value]
+
+    def broadcast(self, value):
+        return value
+
+
+def fail(error):
+    def work():
+        raise error
+
+    return work
+
+
+def failed(rank, cause):
+    return SaveFailedError("x", rank, cause)
+
+
+def test_alone_there_is_nobody_to_ask():
+    group = group_of(0, 1)
+    assert isinstance(group, SoloGroup)
+    assert (group.all_gather(3), group.broadcast(4), this_rank()) == ([3], 4, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("shard", "shards"), [(1, 1), (-1, 1), (0, 0), (0, -2), (2, 2), (0.0, 1), (False, 1), ("0", 1)]
+)
+def test_numbers_that_do_not_fit_each_other_are_refused(shard, shards):
+    with pytest.raises(ValueError, match="shard_id must be 0 to shard_num - 1, found"):
+        group_of(shard, shards)
+
+
+def test_without_a_process_group_the_environment_says_which_rank_this_is(monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert this_rank() == (2, 3)
+    assert this_rank(1) == (1, 3)
+    assert this_rank(None, 5) == (2, 5)
+    assert this_rank(None, 1) == (0, 1), "one that works for itself"
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    with pytest.raises(ValueError, match="WORLD_SIZE='three'"):
+        this_rank()
+
+
+@pytest.mark.parametrize(("name", "value", "missing"), [("WORLD_SIZE", "2", "RANK"), ("RANK", "1", "WORLD_SIZE")])
+def test_one_of_several_processes_that_does_not_know_which_saves_nothing(tmp_path, monkeypatch, name, value, missing):
+    saver = Saver(ClickModel(), output_dir=str(tmp_path))
+    monkeypatch.setenv(name, value)
+    for save in (lambda: saver.save("a"), CheckpointManager(saver, 1).step, lambda: ShardedHashTable(2, name="t")):
+        with pytest.raises(
+            ValueError, match=rf"found {name}='{value}' .* without {missing}, .* set both[\s\S]*shard_num"
+        ):
+            save()
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("RANK", "0")])
+def test_one_variable_that_speaks_of_one_process_is_enough(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert this_rank() == (0, 1)
+
+
+def test_who_gives_its_numbers_is_not_asked_for_those_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    assert this_rank(1, 2) == (1, 2)
+    assert this_rank(None, 1) == (0, 1)
+    saver = Saver(ClickModel(), output_dir=str(tmp_path), max_keep=2)
+    saver.save("a", 0, 1)
+    CheckpointManager(saver, 1, shard_id=0, shard_num=1).step()
+    assert checkpoints(tmp_path) == ["a", "ckpt_1"]
+
+
+def test_under_torchrun_without_a_process_group_a_save_is_refused_and_a_load_takes_the_own_part(tmp_path, monkeypatch):
+    Saver(ClickModel(), output_dir=str(tmp_path)).save("c")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    saver = Saver(ClickModel(), output_dir=str(tmp_path))
+    for save in (lambda: saver.save("d"), lambda: CheckpointManager(saver, 1).step()):
+        with pytest.raises(ValueError, match=r"2 ranks need [\s\S]*init_process_group.*shard_id=0, shard_num=1"):
+            save()
+    assert checkpoints(tmp_path) == ["c"]
+    assert (saver.target().shard, saver.target().shards) == (1, 2)
+    saver.load()
+    saver.save("alone", 0, 1)
+
+
+def test_several_shards_need_a_process_group():
+    with pytest.raises(ValueError, match="call init_process_group on every rank"):
+        group_of(0, 2)
+
+
+def test_all_ranks_get_all_results():
+    assert together(Recorded(1, ("theirs", None)), lambda: "ours", failed) == ["theirs", "ours"]
+
+
+def test_a_failure_here_is_told_with_rank_and_cause():
+    cause = OSError("no space")
+    with pytest.raises(SaveFailedError, match="rank 1: OSError: no space") as caught:
+        together(Recorded(1, ("theirs", None)), fail(cause), failed)
+    assert caught.value.rank == 1
+    assert caught.value.__cause__ is cause
+
+
+def test_a_failure_elsewhere_is_raised_here():
+    with pytest.raises(SaveFailedError, match="rank 0: OSError: no space"):
+        together(Recorded(1, (None, "OSError: no space")), lambda: "ours", failed)
+
+
+def test_errors_of_recckpt_cross_ranks_as_they_are():
+    with pytest.raises(StateMismatchError, match="'w'"):
+        together(Recorded(1, (None, StateMismatchError("state", missing=["w"]))), lambda: "ours", failed)
+
+
+def test_of_several_failures_all_ranks_raise_the_first():
+    with pytest.raises(SaveFailedError, match="rank 0: theirs"):
+        together(Recorded(1, (None, "theirs")), fail(OSError("ours")), failed)
+
+
+# two real processes
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Run all scenes of two_ranks.py in two processes, and return the output root and the results of both."""
+    root = tmp_path_factory.mktemp("ranks")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": PYTHONPATH,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen([sys.executable, str(SUPPORT / "two_ranks.py"), str(rank), str(root)], env=environment)
+        for rank in (0, 1)
+    ]
+    try:
+        codes = [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0, 0]
+    return root, [pickle.loads((root / f"results_{rank}").read_bytes()) for rank in (0, 1)]
+
+
+def results_of(two_ranks, scene):
+    return [results[scene] for results in two_ranks[1]]
+
+
+def test_a_saver_that_is_gone_leaves_no_connections(two_ranks):
+    assert results_of(two_ranks, "save_with_many_savers") == [0, 0]
+
+
+def test_a_saver_goes_on_where_the_ranks_have_met_again(two_ranks):
+    assert results_of(two_ranks, "meet_again") == ["b", "b"]
+
+
+def test_each_of_two_ranks_restores_what_it_saved(two_ranks):
+    for result in results_of(two_ranks, "save_and_restore"):
+        assert result["step"] == 3
+        assert result["restored"] == result["saved"]
+        assert result["same manifest"]
+
+
+def test_one_rank_restores_the_union_of_what_two_saved(two_ranks):
+    saved = [result["saved"]["tables"] for result in results_of(two_ranks, "save_and_restore")]
+    model = ClickModel()
+    saver = Saver(model, OPTIMIZERS["adam"](model.tables), str(two_ranks[0] / "save_and_restore"))
+    assert CheckpointManager(saver, 1).restore() == 3
+    for table in model.tables:
+        parts = [rows_of(rank[table.name]) for rank in saved]
+        assert all(parts)
+        assert not parts[0].keys() & parts[1].keys()
+        assert rows_of(table_state(table)) == {**parts[0], **parts[1]}
+
+
+def rows_of(state):
+    ids = np.frombuffer(state["id"], np.int64)
+    columns = [np.frombuffer(c, np.uint8).reshape(len(ids), -1) for name, c in state.items() if name != "id"]
+    return {int(i): b"".join(c[k].tobytes() for c in columns) for k, i in enumerate(ids)}
+
+
+def test_each_rank_starts_from_a_bank_with_its_own_rows_and_reports_them(two_ranks):
+    first, second = results_of(two_ranks, "start_from_a_bank")
+    for result in (first, second):
+        assert result["equal"]
+        assert result["reported"] == result["rows"]
+        assert result["step"] == (1, 1)
+        assert result["resumed"]
+    assert first["rows"] != second["rows"]
+
+
+def test_dataset_positions_of_two_ranks_are_not_those_of_one(two_ranks):
+    saver = Saver(ClickModel(), output_dir=str(two_ranks[0] / "save_and_restore"))
+    stream = Stream()
+    saver.register_io_state("stream", stream)
+    conf = {"load": ["sparse", "dense", "io_state"]}
+    with pytest.raises(
+        StateMismatchError, match=r"'io state stream': found .* 2 shards, expected 1: .*merge_io_state.*exclude"
+    ):
+        saver.load(load_conf=conf)
+    assert len(saver.model.users) == 0
+    saver.load(load_conf={**conf, "exclude": ["io_state"]})
+    assert stream.position == 0
+    assert len(saver.model.users) > 0
+
+
+def test_dataset_positions_of_two_ranks_are_merged_by_a_dataset_that_knows_how(two_ranks):
+    class Merging(Stream):
+        def merge_io_state(self, states, index, count):
+            return {"position": [state["position"] for state in states] + [index, count]}
+
+    saver, stream = Saver(ClickModel(), output_dir=str(two_ranks[0] / "save_and_restore")), Merging()
+    saver.register_io_state("stream", stream)
+    saver.load(load_conf={"load": ["io_state"]})
+    assert stream.position == [3, 6, 0, 1]
+
+
+def test_a_failure_on_one_rank_is_raised_on_both_and_commits_nothing(two_ranks):
+    first, second = results_of(two_ranks, "fail_to_write")
+    for result in (first, second):
+        kind, rank, text = result["failed"]
+        assert (kind, rank) == ("SaveFailedError", 1)
+        assert "'ckpt_2' failed on rank 1: OSError: [Errno 28] No space left on device" in text
+        assert result["restored"] == 1
+        assert result["again"] is None
+    owner = [".recckpt/owner/1.json", ".recckpt/owner/1.list.json"]
+    assert first["left"] == [*owner, "checkpoint", "ckpt_2/INTENT", "timeline.jsonl"]
+
+
+def test_a_state_that_cannot_be_saved_on_one_rank_raises_on_both_and_writes_nothing(two_ranks):
+    first, second = results_of(two_ranks, "stage_what_cannot_be_saved")
+    assert first["failed"][:2] == ("SaveFailedError", 1)
+    assert second["failed"][0] == "ValueError"
+    for result in (first, second):
+        assert "'bad'['deep']" in result["failed"][2]
+        assert result["left"] == []
+
+
+def test_ranks_that_disagree_on_a_table_commit_nothing(two_ranks):
+    for result in results_of(two_ranks, "disagree_on_a_table"):
+        assert result["failed"][0] == "StateMismatchError"
+        assert "table 't' of rank 1" in result["failed"][2]
+        assert not result["committed"]
+
+
+def test_tables_whose_ids_several_ranks_own_are_refused_on_all_and_nothing_is_written(two_ranks):
+    for result in results_of(two_ranks, "save_tables_without_slices"):
+        kind, _, text = result["failed"]
+        assert kind == "ValueError"
+        assert "table 't': ranks 0 and 1 own the same ids; table 'u': ranks 0 and 1" in text
+        assert "ShardedHashTable, or give it slice=gen_slice(rank, ranks)" in text
+        assert result["left"] == []
+
+
+def test_a_position_that_one_rank_alone_has_is_in_the_manifest_and_goes_to_the_others_too(two_ranks):
+    assert results_of(two_ranks, "save_a_position_of_one_rank") == [71, 71]
+    manifest = json.loads((two_ranks[0] / "save_a_position_of_one_rank" / "ckpt_1" / "manifest.json").read_text())
+    assert manifest["names"]["io_state"] == ["stream", "own"]
+
+
+def test_a_committed_id_is_refused_on_all_ranks_alike(two_ranks):
+    assert {result["failed"][0] for result in results_of(two_ranks, "save_twice")} == {"CheckpointExistsError"}
+
+
+def test_ranks_fall_back_together_where_one_of_them_finds_damage(two_ranks):
+    for result in results_of(two_ranks, "restore_what_is_damaged_for_one"):
+        assert (result["step"], result["equal"]) == (1, True)
+        assert result["explicit"][0] == "CorruptCheckpointError"
+
+
+def test_ranks_start_together_where_there_is_nothing(two_ranks):
+    for result in results_of(two_ranks, "restore_where_there_is_nothing"):
+        assert result["step"] == 0
+        assert result["required"][0] == "CheckpointNotFoundError"
+
+
+def test_a_rank_may_save_for_itself_beside_a_process_group(two_ranks):
+    positions = [(result["step"], result["position"]) for result in results_of(two_ranks, "save_each_for_itself")]
+    assert positions == [(1, 5), (1, 6)]

@@ -1,0 +1,197 @@
+"""Which checkpoints go: the choice of rotation against a model that looks at them one by one, without a disk."""
+
+from datetime import datetime, timezone
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir import rotation
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.policies.keep import All, Best, EveryNth, KeptByAny, Newest, YoungerThan
+
+NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=timezone.utc)
+
+
+def listing_of(*ids: str, pinned: tuple[int, ...] = (), ephemeral: tuple[int, ...] = ()) -> Listing:
+    """A listing of ids in order of commit; ``pinned`` and ``ephemeral`` are positions."""
+    manifests = [
+        Manifest(ckpt_id, "", n, "", (), (), (), pinned=n in pinned, ephemeral=n in ephemeral)
+        for n, ckpt_id in enumerate(ids)
+    ]
+    return listing_with(manifests)
+
+
+def listing_with(manifests: list[Manifest]) -> Listing:
+    return Listing(tuple(Checkpoint(f"{n}", manifest) for n, manifest in enumerate(manifests)), {}, {})
+
+
+def expired(listing: Listing, keep, pinned=()) -> list[str]:
+    return [checkpoint.directory for checkpoint in rotation.expired(listing, keep, pinned, NOW)]
+
+
+class Nothing:
+    """A policy that wants none."""
+
+    def kept(self, checkpoints, now):
+        return set()
+
+
+def wants(keep, place: int, regular: list[Manifest]) -> bool:
+    """Say what the words of a policy come to for one checkpoint, looking at the others one by one."""
+    record = regular[place]
+    if isinstance(keep, KeptByAny):
+        return any(wants(part, place, regular) for part in keep.keeps)
+    if isinstance(keep, All | None):
+        return True
+    if isinstance(keep, Newest | int):
+        return len(regular[place + 1 :]) < (keep.n if isinstance(keep, Newest) else keep)
+    if isinstance(keep, EveryNth):
+        return record.step is not None and record.step % keep.n == 0
+    if isinstance(keep, YoungerThan):
+        return not record.time or record.time > f"2026-11-20T11:59:{60 - keep.seconds}Z"
+    if isinstance(keep, Best):
+        rivals = [(other.state.get(keep.metric), age) for age, other in enumerate(regular)]
+        rivals = [(value if keep.mode == "max" else -value, age) for value, age in rivals if type(value) is int]
+        mine = [rival for rival in rivals if rival[1] == place]
+        return bool(mine) and sum(rival > mine[0] for rival in rivals) < keep.k
+    raise TypeError(keep)
+
+
+def stays(manifests: list[Manifest], number: int, keep, pinned) -> bool:
+    """Say the same for rotation as a whole."""
+    record = manifests[number]
+    if any(later.ckpt_id == record.ckpt_id for later in manifests[number + 1 :]):
+        return False
+    if number == len(manifests) - 1 or record.pinned or record.ckpt_id in pinned:
+        return True
+    if record.ephemeral:
+        return False
+    current = [one for n, one in enumerate(manifests) if all(one.ckpt_id != two.ckpt_id for two in manifests[n + 1 :])]
+    regular = [one for one in current if not one.ephemeral]
+    return wants(keep, regular.index(record), regular)
+
+
+MANIFESTS = st.lists(
+    st.builds(
+        Manifest,
+        ckpt_id=st.sampled_from("abcdefgh"),
+        save_id=st.just(""),
+        seq=st.just(0),
+        time=st.just("") | st.integers(50, 59).map("2026-11-20T11:59:{}Z".format),
+        shards=st.just(()),
+        tables=st.just(()),
+        files=st.just(()),
+        step=st.none() | st.integers(0, 6),
+        state=st.fixed_dictionaries({}, optional={"auc": st.integers(0, 3) | st.sampled_from(["nan", None, True])}),
+        ephemeral=st.sampled_from([False, False, True]),
+        pinned=st.sampled_from([False, False, False, False, True]),
+    ),
+    max_size=10,
+)
+KEEPS = st.one_of(
+    st.integers(1, 4),
+    st.none(),
+    st.recursive(
+        st.one_of(
+            st.builds(Newest, st.integers(1, 4)),
+            st.builds(EveryNth, st.integers(1, 4)),
+            st.builds(YoungerThan, st.integers(1, 9)),
+            st.builds(Best, st.integers(1, 3), st.just("auc"), st.sampled_from(["max", "min"])),
+        ),
+        lambda parts: st.lists(parts, min_size=1, max_size=3).map(lambda some: KeptByAny(*some)),
+        max_leaves=3,
+    ),
+)
+PINNED = st.sets(st.sampled_from("abcdefgh"), max_size=2)
+
+
+def test_all_but_the_newest_expire():
+    assert expired(listing_of("a", "b", "c"), 1) == ["0", "1"]
+    assert expired(listing_of("a", "b", "c"), 2) == ["0"]
+    assert expired(listing_of("a", "b", "c"), 3) == []
+    assert expired(listing_of("a", "b", "c"), None) == []
+    assert expired(listing_of(), 1) == []
+
+
+def test_what_is_superseded_expires_whatever_is_kept():
+    assert expired(listing_of("a", "b", "a"), None) == ["0"]
+    assert expired(listing_of("a", "a", "a"), 5) == ["0", "1"]
+
+
+def test_what_is_pinned_stays_beside_what_the_policy_keeps():
+    assert expired(listing_of("a", "b", "c", "d", pinned=(0,)), 2) == ["1"]
+    assert expired(listing_of("a", "b", pinned=(0, 1)), 1) == []
+    assert expired(listing_of("a", "a", pinned=(0,)), 1) == ["0"]
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=9), st.integers(1, 4))
+def test_the_newest_is_never_a_victim_and_no_more_than_max_keep_stay(ids, max_keep):
+    victims = expired(listing_of(*ids), max_keep)
+    assert len(ids) - len(victims) == min(max_keep, len(set(ids)))
+    assert str(len(ids) - 1) not in victims
+
+
+def test_the_newest_stays_where_the_policy_wants_none():
+    assert expired(listing_of("a", "b", "c"), Nothing()) == ["0", "1"]
+    assert expired(listing_of("a"), Nothing()) == []
+    assert expired(listing_of("a", "b", "c", pinned=(0,)), Nothing()) == ["1"]
+    assert expired(listing_of("a", "b", "c"), Nothing(), pinned={"b"}) == ["0"]
+
+
+def test_an_ephemeral_checkpoint_stays_until_the_next_commit_of_any_kind():
+    assert expired(listing_of("a", "b", ephemeral=(1,)), 1) == []
+    assert expired(listing_of("a", "b", "c", ephemeral=(1, 2)), 1) == ["1"]
+    assert expired(listing_of("a", "b", "c", ephemeral=(1,)), 9) == ["1"]
+    assert expired(listing_of("a", "b", "c", ephemeral=(1,)), None) == ["1"]
+    assert expired(listing_of("a", "b", ephemeral=(0, 1)), None) == ["0"]
+
+
+def test_ephemeral_checkpoints_never_count_with_the_others():
+    assert expired(listing_of("a", "b", "c", "d", "e", ephemeral=(2, 3, 4)), 2) == ["2", "3"]
+    assert expired(listing_of("a", "b", "c", "d", "e", ephemeral=(1, 3)), 2) == ["0", "1", "3"]
+
+
+def test_a_pinned_ephemeral_checkpoint_stays_and_no_policy_sees_it():
+    seen = []
+
+    class Watching(Nothing):
+        def kept(self, checkpoints, now):
+            seen.extend(checkpoint.ckpt_id for checkpoint in checkpoints)
+            return {"c"}  # which is ephemeral
+
+    listing = listing_of("a", "b", "c", "d", pinned=(1,), ephemeral=(1, 2))
+    assert expired(listing, Watching()) == ["0", "2"]
+    assert expired(listing, Nothing(), pinned={"c"}) == ["0"]
+    assert seen == ["a", "d"]
+
+
+def test_a_policy_judges_the_newest_of_each_id_and_not_what_that_superseded():
+    values = zip("abac", [9, 5, 1, 1], strict=True)
+    manifests = [Manifest(i, "", n, "", (), (), (), state={"auc": auc}) for n, (i, auc) in enumerate(values)]
+    assert expired(listing_with(manifests), Best(1, "auc")) == ["0", "2"]
+
+
+def test_the_age_is_that_of_now():
+    old, young = (Manifest(i, "", n, f"20{n}6-11-20T12:00:00Z", (), (), ()) for n, i in ((0, "old"), (9, "young")))
+    last = Manifest("last", "", 10, "", (), (), ())
+    victims = rotation.expired(listing_with([old, young, last]), YoungerThan(60))
+    assert [victim.ckpt_id for victim in victims] == ["old"]
+    late = datetime(2097, 1, 1, tzinfo=timezone.utc)
+    assert len(rotation.expired(listing_with([old, young, last]), YoungerThan(60), now=late)) == 2
+
+
+@settings(max_examples=200)
+@given(MANIFESTS, KEEPS, PINNED)
+def test_rotation_does_what_the_words_of_its_policy_say(manifests, keep, pinned):
+    victims = [str(n) for n in range(len(manifests)) if not stays(manifests, n, keep, pinned)]
+    assert expired(listing_with(manifests), keep, pinned) == victims
+
+
+@given(MANIFESTS, KEEPS, PINNED)
+def test_a_rotation_that_is_cut_short_is_finished_by_the_next(manifests, keep, pinned):
+    listing = listing_with(manifests)
+    victims = expired(listing, keep, pinned)
+    for done in range(len(victims) + 1):
+        left = tuple(c for c in listing.committed if c.directory not in victims[:done])
+        assert expired(Listing(left, {}, {}), keep, pinned) == victims[done:]

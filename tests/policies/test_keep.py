@@ -1,0 +1,192 @@
+"""What to keep: each object chooses among manifests, without a disk or a clock."""
+
+import pickle
+import re
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paths import ROOT
+
+from recckpt.format.manifest import Manifest
+from recckpt.policies.keep import All, Best, EveryNth, Keep, KeptByAny, Newest, YoungerThan, as_keep
+
+NO_COUNTS = [0, -1, 2.5, "3", True, float("nan")]
+NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=timezone.utc)
+SCALARS = st.integers(-2, 2) | st.floats() | st.booleans() | st.none() | st.sampled_from(["nan", "NaN", "1"])
+
+
+def one(ckpt_id: str, step: int | None = None, time: str = "", **state) -> Manifest:
+    return Manifest(ckpt_id, "", 0, time, (), (), (), step=step, state=state)
+
+
+def kept(keep: Keep, checkpoints: list[Manifest], now: datetime = NOW) -> str:
+    """The ids that are kept, in order."""
+    return "".join(sorted(keep.kept(checkpoints, now)))
+
+
+def of_steps(*steps: int | None) -> list[Manifest]:
+    return [one("abcdefghi"[place], step) for place, step in enumerate(steps)]
+
+
+def of_auc(*values: object) -> list[Manifest]:
+    return [one("abcdefghi"[place], auc=value) for place, value in enumerate(values)]
+
+
+@pytest.mark.parametrize("n", [*NO_COUNTS, None])
+@pytest.mark.parametrize("make", [Newest, EveryNth, lambda n: Best(n, "auc")])
+def test_a_number_that_is_none_is_refused(make, n):
+    with pytest.raises(ValueError, match=r"(Newest: n|EveryNth: n|Best: k) must be an int of at least 1, found"):
+        make(n)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "3", True, None, float("nan"), float("inf"), 10**400])
+def test_a_time_to_live_that_is_none_is_refused(seconds):
+    with pytest.raises(ValueError, match="YoungerThan: seconds must be a finite number above 0, found"):
+        YoungerThan(seconds)
+
+
+def test_a_metric_or_mode_that_is_none_is_refused():
+    for metric in ("", None, 3):
+        with pytest.raises(ValueError, match="Best: metric must be the name of a metric, found"):
+            Best(1, metric)
+    for mode in ("maximum", None, max, ""):
+        with pytest.raises(ValueError, match="Best: mode must be 'max' or 'min', found"):
+            Best(1, "auc", mode)
+
+
+@pytest.mark.parametrize("keeps", [(), (3,), (Newest(1), None), (Newest,), ([Newest(1)],)])
+def test_only_keeps_can_be_joined(keeps):
+    with pytest.raises(ValueError, match=r"KeptByAny: expected one Keep or more, such as Newest\(3\), found"):
+        KeptByAny(*keeps)
+
+
+@pytest.mark.parametrize("keep", [All(), Newest(1), EveryNth(1), Best(1, "auc"), YoungerThan(1), All() | Newest(1)])
+def test_nothing_is_kept_of_nothing(keep):
+    assert keep.kept([], NOW) == set()
+
+
+def test_the_newest_are_the_last_to_be_committed_whatever_their_step():
+    checkpoints = of_steps(300, 100, None, 200)
+    assert [kept(Newest(n), checkpoints) for n in (1, 2, 3, 4, 5)] == ["d", "cd", "bcd", "abcd", "abcd"]
+
+
+def test_every_nth_goes_by_the_step():
+    assert kept(EveryNth(100), of_steps(0, 50, 100, 150, None, 200, 1000)) == "acfg"
+    assert kept(EveryNth(1), of_steps(0, 7, None)) == "ab"
+
+
+def test_the_best_are_the_greatest_or_the_least_of_a_metric():
+    checkpoints = of_auc(0.5, 0.9, 0.7, 0.8)
+    assert [kept(Best(k, "auc"), checkpoints) for k in (1, 2, 3, 9)] == ["b", "bd", "bcd", "abcd"]
+    assert [kept(Best(k, "auc", "min"), checkpoints) for k in (1, 2, 3, 9)] == ["a", "ac", "acd", "abcd"]
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_of_equally_good_ones_the_newer_is_best(mode):
+    assert kept(Best(1, "auc", mode), of_auc(0.5, 0.5, 0.5)) == "c"
+    assert kept(Best(2, "auc", mode), of_auc(1, 1.0, 1)) == "bc"
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "nan", "NaN", "9", True, False, None])
+def test_what_is_no_finite_number_is_never_best(mode, value):
+    assert kept(Best(3, "auc", mode), of_auc(value, 0.5, value)) == "b"
+    assert kept(Best(3, "auc", mode), of_auc(value)) == ""
+
+
+def test_checkpoints_without_the_metric_are_never_best():
+    assert kept(Best(9, "auc"), [one("a", loss=1.0), one("b", auc=1.0), one("c")]) == "b"
+
+
+def test_integers_of_any_size_have_a_rank():
+    assert kept(Best(1, "auc"), of_auc(10**400, 1e300, 10**400 - 1)) == "a"
+    assert kept(Best(1, "auc", "min"), of_auc(-(10**400), -1e300, 1 - 10**400)) == "a"
+
+
+@given(st.lists(SCALARS, max_size=9), st.integers(1, 4), st.sampled_from(["max", "min"]))
+def test_nothing_that_is_left_out_is_better_than_what_is_best(values, k, mode):
+    checkpoints = of_auc(*values)
+    best = kept(Best(k, "auc", mode), checkpoints)
+    able = {c.ckpt_id: c.state["auc"] for c in checkpoints if type(c.state["auc"]) in (int, float)}
+    able = {ckpt_id: value for ckpt_id, value in able.items() if value - value == 0}
+    assert len(best) == min(k, len(able))
+    assert set(best) <= set(able)
+    for chosen in best:
+        for left in set(able) - set(best):
+            difference = able[chosen] - able[left] if mode == "max" else able[left] - able[chosen]
+            assert difference > 0 or (difference == 0 and chosen > left)
+
+
+def test_the_young_are_those_written_less_than_so_long_ago():
+    checkpoints = [one("abcd"[age], time=f"2026-11-20T11:59:{59 - age}Z") for age in range(4)]  # 1, 2, 3, 4 s old
+    assert kept(YoungerThan(3), checkpoints) == "ab"
+    assert kept(YoungerThan(3.5), checkpoints) == "abc"
+    assert kept(YoungerThan(1), checkpoints) == ""
+
+
+def test_the_time_to_live_knows_zones_and_clocks_that_run_ahead():
+    elsewhere = [one("a", time="2026-11-20T14:00:00+02:00"), one("b", time="2026-11-20T12:00:00+02:00")]
+    assert kept(YoungerThan(60), elsewhere) == "a"
+    assert kept(YoungerThan(60), elsewhere, NOW.astimezone(timezone(timedelta(hours=9)))) == "a"
+    assert kept(YoungerThan(60), [one("a", time="2027-01-01T00:00:00Z")]) == "a"
+
+
+@pytest.mark.parametrize("time", ["", "yesterday", "2026", "2020-01-01", "2020-01-01T00:00:00", "2020-13-01T00:00:00Z"])
+def test_what_was_written_at_a_time_that_cannot_be_read_is_young(time):
+    assert kept(YoungerThan(1), [one("a", time=time), one("b", time="2020-01-01T00:00:00Z")]) == "a"
+
+
+def test_joined_policies_keep_what_any_of_them_keeps_and_each_sees_all():
+    checkpoints = [one("abcdef"[place], step=100 * place, auc=auc) for place, auc in enumerate([3, 9, 5, 7, 1, 2])]
+    assert kept(Newest(2), checkpoints) == "ef"
+    assert kept(Best(2, "auc"), checkpoints) == "bd"
+    assert kept(Newest(2) | Best(2, "auc"), checkpoints) == "bdef"
+    assert kept(Newest(2) | Best(2, "auc") | EveryNth(200), checkpoints) == "abcdef"
+
+
+def test_joining_is_flat_and_takes_objects_that_are_not_ours():
+    class First:
+        def kept(self, checkpoints, now):
+            return {checkpoints[0].ckpt_id}
+
+    first, newest, nth = First(), Newest(1), EveryNth(5)
+    assert (newest | first | nth).keeps == (newest, first, nth)
+    assert (first | (newest | nth)).keeps == (first, newest, nth)
+    assert kept(first | newest, of_steps(1, 2, 3)) == "ac"
+    assert as_keep(first) is first
+
+
+def test_a_number_or_none_still_says_what_to_keep():
+    assert as_keep(3) == Newest(3)
+    assert as_keep(None) == All()
+    assert as_keep(EveryNth(3)) == EveryNth(3)
+    assert kept(All(), of_steps(1, None, 3)) == "abc"
+
+
+@pytest.mark.parametrize("value", [*NO_COUNTS, Newest, object()])
+def test_what_does_not_say_what_to_keep_is_refused(value):
+    with pytest.raises(ValueError, match=r"max_keep must be an int of at least 1, found .*; or None for all, or an"):
+        as_keep(value)
+
+
+def test_they_print_compare_and_pickle_as_they_were_made():
+    keep = Newest(3) | EveryNth(1000) | Best(2, "auc", "min") | YoungerThan(60) | All()
+    assert repr(keep) == (
+        "KeptByAny(Newest(n=3), EveryNth(n=1000), Best(k=2, metric='auc', mode='min'), YoungerThan(seconds=60), All())"
+    )
+    assert pickle.loads(pickle.dumps(keep)) == keep == eval(repr(keep))
+    assert len({keep, eval(repr(keep))}) == 1
+
+
+def test_the_python_blocks_of_the_page_on_policies_run_as_they_stand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 4
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
+    assert Path("runs/policies/ckpt_1/manifest.json").exists()

@@ -1,0 +1,221 @@
+"""When a manager saves: decided without a disk, by a clock that is set by hand."""
+
+import pytest
+
+from recckpt.policies.schedule import SaveCounts, Schedule
+from recckpt.policies.when import AtSteps, EveryEventTime, EverySeconds, EverySteps, WhenTrue
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def never(ask):
+    raise AssertionError("nobody is to be asked")
+
+
+def alone(ask):
+    return ask()
+
+
+def idle():
+    return False
+
+
+def busy():
+    return True
+
+
+class Ticks:
+    """A run of a schedule, step by step."""
+
+    def __init__(self, regular, ephemeral=None, backpressure="wait", agreed=alone):
+        self.clock = Clock()
+        self.schedule = Schedule(regular, ephemeral, self.clock, backpressure)
+        self.agreed, self.step = agreed, 0
+
+    def start(self, step, event_time=None):
+        self.step = step
+        self.schedule.start(step, event_time)
+
+    def due(self, event_time=None, metrics=None):
+        """Go one step on and say what is due."""
+        self.step += 1
+        return self.schedule.due(self.step, event_time, metrics or {}, self.agreed)
+
+    def tick(self, running=idle, event_time=None):
+        """Go one step on, and begin what is due."""
+        kind = self.schedule.admit(self.due(event_time), running)
+        if kind is not None:
+            self.schedule.begun(kind, self.step, event_time)
+        return kind
+
+    def ticks(self, n_steps, running=idle):
+        return [self.tick(running) for _ in range(n_steps)]
+
+
+@pytest.mark.parametrize("backpressure", ["", "Wait", None, 1, "drop"])
+def test_a_back_pressure_that_is_none_is_refused(backpressure):
+    with pytest.raises(ValueError, match=f"one of .'wait', 'skip', 'latest'., found {backpressure!r}"):
+        Schedule(EverySteps(1), None, Clock(), backpressure)
+
+
+def test_regular_saves_are_due_at_their_steps_and_nobody_is_asked():
+    run = Ticks(EverySteps(3), agreed=never)
+    assert run.ticks(7) == [None, None, "regular", None, None, "regular", None]
+    assert run.schedule.counts == SaveCounts(begun=2)
+
+
+def test_ephemeral_ones_come_between_and_give_way_where_both_are_due():
+    run = Ticks(EverySteps(4), EverySteps(2), agreed=never)
+    assert run.ticks(8) == [None, "ephemeral", None, "regular"] * 2
+
+
+def test_seconds_count_from_the_start_and_from_each_save():
+    run = Ticks(EverySeconds(60))
+    run.clock.now += 59
+    assert run.tick() is None
+    run.clock.now += 1
+    assert run.tick() == "regular"
+    run.clock.now += 59.5
+    assert run.tick() is None
+    run.clock.now += 0.5
+    assert run.tick() == "regular"
+
+
+def test_a_regular_save_counts_for_the_ephemeral_ones_but_not_the_other_way_round():
+    run = Ticks(EverySeconds(100), EverySeconds(30))
+    saved = []
+    for _ in range(24):
+        run.clock.now += 10
+        saved.append((run.tick() or "-")[0])
+    assert "".join(saved) == "--e--e--er--e--e--er--e-"
+
+
+def test_a_save_by_hand_counts_too():
+    run = Ticks(EverySeconds(60))
+    run.clock.now += 59
+    run.schedule.begun("regular", 0, None)
+    run.clock.now += 59
+    assert run.tick() is None
+    run.clock.now += 1
+    assert run.tick() == "regular"
+
+
+def test_after_a_restore_everything_counts_from_there():
+    run = Ticks(EverySeconds(60), backpressure="latest")
+    run.clock.now += 60
+    assert run.tick(busy) is None
+    run.start(500)
+    assert run.tick() is None, "what was put off before the restore is forgotten"
+    run.clock.now += 60
+    assert run.tick() == "regular"
+
+
+def test_steps_go_on_after_a_restore():
+    run = Ticks(AtSteps([3, 12]))
+    run.start(10)
+    assert run.ticks(3) == [None, "regular", None]
+
+
+# event time
+
+
+def test_event_time_counts_from_the_first_that_is_known():
+    run = Ticks(EveryEventTime(3600))
+    assert [run.tick(event_time=time) for time in (None, 3599.0, 3599.5, 3600.0, 3601.0, 9000.0)] == [
+        *(None, None, None, "regular", None, "regular")
+    ]
+
+
+def test_over_a_restart_no_boundary_is_missed_and_none_comes_twice():
+    run = Ticks(EveryEventTime(3600))
+    run.start(70, 3500.0)  # saved before the hour was full
+    assert run.tick(event_time=3700.0) == "regular"
+    run.start(80, 3700.0)
+    assert run.tick(event_time=3800.0) is None
+
+
+# metrics
+
+
+def test_predicates_see_the_step_and_what_was_measured():
+    run = Ticks(WhenTrue(lambda now: now.metrics.get("loss", 0) > 2 and now.step > 1))
+    assert [run.due(metrics=metrics) for metrics in ({"loss": 3.0}, {"loss": 3.0}, {"loss": 1.0}, None)] == [
+        *(None, "regular", None, None)
+    ]
+
+
+# ranks
+
+
+def test_ranks_are_asked_only_where_they_may_differ():
+    asked = []
+
+    def agreed(ask):
+        asked.append(ask())
+        return asked[-1]
+
+    run = Ticks(EverySteps(2), EverySeconds(10), agreed=agreed)
+    run.ticks(2)
+    assert asked == [False], "at the second step the regular one is due, and ephemeral ones are not looked at"
+    run.clock.now += 10
+    run.ticks(1)
+    assert asked == [False, True]
+
+
+def test_what_another_rank_finds_due_is_due_here():
+    run = Ticks(EverySeconds(10), agreed=lambda ask: True)
+    assert run.due() == "regular"
+
+
+def test_whether_a_save_is_running_is_asked_only_where_one_is_due():
+    run = Ticks(EverySteps(2))
+    assert [run.tick(running) for running in (lambda: never(None), idle)] == [None, "regular"]
+
+
+# back-pressure
+
+
+def test_with_wait_the_save_that_is_due_is_made_and_waits():
+    run = Ticks(EverySteps(2), backpressure="wait")
+    assert run.ticks(4, busy) == [None, "regular", None, "regular"]
+    assert run.schedule.counts == SaveCounts(begun=2, waited=2)
+
+
+def test_with_skip_it_is_left_out_until_the_next_is_due():
+    run = Ticks(EverySteps(2), backpressure="skip")
+    assert run.ticks(4, busy) + run.ticks(2) == [None, None, None, None, None, "regular"]
+    assert run.schedule.counts == SaveCounts(begun=1, skipped=2)
+
+
+def test_with_latest_it_is_made_as_soon_as_the_other_is_over():
+    run = Ticks(EverySteps(3), backpressure="latest")
+    assert run.ticks(4, busy) + run.ticks(2) == [None, None, None, None, "regular", "regular"]
+    assert run.schedule.counts == SaveCounts(begun=2)
+
+
+def test_with_latest_all_but_the_newest_request_are_dropped():
+    run = Ticks(EverySteps(2), backpressure="latest")
+    assert run.ticks(7, busy) == [None] * 7
+    assert run.ticks(2) == ["regular", None]
+    assert run.schedule.counts == SaveCounts(begun=1, dropped=3)
+
+
+def test_with_latest_a_regular_save_that_was_put_off_stays_regular():
+    run = Ticks(EverySteps(4), EverySteps(2), backpressure="latest")
+    run.start(3)
+    assert run.ticks(3, busy) == [None] * 3  # regular at 4, ephemeral at 6
+    assert run.tick() == "regular"
+    assert run.schedule.counts == SaveCounts(begun=1, dropped=1)
+
+
+def test_with_latest_an_ephemeral_save_that_was_put_off_gives_way():
+    run = Ticks(EverySteps(4), EverySteps(2), backpressure="latest")
+    assert run.ticks(3, busy) == [None] * 3  # ephemeral at 2
+    assert run.ticks(2) == ["regular", None]
+    assert run.schedule.counts == SaveCounts(begun=1, dropped=1)

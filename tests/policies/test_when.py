@@ -1,0 +1,186 @@
+"""When to save: each object is asked about moments, without a disk or a clock."""
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recckpt.policies.when import (
+    AnyOf,
+    AtSteps,
+    EveryEventTime,
+    EverySeconds,
+    EverySteps,
+    Moment,
+    When,
+    WhenTrue,
+    as_when,
+)
+
+NO_COUNTS = [0, -1, 2.5, "3", True, None, float("nan")]
+NO_SECONDS = [0, -1, "3", True, None, float("nan"), float("inf"), 10**400]
+START = Moment(0, 0.0)
+
+
+def moments(n_steps: int, seconds_a_step: float = 1.0) -> list[Moment]:
+    return [Moment(step, step * seconds_a_step, event_time=100.0 * step) for step in range(1, n_steps + 1)]
+
+
+def saved(when: When, passed: list[Moment], start: Moment = START) -> list[int]:
+    """The steps that a run saves which goes through these moments, and saves whenever it is due."""
+    last, steps = start, []
+    for now in passed:
+        if when.due(now, last):
+            last = now
+            steps.append(now.step)
+    return steps
+
+
+@pytest.mark.parametrize("n", NO_COUNTS)
+def test_a_number_of_steps_that_is_none_is_refused(n):
+    with pytest.raises(ValueError, match="EverySteps: n must be an int of at least 1, found"):
+        EverySteps(n)
+
+
+@pytest.mark.parametrize("kind", [EverySeconds, EveryEventTime])
+@pytest.mark.parametrize("seconds", NO_SECONDS)
+def test_a_time_that_is_none_is_refused(kind, seconds):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: seconds must be a finite number above 0, found"):
+        kind(seconds)
+
+
+@pytest.mark.parametrize("steps", [[], (), 5, None, "3", [0], [3, -1], [2.5], ["3"], [True]])
+def test_steps_that_are_none_are_refused(steps):
+    with pytest.raises(ValueError, match=r"AtSteps: .* must be "):
+        AtSteps(steps)
+
+
+@pytest.mark.parametrize("predicate", [None, 3, "loss > 1"])
+def test_a_predicate_that_cannot_be_called_is_refused(predicate):
+    with pytest.raises(ValueError, match="WhenTrue: predicate must be a callable"):
+        WhenTrue(predicate)
+
+
+@pytest.mark.parametrize("whens", [(), (100,), (EverySteps(1), None), (EverySteps,), ([EverySteps(1)],)])
+def test_only_whens_can_be_joined(whens):
+    with pytest.raises(ValueError, match=r"AnyOf: expected one When or more, such as EverySteps\(100\), found"):
+        AnyOf(*whens)
+
+
+@given(st.integers(1, 50), st.integers(0, 200))
+def test_every_steps_is_due_at_the_multiples_whatever_was_saved_between(n, last):
+    due = [now.step for now in moments(200) if EverySteps(n).due(now, Moment(last, 0.0))]
+    assert due == list(range(n, 201, n))
+
+
+@given(st.lists(st.integers(1, 60), min_size=1))
+def test_at_steps_is_due_at_these_and_no_others(steps):
+    assert saved(AtSteps(steps), moments(60)) == sorted(set(steps))
+    assert AtSteps(steps) == AtSteps(tuple(reversed(steps)))
+
+
+def test_seconds_are_counted_from_the_last_save_whatever_made_it():
+    assert saved(EverySeconds(10), moments(10, seconds_a_step=4)) == [3, 6, 9]
+    assert saved(EverySeconds(10) | AtSteps([4]), moments(10, seconds_a_step=4)) == [3, 4, 7, 10]
+    assert saved(EverySeconds(0.5), moments(3)) == [1, 2, 3]
+
+
+def test_seconds_are_counted_from_the_start_on_a_clock_that_begins_anywhere():
+    passed = [Moment(step, 1e6 + step) for step in range(1, 8)]
+    assert saved(EverySeconds(3), passed, start=Moment(0, 1e6)) == [3, 6]
+
+
+def test_event_time_is_due_once_it_has_passed_a_boundary():
+    hours = EveryEventTime(3600)
+    times = [3599.0, 3600.0, 7199.0, 7200.5, 7300.0, 20_000.0, 20_001.0]
+    passed = [Moment(step, 0.0, event_time=time) for step, time in enumerate(times, 1)]
+    assert saved(hours, passed, start=Moment(0, 0.0, event_time=100.0)) == [2, 4, 6]
+
+
+def test_event_time_goes_on_over_a_restart():
+    assert EveryEventTime(3600).due(Moment(8, 0.0, event_time=3601.0), Moment(7, 0.0, event_time=3599.0))
+    assert not EveryEventTime(3600).due(Moment(8, 0.0, event_time=3599.5), Moment(7, 0.0, event_time=3599.0))
+
+
+def test_event_time_that_is_not_known_or_goes_back_is_never_due():
+    known, unknown, later = (Moment(1, 0.0, event_time=time) for time in (50.0, None, 5000.0))
+    hours = EveryEventTime(3600)
+    assert hours.due(later, known)
+    assert not hours.due(unknown, known)
+    assert not hours.due(later, unknown)
+    assert not hours.due(known, later)
+    assert not hours.due(Moment(1, 0.0, event_time=float("nan")), known)
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e5), st.floats(1e-2, 1e5))
+def test_event_time_is_due_where_a_multiple_lies_between(last, gone, seconds):
+    now = last + gone
+    due = EveryEventTime(seconds).due(Moment(2, 0.0, event_time=now), Moment(1, 0.0, event_time=last))
+    if gone > seconds * 1.001:
+        assert due
+    if due:
+        assert now > last
+        assert now // seconds * seconds > last - 1e-6
+
+
+def test_a_predicate_sees_the_moment():
+    spike = WhenTrue(lambda now: now.metrics.get("loss", 0.0) > 2)
+    assert spike.due(Moment(5, 0.0, metrics={"loss": 3.0}), START)
+    assert not spike.due(Moment(5, 0.0, metrics={"loss": 1.0}), START)
+    assert WhenTrue(lambda now: now.step).due(Moment(5, 0.0), START) is True
+
+
+def test_any_of_is_due_when_one_of_them_is():
+    assert saved(EverySteps(4) | AtSteps([3]) | AtSteps([5]), moments(9)) == [3, 4, 5, 8]
+
+
+def test_joining_is_flat_and_takes_objects_that_are_not_ours():
+    class Odd:
+        same_on_all_ranks = True
+
+        def due(self, now, last):
+            return now.step % 2 == 1
+
+    odd, two, ten = Odd(), EverySteps(2), EverySeconds(10)
+    assert (two | odd | ten).whens == (two, odd, ten)
+    assert (odd | (two | ten)).whens == (odd, two, ten)
+    assert saved(odd | AtSteps([4]), moments(5)) == [1, 3, 4, 5]
+    assert as_when(odd) is odd
+
+
+def test_ranks_agree_by_themselves_only_where_steps_decide_alone():
+    by_step, by_rank = [EverySteps(2), AtSteps([7])], [EverySeconds(1), EveryEventTime(1), WhenTrue(bool)]
+    assert all(when.same_on_all_ranks for when in [*by_step, AnyOf(*by_step)])
+    assert not any(when.same_on_all_ranks for when in [*by_rank, *(when | by_step[0] for when in by_rank)])
+
+
+@given(st.integers(1, 300), st.lists(st.floats(allow_nan=True) | st.none(), min_size=4, max_size=4))
+def test_what_is_the_same_on_all_ranks_looks_at_nothing_but_the_step(step, values):
+    seconds, event_time, last_seconds, last_event_time = values
+    for when in (EverySteps(7), AtSteps([7, 70]), EverySteps(7) | AtSteps([3])):
+        here = Moment(step, seconds, event_time, {"loss": 1.0})
+        assert when.due(here, Moment(0, last_seconds, last_event_time)) == when.due(Moment(step, 0.0), START)
+
+
+def test_a_number_of_steps_still_says_when():
+    assert as_when(100) == EverySteps(100)
+    assert as_when(EverySeconds(3)) == EverySeconds(3)
+
+
+@pytest.mark.parametrize("value", [*NO_COUNTS, EverySteps, object()])
+def test_what_does_not_say_when_is_refused(value):
+    with pytest.raises(
+        ValueError, match=r"save_interval must be an int of at least 1, found .*; or an object with due"
+    ):
+        as_when(value)
+
+
+def test_they_print_compare_and_pickle_as_they_were_made():
+    when = EverySteps(100) | EverySeconds(2.5) | AtSteps([9, 3, 9]) | EveryEventTime(3600)
+    assert repr(when) == (
+        "AnyOf(EverySteps(n=100), EverySeconds(seconds=2.5), AtSteps(steps=(3, 9)), EveryEventTime(seconds=3600))"
+    )
+    assert pickle.loads(pickle.dumps(when)) == when == eval(repr(when))
+    assert len({when, eval(repr(when))}) == 1
+    assert when != EverySteps(100)

@@ -1,0 +1,339 @@
+"""Saves in the background: what they hold, how they end, and what becomes of their errors."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from builders import Run, checkpoints, state_of, table_state
+from torch import nn
+
+from recckpt import SaveFailedError, Saver
+from recckpt.save import background_save
+from recckpt.save.background_save import SaveHandle
+from recckpt.sparse import HashTable, SparseAdagrad
+from recckpt.storage.local import LocalStorage, _LocalSink
+
+
+def build(url):
+    table = HashTable(2, name="t")
+    model = nn.ModuleDict({"t": table, "top": nn.Linear(2, 1)})
+    return table, Saver(model, SparseAdagrad([table]), str(url), max_keep=None)
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, gate):
+    run = Run(tmp_path, interval=10**9).train(5)
+    expected = state_of(run)
+    writing = gate(LocalStorage, "create")
+    handle = run.saver.save("c", step=5, blocking=False)
+    writing.wait()
+    assert (handle.staged.done(), handle.done(), run.saver.is_saving) == (True, False, True)
+    run.train(5)
+    run.model.items.clear()
+    with torch.no_grad():
+        run.model.top.weight.zero_()
+    writing.open()
+    manifest = handle.wait(60)
+    assert (manifest.step, handle.done(), handle.info.n_rows) == (5, True, sum(t.rows for t in manifest.tables))
+    assert handle.info.kept_rows > 0
+
+    other = Run(tmp_path, seed=1)
+    other.saver.load()
+    again = state_of(other)
+    for part in ("user/1", "item", "dense", "dense optimizer", "sparse optimizer", "position"):
+        assert again[part] == expected[part], part
+
+
+def test_training_goes_on_before_the_thread_of_a_save_does_anything(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    order, save, interval = [], background_save.save, sys.getswitchinterval()
+    monkeypatch.setattr(background_save, "save", lambda *args, **kwargs: order.append("save") or save(*args, **kwargs))
+    sys.setswitchinterval(60)  # who runs is not interrupted
+    try:
+        handle = saver.save("c", blocking=False)
+        order.append("training")
+    finally:
+        sys.setswitchinterval(interval)
+    handle.wait()
+    assert order == ["training", "save"]
+
+
+def test_the_buffers_of_one_save_do_not_change_the_one_before(tmp_path):
+    table, saver = build(tmp_path)
+    weight = saver.model["top"].weight
+    handles = []
+    for step in range(3):
+        table.insert(torch.arange(5), torch.full((5, 2), float(step)))
+        with torch.no_grad():
+            weight.fill_(step)
+        handles.append(saver.save(f"c{step}", blocking=False))
+    saver.close()
+    for step, handle in enumerate(handles):
+        assert handle.wait().ckpt_id == f"c{step}"
+        saver.load(ckpt_id=f"c{step}")
+        assert (weight == step).all()
+        assert (table.embeddings() == step).all()
+
+
+def test_wait_has_a_limit_and_the_save_goes_on(tmp_path, gate):
+    _, saver = build(tmp_path)
+    writing = gate(LocalStorage, "create")
+    handle = saver.save("c", blocking=False)
+    with pytest.raises(TimeoutError):
+        handle.wait(0.01)
+    assert saver.settle(0.01) is False
+    writing.open()
+    assert handle.wait().ckpt_id == "c"
+    assert saver.settle() is True
+
+
+def test_a_save_that_has_begun_cannot_be_cancelled(tmp_path, gate):
+    _, saver = build(tmp_path)
+    writing = gate(LocalStorage, "create")
+    handle = saver.save("c", blocking=False)
+    assert (handle.committed.cancel(), handle.done(), saver.is_saving) == (False, False, True)
+    writing.open()
+    assert handle.wait().ckpt_id == "c"
+
+
+def test_a_save_goes_on_after_a_wait_for_it_that_was_interrupted(tmp_path, gate, interrupted):
+    _, saver = build(tmp_path)
+    writing = gate(LocalStorage, "create")
+    saver.save("c", blocking=False)
+    with interrupted():
+        saver.settle()
+    assert (saver.is_saving, saver.settle(0)) == (True, False)
+    writing.open()
+    assert saver.settle()
+    assert checkpoints(tmp_path) == ["c"]
+
+
+ROOMS = {
+    "begin": (LocalStorage, "make_dir"),
+    "write": (_LocalSink, "write"),
+    "fsync": (_LocalSink, "close"),
+    "commit": (LocalStorage, "put_if_absent"),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("told_by", ["save", "settle", "close", "with"])
+def test_an_error_in_the_background_is_raised_once_and_the_next_save_lands(tmp_path, monkeypatch, room, told_by):
+    table, saver = build(tmp_path)
+    table(torch.arange(10))
+    saver.save("old")
+    old = table_state(table)
+    owner, method = ROOMS[room]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "full")))
+        handle = saver.save("new", blocking=False)
+        assert isinstance(handle.committed.exception(60), SaveFailedError)
+        table(torch.arange(20))
+        tell = {
+            "save": lambda: saver.save("later"),
+            "settle": saver.settle,
+            "close": saver.close,
+            "with": lambda: saver.__enter__().__exit__(None, None, None),
+        }
+        with pytest.raises(SaveFailedError, match="'new' failed on rank 0: OSError") as raised:
+            tell[told_by]()
+    assert isinstance(raised.value.__cause__, OSError)
+    saver.settle()
+    saver.close()
+    assert checkpoints(tmp_path) == ["old"]
+    other, loader = build(tmp_path)
+    loader.load()
+    assert table_state(other) == old
+    saver.save("later", blocking=False).wait()
+    loader.load()
+    assert table_state(other) == table_state(table)
+
+
+def test_an_error_that_the_handle_has_told_is_not_told_again(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
+        handle = saver.save("c", blocking=False)
+        with pytest.raises(SaveFailedError):
+            handle.wait()
+    assert isinstance(saver.save("d", blocking=False), SaveHandle)
+    saver.close()
+
+
+AT_EXIT = """
+import os, sys, torch
+from torch import nn
+from recckpt import Saver
+from recckpt.sparse import HashTable
+from recckpt.storage.local import LocalStorage
+
+table = HashTable(8, name="t")
+table.insert(torch.arange(200_000), torch.ones(200_000, 8))
+
+def train(ckpt_id):
+    saver = Saver(nn.ModuleDict({"t": table}), None, sys.argv[1])
+    saver.save(ckpt_id, blocking=False)  # and the saver is forgotten
+
+def create(self, name):
+    raise OSError(5, "broken")
+
+child = os.fork()  # spares the start of another interpreter
+if child == 0:
+    train("a")
+else:
+    assert os.waitpid(child, 0)[1] == 0
+    print("the first has ended", file=sys.stderr)
+    LocalStorage.create = create
+    train("b")
+"""
+
+
+def test_an_interpreter_waits_for_the_save_that_is_under_way_and_says_if_it_failed(tmp_path):
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, _, second = done.stderr.partition("the first has ended\n")
+    assert first == ""
+    assert checkpoints(tmp_path) == ["a"]
+    assert second.count("SaveFailedError: saving 'b' failed on rank 0: OSError: [Errno 5] broken") == 1
+
+
+def test_whatever_fails_in_the_background_is_a_failed_save(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    with monkeypatch.context() as patch:
+        lost = RuntimeError("connection closed by peer")  # as gloo says when another rank has died
+        patch.setattr(background_save, "save", lambda *args, **kwargs: (_ for _ in ()).throw(lost))
+        saver.save("c", blocking=False)
+        with pytest.raises(SaveFailedError, match="'c' failed on rank 0: RuntimeError: connection closed") as raised:
+            saver.close()
+    assert raised.value.__cause__ is lost
+    saver.save("c")
+
+
+def test_an_error_that_came_after_the_limit_of_a_wait_is_still_told(tmp_path, gate):
+    _, saver = build(tmp_path)
+    writing = gate(LocalStorage, "create", OSError(5, "broken"))
+    handle = saver.save("c", blocking=False)
+    with pytest.raises(TimeoutError, match=r"saving 'c' has not ended after 0\.01 s; it goes on"):
+        handle.wait(0.01)
+    writing.open()
+    with pytest.raises(SaveFailedError):
+        saver.settle()
+
+
+def test_a_failed_save_does_not_hide_what_the_block_raised(tmp_path, monkeypatch, caplog):
+    _, saver = build(tmp_path)
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
+    saver.save("c", blocking=False)
+    with pytest.raises(KeyError), saver:
+        raise KeyError
+    assert "saving 'c' failed on rank 0" in caplog.text
+
+
+def test_where_no_thread_can_be_started_the_save_is_over(tmp_path, monkeypatch):
+    table, saver = build(tmp_path)
+    table(torch.arange(10))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no new thread")))
+        with pytest.raises(RuntimeError, match="no new thread"):
+            saver.save("c", blocking=False)
+    assert saver.is_saving is False
+    assert not any(reference() for reference in table.store._snapshots), "nothing is copied aside any more"
+    assert saver.save("c", blocking=False).wait().ckpt_id == "c"
+
+
+def test_a_save_that_is_interrupted_while_its_thread_starts_is_called_off(tmp_path, monkeypatch):
+    table, saver = build(tmp_path)
+    table(torch.arange(10))
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save("c", blocking=False)
+    assert saver.is_saving is False
+    assert checkpoints(tmp_path) == []
+    assert saver.save("c", blocking=False).wait().ckpt_id == "c"
+    assert saver.settle()
+
+
+def test_a_load_waits_for_nobody_and_changes_no_save_that_is_under_way(tmp_path, gate):
+    table, saver = build(tmp_path)
+    table(torch.arange(10))
+    saver.save("old")
+    table.insert(torch.arange(5, 30), torch.ones(25, 2))
+    with torch.no_grad():
+        saver.model["top"].weight.fill_(3)
+    expected = table_state(table)
+    writing = gate(LocalStorage, "create")
+    handle = saver.save("new", blocking=False)
+    writing.wait()
+    saver.load(ckpt_id="old")
+    assert len(table) == 10
+    writing.open()
+    handle.wait()
+    saver.load(ckpt_id="new")
+    assert table_state(table) == expected
+    assert (saver.model["top"].weight == 3).all()
+
+
+# the callback
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_whoever_wants_to_know_is_told_of_each_save_when_all_of_it_is_over(tmp_path, blocking):
+    told = []
+
+    def on_save(info):
+        told.append((info.ckpt_id, info.n_rows, checkpoints(tmp_path), threading.current_thread().name))
+
+    table = HashTable(2, name="t")
+    table(torch.arange(7))
+    saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), on_save=on_save)
+    for ckpt_id in ("a", "b"):
+        handle = saver.save(ckpt_id, blocking=blocking)
+        assert blocking or handle.wait().ckpt_id == ckpt_id
+        assert checkpoints(tmp_path) == [ckpt_id]
+    thread = threading.current_thread().name if blocking else "recckpt-save"
+    assert told == [("a", 7, ["a"], thread), ("b", 7, ["b"], thread)]
+
+
+def test_a_save_ends_after_its_callback_and_nobody_is_told_of_one_that_failed(tmp_path, monkeypatch):
+    seen = []
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: seen.append(saver.is_saving))
+    saver.save("a", blocking=False).wait()
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
+    for blocking in (True, False):
+        with pytest.raises(SaveFailedError):
+            saver.save("b", blocking=blocking).wait()
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_callback_that_fails_is_logged_and_the_save_counts(tmp_path, caplog, blocking):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: {}[info.ckpt_id])
+    saver.save("a", blocking=blocking)
+    saver.close()
+    assert checkpoints(tmp_path) == ["a"]
+    assert "a is saved, but on_save=" in caplog.text
+    assert "KeyError: 'a'" in caplog.text
+
+
+def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
+    table, saver = build(tmp_path)
+    table(torch.arange(1000))
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 20_000)
+    with pytest.raises(SaveFailedError, match=r"found 20.0 kB free, expected .* for the save; make room"):
+        saver.save("c")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 30_000)
+    saver.save("c")
+    small = Saver(saver.model, saver.sparse_optim, str(tmp_path), min_free_bytes=20_000)
+    with pytest.raises(SaveFailedError, match=r"and leave 20\.0 kB"):
+        small.save("d")
+    with pytest.raises(ValueError, match="min_free_bytes"):
+        Saver(saver.model, None, str(tmp_path), min_free_bytes=-1)

@@ -1,0 +1,67 @@
+"""Whether a save fits: refused before anything is written, where the storage knows its room."""
+
+import errno
+
+import pytest
+import torch
+from torch import nn
+
+from recckpt import SaveFailedError, Saver
+from recckpt.save.preflight import check_room
+from recckpt.save.stage import estimated_bytes
+from recckpt.sparse import HashTable
+from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
+
+
+@pytest.fixture
+def storage(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 1000)
+    return open_storage(str(tmp_path))
+
+
+@pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1000, 0), (0, 1000), (400, 600)])
+def test_what_fits_exactly_fits(storage, n_bytes, min_free_bytes):
+    check_room(storage, n_bytes, min_free_bytes)
+
+
+@pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1001, 0), (0, 1001), (401, 600)])
+def test_one_byte_more_does_not(storage, n_bytes, min_free_bytes):
+    with pytest.raises(OSError, match=r"found 1\.0 kB free, expected") as refused:
+        check_room(storage, n_bytes, min_free_bytes)
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, storage.url)
+    assert ("and leave" in str(refused.value)) == (min_free_bytes > 0)
+
+
+def test_a_storage_that_does_not_know_its_room_refuses_nothing(memory_url):
+    check_room(open_storage(memory_url), 10**30, 10**30)
+
+
+def test_what_a_save_needs_is_estimated_from_rows_and_dense_state():
+    table = HashTable(2, name="t")
+    table(torch.arange(100))
+    model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1, bias=False)})
+    assert estimated_bytes(model, 0) == 100 * (8 + 2 * 4) + 3 * 4
+
+
+def test_ranks_write_their_own_rows_each_but_the_dense_state_once():
+    table = HashTable(2, name="t")
+    table(torch.arange(100))
+    model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1)})
+    assert estimated_bytes(model, 1) == 100 * (8 + 2 * 4)
+
+
+def test_of_a_state_that_staging_refuses_nothing_is_estimated():
+    model = nn.Linear(1, 1)
+    model.register_buffer("lazy", nn.parameter.UninitializedBuffer())
+    assert estimated_bytes(model, 0) == 0
+
+
+def test_a_save_that_does_not_fit_writes_nothing_and_the_next_that_does_lands(storage, monkeypatch, tmp_path):
+    saver = Saver(nn.Linear(300, 1), output_dir=str(tmp_path))
+    with pytest.raises(SaveFailedError, match=r"rank 0: OSError: .*found 1.0 kB free, expected 1.2 kB for the save"):
+        saver.save("c", blocking=False)
+    assert list(tmp_path.iterdir()) == []
+    saver.close()  # that was told
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 10**6)
+    assert saver.save("c").ckpt_id == "c"

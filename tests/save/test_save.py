@@ -1,0 +1,159 @@
+"""The hallway of a save: what it leaves on disk, alone and after failures."""
+
+import errno
+import json
+import logging
+
+import pytest
+import torch
+from builders import OPTIMIZERS, ClickModel, Run, checkpoints, tree
+from torch import nn
+
+from recckpt import SaveFailedError, Saver
+from recckpt.errors import CommitNotDurableError, StateMismatchError
+from recckpt.format.manifest import ShardEntry, TableEntry
+from recckpt.output_dir.listing import list_checkpoints
+from recckpt.save.rank_files import ShardRecord
+from recckpt.save.save import _tables_of_all
+from recckpt.sparse import HashTable
+from recckpt.storage.local import LocalStorage
+from recckpt.types import SlotSpec
+
+
+def test_a_save_leaves_the_files_of_the_format_and_nothing_else(tmp_path):
+    run = Run(tmp_path, interval=2).train(2)
+    assert set(tree(tmp_path)) == {
+        ".recckpt",
+        ".recckpt/owner",
+        ".recckpt/owner/1.json",
+        ".recckpt/owner/1.list.json",
+        "checkpoint",
+        "timeline.jsonl",
+        "ckpt_2",
+        "ckpt_2/INTENT",
+        "ckpt_2/extra.pt",
+        "ckpt_2/io_state_0.pt",
+        "ckpt_2/manifest.json",
+        "ckpt_2/model.pt",
+        "ckpt_2/rng_0.pt",
+        "ckpt_2/sparse",
+        "ckpt_2/sparse/00000-of-00001.g0.00.arrow",
+        "ckpt_2/sparse/00000-of-00001.json",
+    }
+    manifest = list_checkpoints(run.saver.storage).committed[0].manifest
+    assert {file.name for file in manifest.files} == {
+        name.removeprefix("ckpt_2/")
+        for name, data in tree(tmp_path).items()
+        if data is not None and name.startswith("ckpt_2/") and not name.endswith(("INTENT", "manifest.json"))
+    }
+
+
+def test_the_manifest_that_is_returned_is_the_one_on_disk(tmp_path):
+    model = ClickModel()
+    model.users(torch.arange(5))
+    saver = Saver(model, OPTIMIZERS["adam"](model.tables), str(tmp_path))
+    returned = saver.save("c", step=7, state={"auc": 0.5})
+    assert list_checkpoints(saver.storage).committed[0].manifest == returned
+    assert (returned.step, returned.seq, returned.state) == (7, 1, {"sparse_lr_0": 0.01, "auc": 0.5})
+    assert {table.name: table.rows for table in returned.tables} == {"user/1": 5, "item": 0}
+    assert returned.writer["torch"] == torch.__version__
+    on_disk = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    intent = json.loads((tmp_path / "c" / "INTENT").read_text())
+    assert on_disk["save_id"] == intent["save_id"] == returned.save_id
+
+
+def test_checkpoints_are_numbered_in_the_order_of_their_commits(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), max_keep=2)
+    assert [saver.save(ckpt_id).seq for ckpt_id in ("b", "a", "c")] == [1, 2, 3]
+    assert Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).save("d").seq == 4
+
+
+def test_one_line_is_logged_for_a_save_and_for_a_load_and_one_for_each_checkpoint_that_was_taken_from(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    model = ClickModel()
+    model.users(torch.arange(1000))
+    saver = Saver(model, output_dir=str(tmp_path))
+    saver.save("c")
+    saver.load()
+    *lines, taken = [record.getMessage() for record in caplog.records]
+    assert [line.split(" in ")[0] for line in lines] == [
+        "saving c: 1,000 rows, 0.0 MB",
+        "loading c: 1,000 rows, 0.0 MB",
+    ]
+    assert all("GB/s" in line for line in lines)
+    assert taken.startswith(f"{tmp_path}/c: 2 tables, 1,000 rows, 7 tensors, ")
+
+
+# failures: one operation of the storage fails, once or from then on
+
+
+class Fault:
+    """Makes the call of a method that has a given number fail; for ever: those after it, too."""
+
+    def __init__(self, patch, owner, method, number, *, for_ever, code=errno.EIO):
+        self.calls = 0
+        real = getattr(owner, method)
+
+        def call(*args, **kwargs):
+            self.calls += 1
+            if self.calls == number or (for_ever and self.calls > number):
+                raise OSError(code, "injected")
+            return real(*args, **kwargs)
+
+        patch.setattr(owner, method, call)
+
+
+def build(url):
+    table = HashTable(2, name="t")
+    optim = OPTIMIZERS["adagrad"]([table])
+    return table, Saver(nn.ModuleDict({"t": table, "top": nn.Linear(2, 1)}), optim, str(url), concurrency=1)
+
+
+def test_a_failed_save_keeps_no_room(tmp_path, monkeypatch):
+    table, saver = build(tmp_path)
+    table(torch.arange(1000))
+    with monkeypatch.context() as patch:
+        Fault(patch, LocalStorage, "sync_dir", 3, for_ever=True, code=errno.ENOSPC)  # the first of the commit
+        with pytest.raises(SaveFailedError, match="injected"):
+            saver.save("c")
+    assert {name for name in tree(tmp_path) if not name.startswith(".recckpt")} == {"c", "c/INTENT", "c/sparse"}
+    saver.save("c")
+    assert checkpoints(tmp_path) == ["c.1"]
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_commit_that_fails_after_the_manifest_is_visible_says_so_and_keeps_the_older_ones(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    saver.save("old")
+    with monkeypatch.context() as patch:
+        Fault(patch, LocalStorage, "sync_dir", 3, for_ever=False)  # that of the output dir, the last
+        with pytest.raises(CommitNotDurableError, match="'new' is in place, but the storage failed"):
+            saver.save("new")
+    assert checkpoints(tmp_path) == ["new", "old"]
+    saver.save("new", overwrite=True)
+    assert checkpoints(tmp_path) == ["new.1"]
+
+
+def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
+    _, saver = build(tmp_path)
+    saver.save("old")
+    with monkeypatch.context() as patch:
+        Fault(patch, LocalStorage, "remove", 1, for_ever=True)
+        Fault(patch, LocalStorage, "replace", 1, for_ever=True)
+        saver.save("new")
+    assert checkpoints(tmp_path) == ["new", "old"]
+    assert "could not remove all of" in caplog.text
+    assert "could not bring the index file up to date" in caplog.text
+    saver.save("newer")
+    assert checkpoints(tmp_path) == ["newer"]
+    assert (tmp_path / "checkpoint").read_text() == "newer\n"
+
+
+def test_ranks_that_disagree_on_a_table_are_refused_by_name():
+    def record(shape):
+        slot = SlotSpec("embedding", "float32", shape)
+        return ShardRecord("id", ShardEntry("x", (0, 1)), (TableEntry("t", 3, (slot,)),), ())
+
+    assert _tables_of_all([record((2,)), record((2,))])[0].rows == 6
+    with pytest.raises(StateMismatchError, match="table 't' of rank 1"):
+        _tables_of_all([record((2,)), record((3,))])

@@ -1,0 +1,150 @@
+"""Where the time of a save went: a line for each that was committed."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from recckpt import SaveFailedError, Saver
+from recckpt.format import layout
+from recckpt.save import save_info
+from recckpt.save.background_save import SaveRunner
+from recckpt.save.save_info import SaveInfo
+from recckpt.sparse import HashTable
+from recckpt.storage import open_storage
+
+SECONDS = [f"{phase}_sec" for phase in ("stage", "write", "agree", "commit", "rotate", "blocked", "total")]
+
+
+def build(url, **options):
+    table = HashTable(2, name="t")
+    table(torch.arange(50))
+    return table, Saver(nn.ModuleDict({"t": table, "top": nn.Linear(2, 1)}), output_dir=url, **options)
+
+
+def lines(url):
+    data = open_storage(url).read(layout.TIMELINE, 1 << 30)
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+def test_a_save_leaves_a_line_that_says_what_it_was_and_where_its_time_went(url):
+    _, saver = build(url)
+    manifest = saver.save("c", step=7)
+    [line] = lines(url)
+    assert line.keys() == {
+        *("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows", "kept_rows", "slowest_shard"),
+        *("gb_per_sec", *SECONDS),
+    }
+    said = {name: line[name] for name in ("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows")}
+    assert said == {
+        **{"ckpt_id": "c", "step": 7, "ephemeral": False, "background": False},
+        **{"time": manifest.time, "n_bytes": manifest.n_bytes, "n_rows": 50},
+    }
+    assert (line["slowest_shard"], line["kept_rows"]) == (0, 0)
+    assert all(line[name] >= 0 for name in SECONDS)
+    assert line["stage_sec"] + line["write_sec"] + line["commit_sec"] + line["rotate_sec"] <= line["total_sec"]
+    assert line["gb_per_sec"] == pytest.approx(manifest.n_bytes / 1e9 / line["total_sec"], abs=1e-5)
+
+
+def test_a_blocking_save_blocks_to_its_end_and_one_in_the_background_does_not(url):
+    _, saver = build(url)
+    saver.save("a")
+    saver.save("b", blocking=False, ephemeral=True).wait()
+    first, second = lines(url)
+    assert first["blocked_sec"] == first["total_sec"]
+    assert 0 < second["blocked_sec"] < second["total_sec"]
+    assert (second["background"], second["ephemeral"]) == (True, True)
+
+
+def test_the_time_that_a_save_waits_for_the_one_before_is_time_that_training_stood_still(url, gate, monkeypatch):
+    _, saver = build(url, max_keep=None)
+    writing, settle = gate(type(saver.storage), "threads"), SaveRunner.settle
+
+    def open_and_settle(self, timeout_sec=None):
+        writing.open()
+        return settle(self, timeout_sec)
+
+    first = saver.save("a", blocking=False)
+    writing.wait()
+    monkeypatch.setattr(SaveRunner, "settle", open_and_settle)
+    second = saver.save("b", blocking=False)
+    assert second.info.blocked_sec >= first.info.commit_sec + first.info.rotate_sec
+    blocked_sec = second.info.blocked_sec
+    second.wait()
+    assert lines(url)[1]["blocked_sec"] == round(blocked_sec, 6)
+    assert second.info.blocked_sec == blocked_sec
+
+
+def test_rows_that_training_changed_meanwhile_are_counted(url, gate):
+    table, saver = build(url)
+    writing = gate(type(saver.storage), "threads")
+    handle = saver.save("c", blocking=False)
+    writing.wait()
+    table.insert(torch.arange(20), torch.zeros(20, 2))
+    writing.open()
+    handle.wait()
+    assert [line["kept_rows"] for line in lines(url)] == [20]
+
+
+def test_a_save_that_fails_leaves_no_line(url, monkeypatch):
+    _, saver = build(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(saver.storage), "put_if_absent", fail)
+        with pytest.raises(SaveFailedError):
+            saver.save("a")
+    with pytest.raises(FileNotFoundError):
+        lines(url)
+    saver.save("b")
+    assert [line["ckpt_id"] for line in lines(url)] == ["b"]
+
+
+def test_a_timeline_that_cannot_be_written_fails_no_save(url, monkeypatch, caplog):
+    _, saver = build(url)
+    replace = type(saver.storage).replace
+
+    def fail_there(self, name, data):
+        if name == layout.TIMELINE:
+            raise OSError(28, "full")
+        replace(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(saver.storage), "replace", fail_there)
+        assert saver.save("a").ckpt_id == "a"
+    assert "full" in caplog.text
+    saver.save("b")
+    assert [line["ckpt_id"] for line in lines(url)] == ["b"]
+
+
+def test_lines_of_earlier_runs_stay(url):
+    for step in range(3):
+        _, saver = build(url)
+        saver.save(f"ckpt_{step}", step=step)
+    assert [line["step"] for line in lines(url)] == [0, 1, 2]
+
+
+def test_the_file_is_bounded_and_the_oldest_lines_go(url, monkeypatch):
+    storage = open_storage(url)
+    storage.prepare()
+    n_bytes = len(SaveInfo("ckpt_000").to_json())
+    monkeypatch.setattr(save_info, "_MAX_BYTES", 5 * n_bytes)
+    for number in range(20):
+        save_info.append(storage, SaveInfo(f"ckpt_{number:03}"))
+        assert storage.size(layout.TIMELINE) < 7 * n_bytes
+    kept = [line["ckpt_id"] for line in lines(url)]
+    assert kept == [f"ckpt_{number:03}" for number in range(20 - len(kept), 20)]
+    assert 4 <= len(kept) <= 6
+
+
+def test_seconds_of_a_phase_add_up_also_where_it_fails():
+    info = SaveInfo("c")
+    with info.timed("stage"):
+        pass
+    once = info.stage_sec
+    with pytest.raises(KeyError), info.timed("stage"):
+        raise KeyError
+    assert info.stage_sec > once > 0
+
+
+def fail(*args, **kwargs):
+    raise OSError(5, "broken")

@@ -1,0 +1,119 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recckpt.format.buckets import bucket_of
+from recckpt.sparse.files import bucket_order
+from recckpt.sparse.files.bucket_order import BucketOrder
+from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table.column import Column
+from recckpt.types import SlotSpec
+
+SPEC = SlotSpec("id", "int64", ())
+
+
+def column_of(ids) -> Column:
+    column = Column(SPEC, torch.device("cpu"))
+    column.reserve(len(ids))
+    column.write(0, torch.from_numpy(ids))
+    return column
+
+
+def order_of(ids, budget_rows) -> BucketOrder:
+    ids = np.asarray(ids, np.int64)
+    return BucketOrder(column_of(ids), len(ids), budget_rows)
+
+
+def check(ids, budget_rows, step=None):
+    """Compare with numpy's stable sort by bucket, read ``step`` positions at a time."""
+    ids = np.asarray(ids, np.int64)
+    order, expected = order_of(ids, budget_rows), np.argsort(bucket_of(ids), kind="stable")
+    step = step or budget_rows
+    for begin in range(0, len(ids), step):
+        end = min(len(ids), begin + step)
+        assert order.rows(begin, end).tolist() == expected[begin:end].tolist()
+        buckets = bucket_of(ids[expected[begin:end]])
+        assert order.bucket_range(begin, end) == (buckets[0], buckets[-1] + 1)
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=300, unique=True),
+    st.integers(1, 400),
+    st.integers(1, 400),
+)
+def test_rows_come_in_the_order_of_their_buckets(ids, budget_rows, step):
+    check(ids, budget_rows, min(step, budget_rows))
+
+
+@pytest.mark.parametrize("budget_rows", [1, 7, 64, 1000, 100_000])
+def test_a_budget_smaller_than_the_table_takes_passes(budget_rows, monkeypatch):
+    monkeypatch.setattr(column_module, "BLOCK_BYTES", 512)  # the ids lie in several blocks
+    step = max(1, min(budget_rows, 100))
+    check(np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 500), budget_rows, step)
+
+
+def ids_of_one_bucket(bucket: int, count: int) -> np.ndarray:
+    ids = np.arange(65536 * count * 2, dtype=np.int64)
+    return ids[bucket_of(ids) == bucket][:count]
+
+
+@pytest.mark.parametrize("bucket", [0, 12_345, 65_535])
+def test_all_ids_may_lie_in_one_bucket(bucket):
+    ids = ids_of_one_bucket(bucket, 20)
+    assert len(ids) == 20
+    check(ids, 1000)
+    check(ids, 3)
+    assert order_of(ids, 1000).bucket_range(0, 20) == (bucket, bucket + 1)
+
+
+def test_one_row_is_a_table_too():
+    check([42], 1)
+    check([-1], 100)
+
+
+def test_threads_share_one_order():
+    ids = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 20_000)
+    expected = np.argsort(bucket_of(ids), kind="stable")
+    for budget_rows in (20_000, 900):
+        order = order_of(ids, budget_rows)
+        with ThreadPoolExecutor(4) as pool:
+            pieces = list(pool.map(order.rows, range(0, 20_000, 500), range(500, 20_500, 500)))
+        assert np.array_equal(np.concatenate(pieces), expected)
+
+
+def test_the_order_is_kept_no_longer_than_somebody_reads_it():
+    order = order_of(np.arange(100), 1000)
+    rows = order.rows(0, 10)
+    assert order._whole() is not None
+    del rows
+    assert order._whole() is None
+
+
+def test_an_order_within_the_budget_takes_no_more_memory_than_that():
+    ids = np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 50_000)
+    order = order_of(ids, 5_000)
+    ordered = order.rows(10_000, 15_000)
+    assert ordered.dtype == np.uint32
+    assert len(ordered.base) <= 5_000 + 2 * 10  # and the rest of the first and the last bucket
+
+
+@pytest.mark.parametrize("budget_rows", [100_000, 7000])
+def test_row_numbers_grow_wider_where_they_have_to(budget_rows, monkeypatch):
+    monkeypatch.setattr(bucket_order, "_UINT32_ROWS", 69_999)
+    ids = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, 70_000)
+    assert order_of(ids, budget_rows).rows(0, 10).dtype == np.int64
+    check(ids, budget_rows)
+    assert order_of(ids[1:], budget_rows).rows(0, 10).dtype == np.uint32
+
+
+def test_ids_that_change_while_they_are_ordered_are_an_error_and_harm_nothing():
+    column = column_of(np.arange(1000))
+    order = BucketOrder(column, 1000, 100)
+    order.bucket_range(0, 10)
+    column.write(0, torch.full((1000,), 5))
+    with pytest.raises(RuntimeError, match="the ids of a table of 1000 rows changed"):
+        order.rows(0, 100)

@@ -1,0 +1,175 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+from forge import Forge, filled, save_tables
+
+from recckpt.format.buckets import bucket_of
+from recckpt.inspect.verify import verify
+from recckpt.sparse import gen_slice
+from recckpt.sparse.files import verifier
+from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
+
+
+def saved(url, *shards, **options):
+    """Save the tables of each shard and return what changes the checkpoint."""
+    storage = open_storage(str(url))
+    storage.prepare()
+    save_tables(storage, *shards, concurrency=1, **options)
+    return Forge(url / "ckpt_1")
+
+
+def two_tables():
+    return [filled("user/1", range(-300, 300), slots={"sparse_m": (3,)}), filled("item", range(50))]
+
+
+def with_ids(ids):
+    """Give the rows of a part these ids."""
+    ids = iter(ids)
+
+    def edit(batch):
+        column = pa.array([next(ids) for _ in range(batch.num_rows)], pa.int64())
+        return batch.set_column(1, batch.schema.field("id"), column)
+
+    return edit
+
+
+def in_bucket_order(ids):
+    ids = np.array(ids, np.int64)
+    return ids[np.argsort(bucket_of(ids), kind="stable")].tolist()
+
+
+def of_bucket(bucket):
+    ids = np.arange(1 << 20)
+    return ids[bucket_of(ids) == bucket]
+
+
+def only(problems):
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_shards_that_tile_the_ids_are_whole(tmp_path):
+    slices = [gen_slice(i, 3) for i in range(3)]
+    ids = np.arange(-500, 500)
+    saved(tmp_path, *([filled("item", ids[slice_.owns(ids)], slice=slice_)] for slice_ in slices))
+    assert verify(str(tmp_path)) == []
+
+
+def test_columns_in_another_order_are_whole(tmp_path):
+    saved(tmp_path, two_tables()).edit_part(lambda batch: batch.select(batch.schema.names[::-1]), rows=False)
+    assert verify(str(tmp_path)) == []
+
+
+def test_every_byte_of_a_part_is_looked_at(tmp_path):
+    forge = saved(tmp_path, [filled("item", range(4))])
+    path = forge.path(forge.parts[0])
+    data = path.read_bytes()
+    for at in range(0, len(data), 5):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        assert verify(str(tmp_path)), f"byte {at} of {len(data)}"
+
+
+def test_an_id_twice_in_a_shard_is_found_in_one_batch_and_between_two(tmp_path):
+    ids = in_bucket_order(range(40))
+    ids[20] = ids[19]
+    row_bytes = 2 + 8 + 4
+    for batch_bytes in (8 << 20, 20 * row_bytes):  # the second cut falls between the two
+        forge = saved(tmp_path / str(batch_bytes), [filled("item", range(40), shape=1)], batch_bytes=batch_bytes)
+        forge.edit_part(with_ids(ids))
+        problems = verify(str(forge.directory))
+        assert [p.found for p in problems if "twice" in p.found] == [f"id {ids[20]} twice"]
+
+
+def two_parts(directory, monkeypatch, n_rows=40):
+    """Save a table in two parts of one shard; return what changes them and the ids of each part."""
+    monkeypatch.setattr(LocalStorage, "threads", lambda _, asked: asked)
+    row_bytes = 2 + 8 + 4
+    storage = open_storage(str(directory))
+    save_tables(storage, [filled("item", range(n_rows), shape=1)], concurrency=2, batch_bytes=5 * row_bytes)
+    ids = in_bucket_order(range(n_rows))
+    assert len(Forge(directory / "ckpt_1").parts) == 2
+    return Forge(directory / "ckpt_1"), [ids[: n_rows // 2], ids[n_rows // 2 :]]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_an_id_twice_in_a_shard_is_found_between_two_parts(tmp_path, monkeypatch, threads):
+    forge, (before, after) = two_parts(tmp_path, monkeypatch)
+    forge.edit_part(with_ids([before[-1], *after[1:]]), name=forge.parts[1], rows=False)
+    problems = verify(str(tmp_path), threads=threads)
+    assert [(p.file, p.found) for p in problems if "twice" in p.found] == [
+        (f"ckpt_1/{forge.parts[1]}", f"id {before[-1]} twice")
+    ]
+
+
+def test_an_id_twice_over_parts_of_one_bucket_each_is_found(tmp_path, monkeypatch):
+    same = of_bucket(7)[:12]
+    monkeypatch.setattr(LocalStorage, "threads", lambda _, asked: asked)
+    save_tables(open_storage(str(tmp_path)), [filled("item", same, shape=1)], concurrency=3, batch_bytes=4 * 14)
+    assert verify(str(tmp_path)) == []
+    forge = Forge(tmp_path / "ckpt_1")
+    assert len(forge.parts) == 3
+    with pa.ipc.open_file(str(forge.path(forge.parts[0]))) as reader:
+        first = reader.get_batch(0).column("id").to_pylist()
+    with pa.ipc.open_file(str(forge.path(forge.parts[2]))) as reader:
+        last = reader.get_batch(0).column("id").to_pylist()
+    forge.edit_part(with_ids([first[0], *last[1:]]), name=forge.parts[2], rows=False)
+    assert [p.found for p in verify(str(tmp_path))] == [f"id {first[0]} twice"]
+
+
+def test_parts_out_of_bucket_order_are_found(tmp_path, monkeypatch):
+    forge, _ = two_parts(tmp_path, monkeypatch)
+    forge.edit_catalog(lambda values: values["parts"].reverse())
+    problem = only(verify(str(tmp_path)))
+    assert (problem.where, problem.found) == ("table 'item'", "rows out of bucket order")
+
+
+@pytest.mark.parametrize("window_rows", [1 << 23, 40])
+def test_an_id_in_two_shards_is_found_whatever_their_buckets(tmp_path, monkeypatch, window_rows):
+    monkeypatch.setattr(verifier, "_WINDOW_ROWS", window_rows)
+    saved(tmp_path, [filled("item", range(100)), filled("other", [1])], [filled("item", [77, *range(200, 300)])])
+    problem = only(verify(str(tmp_path)))
+    assert (problem.found, problem.where) == ("id 77 twice", "table 'item', between shards")
+
+
+def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
+    saved(tmp_path, [filled("item", range(100))], [filled("item", range(100, 200))])
+    assert verify(str(tmp_path)) == []
+
+
+def test_an_id_of_another_bucket_than_the_catalog_says_is_found(tmp_path):
+    forge = saved(tmp_path, [filled("item", [5])])
+    forge.edit_part(with_ids([6]))
+    problem = only(verify(str(tmp_path)))
+    assert "buckets" in problem.found
+    assert str(int(bucket_of(np.array([6]))[0])) in problem.found
+
+
+def test_rows_out_of_bucket_order_are_found(tmp_path):
+    forge = saved(tmp_path, [filled("item", range(10))])
+    ids = in_bucket_order(range(10))
+    forge.edit_part(with_ids([ids[0], ids[2], ids[1], *ids[3:]]))
+    assert only(verify(str(tmp_path))).found == "rows out of bucket order"
+
+
+def test_rows_under_the_name_of_another_table_are_found(tmp_path):
+    forge = saved(tmp_path, [filled("a", range(5)), filled("b", range(5))])
+
+    def renamed(batch):
+        names = batch.column("table")
+        other = pa.DictionaryArray.from_arrays(pa.array(1 - names.indices.to_numpy(), pa.int16()), names.dictionary)
+        return batch.set_column(0, batch.schema.field("table"), other)
+
+    forge.edit_part(renamed, rows=False)
+    assert [problem.found for problem in verify(str(tmp_path))] == ["rows of tables [1]", "rows of tables [0]"]
+
+
+def test_another_dictionary_of_table_names_is_found(tmp_path):
+    forge = saved(tmp_path, [filled("a", range(5))])
+
+    def renamed(batch):
+        other = pa.DictionaryArray.from_arrays(batch.column("table").indices, pa.array(["z"]))
+        return batch.set_column(0, batch.schema.field("table"), other)
+
+    forge.edit_part(renamed)
+    assert only(verify(str(tmp_path))).found == "the tables ['z']"

@@ -1,0 +1,150 @@
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from recckpt.format.buckets import mix64
+from recckpt.sparse.table.id_index import IdIndex
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def colliding_ids(n: int, bits: int = 12) -> list[int]:
+    """Ids that share a home cell in every index of up to ``1 << bits`` cells."""
+    candidates = np.arange(n << (bits + 2), dtype=np.uint64)
+    found = candidates[mix64(candidates) & np.uint64((1 << bits) - 1) == 5][:n]
+    assert len(found) == n
+    return found.astype(np.int64).tolist()
+
+
+COLLIDING = colliding_ids(40)
+IDS = st.lists(st.one_of(st.sampled_from(COLLIDING), INT64, st.integers(-3, 3)), max_size=60)
+
+
+def array(ids) -> np.ndarray:
+    return np.array(ids, np.int64)
+
+
+class IndexAgainstDict(RuleBasedStateMachine):
+    """Rows stay 0 to n - 1: after an erase, the last rows move into the gaps, as a store does it."""
+
+    def __init__(self):
+        super().__init__()
+        self.index = IdIndex()
+        self.rows: dict[int, int] = {}
+
+    @rule(ids=IDS)
+    def find_or_add(self, ids):
+        rows, new_ids = self.index.find_or_add(array(ids))
+        expected_new = [i for i in dict.fromkeys(ids) if i not in self.rows]
+        for id_ in expected_new:
+            self.rows[id_] = len(self.rows)
+        assert new_ids.tolist() == expected_new
+        assert rows.tolist() == [self.rows[i] for i in ids]
+
+    @rule(ids=IDS)
+    def find(self, ids):
+        assert self.index.find(array(ids)).tolist() == [self.rows.get(i, -1) for i in ids]
+
+    @rule(ids=IDS)
+    def erase(self, ids):
+        erased = self.index.erase(array(ids))
+        present = [i for i in dict.fromkeys(ids) if i in self.rows]
+        assert erased.tolist() == [self.rows.pop(i) for i in present]
+        holes = sorted(row for row in erased.tolist() if row < len(self.rows))
+        movers = [i for i, row in self.rows.items() if row >= len(self.rows)]
+        self.index.move(array(movers), array(holes))
+        self.rows.update(zip(movers, holes, strict=True))
+
+    @rule(n_rows=st.integers(0, 500))
+    def reserve(self, n_rows):
+        self.index.reserve(n_rows)
+
+    @rule()
+    def copy(self):
+        self.index, old = self.index.copy(), self.index
+        old.erase(array(list(self.rows)))  # of no consequence to the copy
+
+    @invariant()
+    def holds_all(self):
+        assert len(self.index) == len(self.rows)
+        assert self.index.find(array(list(self.rows))).tolist() == list(self.rows.values())
+
+
+IndexAgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestIndexAgainstDict = IndexAgainstDict.TestCase
+
+
+def test_every_int64_is_a_legal_id():
+    ids = array([0, -1, 1, 2**63 - 1, -(2**63)])
+    index = IdIndex()
+    assert index.find(ids).tolist() == [-1] * 5
+    assert index.find_or_add(ids)[0].tolist() == [0, 1, 2, 3, 4]
+    assert index.find(ids).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_ids_that_collide_are_told_apart_and_erased_one_by_one():
+    index = IdIndex()
+    index.find_or_add(array(COLLIDING))
+    for gone in range(len(COLLIDING)):
+        assert index.erase(array(COLLIDING[gone : gone + 1])).tolist() == [gone]
+        assert index.find(array(COLLIDING)).tolist() == [-1] * (gone + 1) + list(range(gone + 1, len(COLLIDING)))
+
+
+def test_a_run_of_cells_wraps_around_the_end_of_the_cells():
+    candidates = np.arange(10_000, dtype=np.uint64)
+    last_cells = candidates[(mix64(candidates) & np.uint64(63)) >= 62][:20].astype(np.int64)
+    index = IdIndex()
+    index.find_or_add(last_cells)
+    assert index.erase(last_cells[:5]).tolist() == [0, 1, 2, 3, 4]
+    assert index.find(last_cells).tolist() == [-1] * 5 + list(range(5, 20))
+
+
+def test_growing_keeps_all_rows_whatever_the_sizes_of_the_batches():
+    ids = np.random.default_rng(0).permutation(100_000)
+    whole, pieces = IdIndex(), IdIndex()
+    whole.find_or_add(ids)
+    for piece in np.array_split(ids, 37):
+        pieces.find_or_add(piece)
+    assert (whole.find(ids) == np.arange(100_000)).all()
+    assert (pieces.find(ids) == np.arange(100_000)).all()
+
+
+def test_a_reserved_index_does_not_grow():
+    index = IdIndex()
+    index.reserve(10_000)
+    before = index.nbytes
+    index.find_or_add(np.arange(10_000))
+    assert index.nbytes == before
+
+
+def test_filling_and_erasing_again_and_again_never_grows():
+    index = IdIndex()
+    ids = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 1000)
+    index.find_or_add(ids)
+    before = index.nbytes
+    for _ in range(50):
+        assert len(index.erase(ids)) == 1000
+        index.find_or_add(ids)
+    assert index.nbytes == before
+    assert (index.find(ids) == np.arange(1000)).all()
+
+
+def test_equal_ids_of_a_batch_get_one_row():
+    rows, new_ids = IdIndex().find_or_add(array([7, 7, 8, 7]))
+    assert rows.tolist() == [0, 0, 1, 0]
+    assert new_ids.tolist() == [7, 8]
+
+
+def test_no_ids_are_no_trouble():
+    index, nothing = IdIndex(), array([])
+    assert len(index.find(nothing)) == len(index.erase(nothing)) == len(index.find_or_add(nothing)[0]) == 0
+    index.move(nothing, nothing)
+    assert len(index) == 0
+
+
+def test_ids_with_gaps_in_memory_are_read_right():
+    ids = np.arange(200)[::2]
+    index = IdIndex()
+    index.find_or_add(ids)
+    assert (index.find(ids) == np.arange(100)).all()

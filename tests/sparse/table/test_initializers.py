@@ -1,0 +1,228 @@
+import copy
+import math
+import pickle
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from recckpt.sparse.table.id_random import normal_quantile
+from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform, as_initializer
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import SlotSpec
+
+RANDOM = [Normal(0.5, 2.0), Uniform(-1.0, 3.0), TruncatedNormal(0.1, 0.5, -0.4, 1.0)]
+IDS = np.arange(20_000)
+GOLDEN = {
+    Normal(): [-0.6560835173341567, 1.1917013268996683, 0.21968540044829302, 0.35260806567941205, -0.29565066733155687],
+    Uniform(): [0.2558852031320079, 0.8833108082136426, 0.586941914422097, 0.6378088605981157, 0.3837484326496149],
+    TruncatedNormal(): [
+        -0.6219344626859602,
+        1.107078829816771,
+        0.20953843440313447,
+        0.3359309076290339,
+        -0.28182744091626444,
+    ],
+    TruncatedNormal(a=3, b=4, seed=-7): [
+        3.354344991722384,
+        3.2383684206832526,
+        3.063322729190614,
+        3.2703248065952475,
+        3.0282213817237387,
+    ],
+}
+
+
+def values(initializer, ids=IDS, seed: int = 1, dtype: str = "float32", shape=(8,)) -> torch.Tensor:
+    return initializer.values(np.asarray(ids, np.int64), seed, SlotSpec("embedding", dtype, shape))
+
+
+@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+def test_an_id_starts_the_same_whatever_its_order_and_batch(initializer):
+    whole = values(initializer)
+    order = np.random.default_rng(0).permutation(len(IDS))
+    assert torch.equal(values(initializer, IDS[order]), whole[torch.from_numpy(order)])
+    pieces = [values(initializer, piece) for piece in np.array_split(IDS, 13)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+def test_ids_positions_tables_and_seeds_all_give_other_values(initializer):
+    whole = values(initializer)
+    assert len(whole.unique()) > 0.98 * whole.numel()
+    others = [values(initializer, seed=2), values(type(initializer)(seed=5)), values(initializer, IDS + 1)]
+    assert all((other == whole).float().mean() < 0.001 for other in others)
+
+
+def test_values_never_change_between_versions():
+    ids = [0, 1, -1, 2**63 - 1, -(2**63)]
+    for initializer, numbers in GOLDEN.items():
+        torch.testing.assert_close(
+            values(initializer, ids, dtype="float64", shape=(1,)).flatten(),
+            torch.tensor(numbers, dtype=torch.float64),
+            rtol=1e-12,
+            atol=0,
+        )
+
+
+def kolmogorov_smirnov(sample: torch.Tensor, cdf) -> float:
+    """The largest distance between two distribution functions, times sqrt(n); 1.95 is 1 in 1,000."""
+    ordered = np.sort(sample.double().flatten().numpy())
+    expected = np.array([cdf(x) for x in ordered])
+    n = len(ordered)
+    steps = np.arange(n + 1) / n
+    return math.sqrt(n) * max(np.abs(expected - steps[1:]).max(), np.abs(expected - steps[:-1]).max())
+
+
+def truncated_cdf(t: TruncatedNormal):
+    normal = NormalDist(t.mean, t.std)
+    low, high = normal.cdf(t.a), normal.cdf(t.b)
+    return lambda x: (normal.cdf(x) - low) / (high - low)
+
+
+@pytest.mark.parametrize(
+    ("initializer", "cdf"),
+    [
+        (Normal(0.5, 2.0), NormalDist(0.5, 2.0).cdf),
+        (Uniform(-1.0, 3.0), lambda x: (x + 1) / 4),
+        (TruncatedNormal(0.1, 0.5, -0.4, 1.0), truncated_cdf(TruncatedNormal(0.1, 0.5, -0.4, 1.0))),
+        (TruncatedNormal(0.0, 1.0, 1.0, 2.0), truncated_cdf(TruncatedNormal(0.0, 1.0, 1.0, 2.0))),
+        (TruncatedNormal(0.0, 1.0, -9.0, -1.5), truncated_cdf(TruncatedNormal(0.0, 1.0, -9.0, -1.5))),
+    ],
+    ids=["normal", "uniform", "truncated", "truncated above", "truncated below"],
+)
+@pytest.mark.parametrize("ids", [IDS[:4000], IDS[:4000] << 40, -IDS[:4000]], ids=["dense", "high bits", "negative"])
+def test_values_follow_their_distribution(initializer, cdf, ids):
+    assert kolmogorov_smirnov(values(initializer, ids), cdf) < 2.2
+
+
+@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+def test_moments_are_those_of_torch(initializer):
+    ours = values(initializer)
+    theirs = torch.empty(200_000)
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(initializer, Normal):
+        theirs.normal_(initializer.mean, initializer.std, generator=generator)
+    elif isinstance(initializer, Uniform):
+        theirs.uniform_(initializer.a, initializer.b, generator=generator)
+    else:
+        t = initializer
+        torch.nn.init.trunc_normal_(theirs, t.mean, t.std, t.a, t.b, generator=generator)
+    torch.testing.assert_close(ours.mean(), theirs.mean(), atol=0.02, rtol=0)
+    torch.testing.assert_close(ours.std(), theirs.std(), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("initializer", RANDOM, ids=str)
+def test_positions_and_neighbouring_ids_are_not_correlated(initializer):
+    whole = values(initializer).double()
+    columns = torch.corrcoef(torch.cat([whole[:-1], whole[1:]], 1).T).fill_diagonal_(0)
+    assert columns.abs().max() < 4.5 / math.sqrt(len(IDS))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_all_dtypes_get_the_same_values_rounded(dtype):
+    exact = values(Normal(), dtype="float64")
+    rounded = values(Normal(), dtype=dtype)
+    assert rounded.dtype == getattr(torch, dtype)
+    torch.testing.assert_close(rounded.double(), exact, rtol=2 * torch.finfo(rounded.dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bounds_hold_after_rounding(dtype):
+    for initializer in (Uniform(-0.1, 0.1), TruncatedNormal(0, 1, -0.1, 0.1)):
+        bound = torch.tensor(0.1, dtype=getattr(torch, dtype))
+        assert values(initializer, dtype=dtype).abs().max() <= bound
+
+
+def test_a_far_tail_of_the_normal_distribution_is_reached():
+    far = values(TruncatedNormal(0.0, 1.0, 8.0, 9.0), dtype="float64")
+    assert 8 <= far.min() <= far.max() <= 9
+    assert far.mean() == pytest.approx(8.1214, abs=0.002)
+
+
+def test_the_quantile_is_that_of_the_standard_library():
+    for p in (1e-300, 1e-20, 1e-9, 0.01, 0.0749, 0.0751, 0.3, 0.5, 0.9249, 0.9251, 1 - 1e-12):
+        assert normal_quantile(p) == pytest.approx(NormalDist().inv_cdf(p), rel=2e-7, abs=1e-15)
+
+
+def test_a_normal_without_spread_is_its_mean():
+    assert values(Normal(3.0, 0.0)).unique().tolist() == [3.0]
+
+
+def test_no_ids_and_matrix_rows_have_the_right_shape():
+    assert values(Normal(), []).shape == (0, 8)
+    assert values(Uniform(), shape=(2, 3)).shape == (20_000, 2, 3)
+    assert values(Constant(1), [5], shape=()).tolist() == [1]
+
+
+def test_tables_with_other_names_start_differently_and_twins_alike():
+    tables = [HashTable(4, name=name, initializer=Normal()) for name in ("a", "a", "b")]
+    first, twin, other = (table(torch.arange(100)).detach() for table in tables)
+    assert torch.equal(first, twin)
+    assert not torch.isclose(first, other).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_integer_tables_start_at_constants_only(dtype):
+    assert HashTable(2, name="t", dtype=dtype, initializer=Constant(-3))(torch.tensor([1])).tolist() == [[-3, -3]]
+    for initializer in (*RANDOM, torch.nn.init.normal_):
+        with pytest.raises(ValueError, match="Constant"):
+            HashTable(2, name="t", dtype=dtype, initializer=initializer)
+
+
+@pytest.mark.parametrize("value", [1.5, 128, -129, math.inf, math.nan])
+def test_a_constant_that_does_not_fit_an_integer_table_is_refused(value):
+    with pytest.raises(ValueError, match="int8"):
+        as_initializer(Constant(value), torch.int8)
+
+
+def test_a_large_integer_constant_is_exact():
+    big = 2**62 + 1
+    table = HashTable(1, name="t", dtype=torch.int64, initializer=Constant(big))
+    assert table(torch.tensor([1])).item() == big
+    assert table.eval()(torch.tensor([2])).item() == big
+
+
+def test_torch_initializers_use_the_random_numbers_of_torch():
+    table = HashTable((4, 4), name="t", initializer=torch.nn.init.xavier_uniform_)
+    torch.manual_seed(0)
+    found = table(torch.arange(10)).detach()
+    torch.manual_seed(0)
+    assert torch.equal(found, torch.nn.init.xavier_uniform_(torch.empty(10, 4, 4)))
+
+
+@pytest.mark.parametrize("initializer", [Normal, 0.5, "normal", object()])
+def test_what_is_no_initializer_is_refused(initializer):
+    with pytest.raises(TypeError, match=r"instance|expected"):
+        HashTable(2, name="t", initializer=initializer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Normal(std=-1),
+        lambda: Normal(mean=math.nan),
+        lambda: Uniform(1, 1),
+        lambda: Uniform(2, 1),
+        lambda: Uniform(0, math.inf),
+        lambda: TruncatedNormal(std=0),
+        lambda: TruncatedNormal(a=1, b=1),
+        lambda: TruncatedNormal(a=100, b=101),
+    ],
+)
+def test_parameters_out_of_range_are_refused(make):
+    with pytest.raises(ValueError, match="expected"):
+        make()
+
+
+@pytest.mark.parametrize("make", [lambda: Normal("0"), lambda: Uniform(seed=0.5), lambda: Constant(None)])
+def test_parameters_of_another_type_are_refused(make):
+    with pytest.raises(TypeError, match="expected"):
+        make()
+
+
+@pytest.mark.parametrize("initializer", [*RANDOM, Constant(1.5)], ids=str)
+def test_initializers_are_values(initializer):
+    assert copy.deepcopy(initializer) == pickle.loads(pickle.dumps(initializer)) == initializer
+    assert repr(initializer).startswith(type(initializer).__name__)

@@ -1,0 +1,69 @@
+import numpy as np
+
+from recckpt.format.buckets import N_BUCKETS, bucket_of
+from recckpt.sparse.table.kernels import add_rows, count_buckets, gather_rows, place_rows, scatter_rows
+
+RNG = np.random.default_rng(0)
+
+
+def blocks_of(n_blocks: int, rows: int, row_bytes: int):
+    memory = [RNG.integers(0, 256, (rows, row_bytes), np.uint8) for _ in range(n_blocks)]
+    return memory, np.array([block.ctypes.data for block in memory], np.int64)
+
+
+def test_gather_copies_rows_of_any_width_from_all_blocks():
+    for row_bytes in (1, 2, 3, 8, 13, 256):
+        memory, addresses = blocks_of(3, 8, row_bytes)
+        rows = np.array([23, 0, 7, 8, 8, 15], np.int64)
+        target = np.zeros((len(rows), row_bytes), np.uint8)
+        gather_rows(addresses, 3, row_bytes, rows, target.ctypes.data)
+        assert (target == np.concatenate(memory)[rows]).all()
+
+
+def test_scatter_is_the_reverse_of_gather():
+    memory, addresses = blocks_of(3, 8, 12)
+    expected = np.concatenate(memory)
+    rows = np.array([5, 23, 8], np.int64)
+    source = RNG.integers(0, 256, (3, 12), np.uint8)
+    scatter_rows(addresses, 3, 12, rows, source.ctypes.data)
+    expected[rows] = source
+    assert (np.concatenate(memory) == expected).all()
+
+
+def test_row_numbers_may_be_unsigned():
+    memory, addresses = blocks_of(2, 4, 4)
+    target = np.zeros((2, 4), np.uint8)
+    gather_rows(addresses, 2, 4, np.array([7, 2], np.uint32), target.ctypes.data)
+    assert (target == np.concatenate(memory)[[7, 2]]).all()
+
+
+def test_add_rows_sums_by_group_in_order():
+    values = RNG.standard_normal((1000, 5)).astype(np.float32)
+    groups = RNG.integers(0, 7, 1000)
+    sums = np.zeros((7, 5), np.float32)
+    add_rows(groups, values, sums)
+    expected = np.zeros((7, 5), np.float32)
+    for group, row in zip(groups, values, strict=True):
+        expected[group] += row
+    assert (sums == expected).all()
+
+
+def test_counting_and_placing_is_a_stable_sort_by_bucket():
+    ids = RNG.integers(-(2**63), 2**63 - 1, 5000)
+    counts = np.zeros(N_BUCKETS, np.int64)
+    count_buckets(ids, counts)
+    assert (counts == np.bincount(bucket_of(ids), minlength=N_BUCKETS)).all()
+    order = np.empty(len(ids), np.int64)
+    cursors = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    place_rows(ids, 0, 0, N_BUCKETS, cursors, order)
+    assert (order == np.argsort(bucket_of(ids), kind="stable")).all()
+
+
+def test_placing_leaves_out_other_buckets():
+    ids = RNG.integers(-(2**63), 2**63 - 1, 1000)
+    buckets = bucket_of(ids)
+    inside = (buckets >= 1000) & (buckets < 30_000)
+    counts = np.bincount(buckets[inside], minlength=N_BUCKETS)
+    order = np.full(inside.sum(), -1)
+    place_rows(ids, 100, 1000, 30_000, np.concatenate([[0], np.cumsum(counts)[:-1]]), order)
+    assert (np.sort(order) == np.flatnonzero(inside) + 100).all()

@@ -1,0 +1,110 @@
+import numpy as np
+import pytest
+import torch
+
+from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table.row_store import RowStore
+from recckpt.types import SlotSpec
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(column_module, "BLOCK_BYTES", 512)
+
+
+def store_of(ids) -> RowStore:
+    """A store whose embedding names the id, and whose scalar slot is its double."""
+    store = RowStore(torch.device("cpu"))
+    store.add_column(SlotSpec("embedding", "float32", (2,)))
+    store.add_column(SlotSpec("twice", "float32", ()), initial=0.5)
+    rows, _ = store.add(np.array(ids, np.int64))
+    values = torch.tensor(ids, dtype=torch.float32)
+    store.write(rows, {"embedding": values[:, None].expand(-1, 2), "twice": 2 * values})
+    return store
+
+
+def check(store: RowStore) -> set[int]:
+    """Check that ids, index and all slots agree; return the ids."""
+    ids = store.ids.to_tensor(len(store))
+    assert store.find(ids.numpy()).tolist() == list(range(len(store)))
+    assert torch.equal(store.columns["embedding"].to_tensor(len(store))[:, 1], ids.float())
+    assert torch.equal(store.columns["twice"].to_tensor(len(store)), 2 * ids.float())
+    return set(ids.tolist())
+
+
+def test_rows_are_numbered_in_order_of_arrival():
+    store = store_of([5, 3, 9])
+    assert store.find(np.array([9, 5, 4])).tolist() == [2, 0, -1]
+    assert check(store) == {3, 5, 9}
+
+
+@pytest.mark.parametrize("erased", [[], [0], [499], list(range(500)), list(range(0, 500, 3)), [7, 7, 1000]])
+def test_erasing_moves_the_last_rows_into_the_gaps(erased):
+    store = store_of(list(range(500)))
+    assert store.erase(np.array(erased, np.int64)) == len(set(erased) & set(range(500)))
+    assert check(store) == set(range(500)) - set(erased)
+
+
+def test_random_erases_and_adds_keep_all_columns_together():
+    rng = np.random.default_rng(0)
+    store, live = store_of([0]), {0}
+    for _ in range(50):
+        ids = rng.choice(2000, 100, replace=False)
+        if rng.random() < 0.5:
+            store.erase(ids)
+            live -= set(ids.tolist())
+        else:
+            rows, _ = store.add(ids)
+            values = torch.from_numpy(ids).float()
+            store.write(rows, {"embedding": values[:, None].expand(-1, 2), "twice": 2 * values})
+            live |= set(ids.tolist())
+        assert check(store) == live
+
+
+def test_a_new_slot_fills_old_rows_with_its_initial_value():
+    store = store_of(list(range(300)))
+    store.add_column(SlotSpec("late", "float64", ()), initial=0.25)
+    assert store.columns["late"].to_tensor(300).tolist() == [0.25] * 300
+
+
+def test_initialize_leaves_out_what_it_is_told():
+    store = store_of([1])
+    store.add(np.arange(10, 200))
+    store.initialize(1, len(store), without=frozenset({"embedding"}))
+    assert store.columns["twice"].to_tensor(len(store))[1:].tolist() == [0.5] * 190
+
+
+def test_rows_in_sequence_and_rows_at_random_are_written_alike():
+    store = store_of(list(range(100)))
+    for rows in (np.arange(20, 90), np.arange(20, 90)[::-1].copy(), np.array([3, 4, 6]), np.array([5])):
+        values = torch.rand(len(rows))
+        store.write(rows, {"twice": values})
+        assert torch.equal(store.columns["twice"].gather(rows), values)
+
+
+def test_clear_drops_rows_and_memory():
+    store = store_of(list(range(1000)))
+    before = store.nbytes
+    store.clear()
+    assert len(store) == 0
+    assert store.nbytes < before / 4
+    assert store.find(np.array([1])).tolist() == [-1]
+    store.add(np.array([1]))
+    assert len(store) == 1
+
+
+def test_reserve_makes_room_for_all_columns_once():
+    store = store_of([1])
+    store.reserve(10_000)
+    before = store.nbytes
+    store.add(np.arange(10_000))
+    assert store.nbytes == before
+
+
+def test_a_copy_is_independent():
+    store = store_of([1, 2, 3])
+    twin = store.to(torch.device("cpu"))
+    store.erase(np.array([1]))
+    store.write(np.array([0]), {"embedding": torch.zeros(1, 2)})
+    assert check(twin) == {1, 2, 3}
+    assert twin.initial("twice") == 0.5

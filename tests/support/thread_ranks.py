@@ -1,0 +1,43 @@
+"""Ranks that are threads of this process, and a group of them in memory."""
+
+import pickle
+import threading
+
+from recckpt.parallel.threads import run_all
+from recckpt.save.background_save import Groups
+
+
+class ThreadGroup:
+    """Ranks that are threads; what they tell each other is pickled, as it would be."""
+
+    def __init__(self, rank, size, shared, barrier):
+        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
+
+    def all_gather(self, value):
+        self._shared[self.rank] = pickle.dumps(value)
+        self._barrier.wait(60)
+        values = [pickle.loads(data) for data in self._shared]
+        self._barrier.wait(60)
+        return values
+
+    def broadcast(self, value):
+        return self.all_gather(value)[0]
+
+
+def alone(group):
+    """Return what a saver has of its ranks: saves in the background would have a group of their own."""
+    return Groups(group, group)
+
+
+def on_ranks(size, work):
+    """Do work on several ranks at once: ``work(rank, connect)``; return what each of them returned."""
+    shared, barrier = [b""] * size, threading.Barrier(size)
+
+    def on_rank(rank):
+        def connect(saver):
+            saver._groups[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
+            return saver
+
+        return work(rank, connect)
+
+    return run_all(on_rank, range(size), size)
