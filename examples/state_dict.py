@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recckpt import CheckpointNotFoundError
 from recckpt.checkpointer import make_async_checkpointer, make_sync_checkpointer
+from recckpt.errors import CheckpointNotFoundError
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -7,22 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recckpt.errors import (
-        CheckpointExistsError,
-        CheckpointNotFoundError,
-        CheckpointRemovedError,
-        CommitNotDurableError,
-        CorruptCheckpointError,
-        FormatVersionError,
-        LoadConfError,
-        LookupFailedError,
-        PartlyLoadedError,
-        RankLostError,
-        RecckptError,
-        SaveFailedError,
-        StateMismatchError,
-        WriterFencedError,
-    )
     from recckpt.inspect.reader import CheckpointReader
     from recckpt.manager.manager import CheckpointManager
     from recckpt.save.background_save import SaveHandle
@@ -40,20 +24,6 @@ _HOMES = {
     "split_sparse_dense_state_dict": "sparse.split",
     "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
-    "RecckptError": "errors",
-    "CheckpointNotFoundError": "errors",
-    "CheckpointExistsError": "errors",
-    "CheckpointRemovedError": "errors",
-    "CorruptCheckpointError": "errors",
-    "FormatVersionError": "errors",
-    "StateMismatchError": "errors",
-    "LoadConfError": "errors",
-    "LookupFailedError": "errors",
-    "PartlyLoadedError": "errors",
-    "WriterFencedError": "errors",
-    "SaveFailedError": "errors",
-    "CommitNotDurableError": "errors",
-    "RankLostError": "errors",
 }
 
 __all__ = [
@@ -65,20 +35,6 @@ __all__ = [
     "split_sparse_dense_state_dict",
     "filter_out_sparse_param",
     "is_hashtable",
-    "RecckptError",
-    "CheckpointNotFoundError",
-    "CheckpointExistsError",
-    "CheckpointRemovedError",
-    "CorruptCheckpointError",
-    "FormatVersionError",
-    "StateMismatchError",
-    "LoadConfError",
-    "LookupFailedError",
-    "PartlyLoadedError",
-    "WriterFencedError",
-    "SaveFailedError",
-    "CommitNotDurableError",
-    "RankLostError",
 ]
 
 logging.getLogger("recckpt").addHandler(logging.NullHandler())

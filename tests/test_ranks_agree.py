@@ -8,7 +8,8 @@ import torch
 from builders import checkpoints
 from thread_ranks import on_ranks
 
-from recckpt import CheckpointManager, LoadConfError, RecckptError, SaveFailedError, Saver
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import LoadConfError, RecckptError, SaveFailedError
 from recckpt.policies.when import WhenTrue
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage

@@ -11,12 +11,12 @@ from builders import OPTIMIZERS, ClickModel, bits, checkpoints, table_state, tre
 from forge import Forge
 from torch import nn
 
-from recckpt import (
+from recckpt import Saver
+from recckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadConfError,
-    Saver,
     StateMismatchError,
 )
 from recckpt.sparse import HashTable

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from writer_hooks import Failing, Noting, notes
 
-from recckpt import CheckpointNotFoundError
 from recckpt.checkpointer import RankInfo, make_async_checkpointer, make_sync_checkpointer
+from recckpt.errors import CheckpointNotFoundError
 
 SIZE = 2
 MAKERS = {"sync": make_sync_checkpointer, "async": make_async_checkpointer}

@@ -12,8 +12,8 @@ import torch
 from checkpointing import frozen, save
 from writer_hooks import Failing, Noting, Pausing, notes
 
-from recckpt import SaveFailedError
 from recckpt.checkpointer import make_sync_checkpointer
+from recckpt.errors import SaveFailedError
 
 
 def gone(pid):

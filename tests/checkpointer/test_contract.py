@@ -11,7 +11,6 @@ import torch
 from checkpointing import everything, frozen, save
 from writer_hooks import Failing, Noting, notes
 
-from recckpt import CheckpointNotFoundError, SaveFailedError, StateMismatchError
 from recckpt.checkpointer import (
     Checkpointer,
     PartlyCommittedError,
@@ -19,6 +18,7 @@ from recckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
+from recckpt.errors import CheckpointNotFoundError, SaveFailedError, StateMismatchError
 
 
 @pytest.fixture(scope="module")

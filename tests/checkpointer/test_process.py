@@ -13,9 +13,9 @@ from checkpointing import everything, frozen, save
 from paths import PYTHONPATH
 from writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
 
-from recckpt import SaveFailedError
 from recckpt.checkpointer import PartlyCommittedError, make_async_checkpointer, make_sync_checkpointer
 from recckpt.checkpointer.child import DiedError
+from recckpt.errors import SaveFailedError
 
 
 def kill(pid, number=signal.SIGKILL):

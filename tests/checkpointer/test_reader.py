@@ -14,8 +14,8 @@ from checkpointing import STATES, everything, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recckpt import CorruptCheckpointError, StateMismatchError
 from recckpt.checkpointer import CheckpointReader, CheckpointWriter, RankInfo
+from recckpt.errors import CorruptCheckpointError, StateMismatchError
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 

@@ -27,7 +27,8 @@ from torch.distributed.tensor import (
     init_device_mesh,
 )
 
-from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import SaveFailedError, StateMismatchError
 from recckpt.inspect.consolidate import consolidate
 from recckpt.inspect.verify import verify
 from recckpt.storage.local import LocalStorage

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from rank_processes import warm_up, whole_life
 from torch import nn
 
-from recckpt import CheckpointManager, RecckptError, Saver
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import RecckptError
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from recckpt.storage.local import LocalStorage
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from faults.trainer import Trainer
 from faults.watched_storage import Died, watch
 
-from recckpt import WriterFencedError
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.format import layout
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage

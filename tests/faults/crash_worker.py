@@ -17,8 +17,7 @@ import torch
 from faults import plants
 from faults.job import Job
 
-from recckpt import SaveFailedError
-from recckpt.errors import CommitNotDurableError
+from recckpt.errors import CommitNotDurableError, SaveFailedError
 
 SAVED, SAVE_FAILED, NOT_DURABLE = 0, 3, 4  # exit codes
 _TOLD_BYTES = 1 << 14

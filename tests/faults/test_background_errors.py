@@ -8,8 +8,8 @@ from faults.job import Job, State, check_tidy, restored
 from faults.storage_faults import Faults
 
 import recckpt.save.stage
-from recckpt import CheckpointManager, SaveFailedError
-from recckpt.errors import CommitNotDurableError
+from recckpt import CheckpointManager
+from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.sparse.table.snapshot import Snapshot
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweep tries every so-manieth operation

@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults.job import Job, State, check_index, check_tidy, restored
 
-from recckpt import SaveFailedError
+from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import newest as locate_newest
 from recckpt.storage import open_storage

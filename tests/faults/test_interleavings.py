@@ -15,7 +15,7 @@ from faults.interleaving import Scene, crossed, operations, overtaken
 from faults.trainer import Trainer
 from faults.watched_storage import watch
 
-from recckpt import SaveFailedError, WriterFencedError
+from recckpt.errors import SaveFailedError, WriterFencedError
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 FENCED, FAILED = 3, 4  # exit codes

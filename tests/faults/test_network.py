@@ -13,7 +13,7 @@ from faults.store_scene import Scene, Store, options_of
 from faults.store_worker import LargeJob
 from fsspec.config import conf
 
-from recckpt import SaveFailedError
+from recckpt.errors import SaveFailedError
 from recckpt.storage import upload
 from recckpt.storage.retry import RetryPolicy
 

@@ -14,8 +14,7 @@ from faults.scenes import SCENES
 from faults.storage_faults import WHEN, Faults
 from faults.tracing import disturbing
 
-from recckpt import SaveFailedError
-from recckpt.errors import CommitNotDurableError
+from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.inspect.verify import verify
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation

@@ -9,7 +9,7 @@ from contextlib import suppress
 from faults.held_writer import HeldWriter
 from faults.trainer import Trainer
 
-from recckpt import SaveFailedError, WriterFencedError
+from recckpt.errors import SaveFailedError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.claims import claimed_epochs, last_takeover

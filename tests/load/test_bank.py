@@ -7,7 +7,7 @@ import torch
 from bank_runs import INITIAL, live_bytes, run, saved, slots_of, table, values_of
 from torch import nn
 
-from recckpt import LoadConfError, StateMismatchError
+from recckpt.errors import LoadConfError, StateMismatchError
 from recckpt.sparse import HashTable
 
 FRESH = {"sparse_adam_exp_avg": [0.0] * 3, "sparse_adam_exp_avg_sq": [0.0] * 3}

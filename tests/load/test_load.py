@@ -6,7 +6,8 @@ from builders import OPTIMIZERS, ClickModel, bits, flip_bit, table_state
 from foreign import ForeignTable
 from torch import nn
 
-from recckpt import CorruptCheckpointError, Saver, StateMismatchError
+from recckpt import Saver
+from recckpt.errors import CorruptCheckpointError, StateMismatchError
 from recckpt.load.inventory import dense_prefix
 from recckpt.sparse import HashTable, Normal, gen_slice
 from recckpt.sparse.files.part_reader import PartReader

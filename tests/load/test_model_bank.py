@@ -13,14 +13,8 @@ from forge import Tables
 from thread_ranks import ThreadGroup, alone, on_ranks
 from torch import nn
 
-from recckpt import (
-    CheckpointManager,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    LoadConfError,
-    Saver,
-    StateMismatchError,
-)
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
 from recckpt.sparse import gen_slice
 
 

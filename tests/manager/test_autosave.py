@@ -8,7 +8,8 @@ import torch
 from builders import OPTIMIZERS, ClickModel, Run, Stream, checkpoints, state_of, table_state
 from torch import nn
 
-from recckpt import CheckpointManager, SaveFailedError, Saver
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import SaveFailedError
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.policies.keep import Best, EveryNth, Newest
 from recckpt.policies.schedule import SaveCounts

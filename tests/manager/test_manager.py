@@ -9,14 +9,8 @@ import torch
 from builders import ClickModel, Run, checkpoints, flip_bit, state_of, table_state, tree
 from torch import nn
 
-from recckpt import (
-    CheckpointManager,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    LoadConfError,
-    Saver,
-    StateMismatchError,
-)
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
 from recckpt.load.conf import Entry
 from recckpt.load.source import Source
 from recckpt.output_dir.listing import list_checkpoints, newest

@@ -11,8 +11,8 @@ from builders import tree
 from forge import filled, save_tables
 from torch import nn
 
-from recckpt import CheckpointManager, Saver, WriterFencedError
-from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
 from recckpt.format.self_checksum import seal
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation

@@ -1,7 +1,8 @@
 import pytest
 from torch import nn
 
-from recckpt import CheckpointManager, CheckpointNotFoundError, Saver
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import CheckpointNotFoundError
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.output_dir.pins import pinned_ids
 

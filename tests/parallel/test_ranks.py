@@ -11,7 +11,8 @@ import pytest
 from builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
 from paths import PYTHONPATH, SUPPORT
 
-from recckpt import CheckpointManager, SaveFailedError, Saver, StateMismatchError
+from recckpt import CheckpointManager, Saver
+from recckpt.errors import SaveFailedError, StateMismatchError
 from recckpt.parallel.ranks import SoloGroup, group_of, this_rank, together
 from recckpt.sparse import ShardedHashTable
 

@@ -9,7 +9,8 @@ import torch
 from builders import Run, checkpoints, state_of, table_state
 from torch import nn
 
-from recckpt import SaveFailedError, Saver
+from recckpt import Saver
+from recckpt.errors import SaveFailedError
 from recckpt.save import background_save
 from recckpt.save.background_save import SaveHandle
 from recckpt.sparse import HashTable, SparseAdagrad

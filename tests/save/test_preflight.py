@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from recckpt import SaveFailedError, Saver
+from recckpt import Saver
+from recckpt.errors import SaveFailedError
 from recckpt.save.preflight import check_room
 from recckpt.save.stage import estimated_bytes
 from recckpt.sparse import HashTable

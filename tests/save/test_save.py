@@ -9,8 +9,8 @@ import torch
 from builders import OPTIMIZERS, ClickModel, Run, checkpoints, tree
 from torch import nn
 
-from recckpt import SaveFailedError, Saver
-from recckpt.errors import CommitNotDurableError, StateMismatchError
+from recckpt import Saver
+from recckpt.errors import CommitNotDurableError, SaveFailedError, StateMismatchError
 from recckpt.format.manifest import ShardEntry, TableEntry
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.save.rank_files import ShardRecord

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from recckpt import SaveFailedError, Saver
+from recckpt import Saver
+from recckpt.errors import SaveFailedError
 from recckpt.format import layout
 from recckpt.save import save_info
 from recckpt.save.background_save import SaveRunner

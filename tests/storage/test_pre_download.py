@@ -11,8 +11,8 @@ from faults.store_scene import options_of
 from forge import empty, filled, load, rows_of, save_tables
 from fsspec.config import conf
 
-from recckpt import CorruptCheckpointError, Saver
-from recckpt.errors import CheckpointRemovedError
+from recckpt import Saver
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.output_dir.listing import locate
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse import HashTable, gen_slice

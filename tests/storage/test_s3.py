@@ -9,7 +9,8 @@ import pytest
 from builders import Run, state_of
 from forge import filled, save_tables
 
-from recckpt import CheckpointReader, WriterFencedError
+from recckpt import CheckpointReader
+from recckpt.errors import WriterFencedError
 from recckpt.storage import open_storage
 from recckpt.storage.upload import BLOCK_BYTES
 

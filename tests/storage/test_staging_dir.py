@@ -16,7 +16,8 @@ from builders import Run, state_of
 from faults.http_proxy import Proxy
 from faults.store_scene import as_json, options_of
 
-from recckpt import SaveFailedError, Saver
+from recckpt import Saver
+from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.sparse import HashTable

@@ -8,7 +8,8 @@ import torch._dynamo  # of which every rank would import its own
 import torch.distributed as dist
 from rank_processes import fork_ranks
 
-from recckpt import LookupFailedError, Saver, filter_out_sparse_param
+from recckpt import Saver, filter_out_sparse_param
+from recckpt.errors import LookupFailedError
 from recckpt.sparse import EmbeddingCollection, Normal, ShardedHashTable, SparseAdam
 
 START = Normal(0.0, 0.1, seed=3)

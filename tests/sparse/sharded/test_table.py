@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rooms import on_ranks
 
-from recckpt import LookupFailedError, Saver
+from recckpt import Saver
+from recckpt.errors import LookupFailedError
 from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, gen_slice
 from recckpt.sparse.sharded.all_to_all import carrier_of
 from recckpt.sparse.sharded.routing import asked, route
