@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-faults lint bench clean
+.PHONY: demo test test-slow test-faults lint bench bench-toy clean
 
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -32,7 +32,22 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(PY) benchmarks/table.py
 	$(PY) benchmarks/save_load.py
+	$(PY) benchmarks/pause.py
+	$(PY) benchmarks/ranks.py
+	$(PY) benchmarks/sharded.py
+	$(PY) benchmarks/remote.py
 	$(PY) benchmarks/simulate_ranks.py --ranks 256 --gb 25
+
+# Each benchmark at a size whose figures say nothing, so that none of them rots.
+bench-toy: $(STAMP)
+	$(PY) benchmarks/table.py --ids 100000 --steps 3
+	$(PY) benchmarks/save_load.py --rows 20000 --rounds 2 --tables 20 --memory-rows 20000
+	$(PY) benchmarks/save_load.py --rows 20000 --rounds 2 --no-checksum
+	$(PY) benchmarks/pause.py --rows 20000 --rounds 1 --dense-mib 1
+	$(PY) benchmarks/ranks.py --rows 20000 --rounds 1 --dense-mib 4
+	$(PY) benchmarks/sharded.py --rounds 3
+	$(PY) benchmarks/remote.py --rows 5000 --rounds 1 --latency-ms 0 --tables 1
+	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

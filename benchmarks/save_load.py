@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, default=Path())
     parser.add_argument("--cases", nargs="*", default=["save", "disk", "load", "tables", "memory"])
     parser.add_argument("--no-checksum", action="store_true", help="compare recckpt with itself without checksums")
+    parser.add_argument("--tables", type=int, default=1000, help="of 4,000 rows each, against one of all the rows")
+    parser.add_argument("--memory-rows", type=int, nargs="+", default=[1_000_000, 4_000_000, 8_000_000])
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)  # one row count, in a process of its own
     args = parser.parse_args()
     if args.memory_of:
@@ -54,8 +56,8 @@ def main() -> None:
         "save": lambda: compare_saves("save, tmpfs, no fsync", args.tmpfs, args.rows, args.rounds, sync=False),
         "disk": lambda: compare_saves("save, disk, fsync", args.disk, args.rows, args.rounds, sync=True),
         "load": lambda: compare_loads(args.tmpfs, args.rows, args.rounds),
-        "tables": lambda: compare_table_counts(args.tmpfs, args.rounds),
-        "memory": lambda: compare_memory(args.tmpfs),
+        "tables": lambda: compare_table_counts(args.tmpfs, args.rounds, args.tables),
+        "memory": lambda: compare_memory(args.tmpfs, args.memory_rows),
     }
     for case in args.cases:
         cases[case]()
@@ -79,8 +81,7 @@ def timed_save(peer: str, state: State, directory: Path, sync: bool) -> float:
     if peer != "recckpt":
         target.mkdir()
     seconds = timed(lambda: PEERS[peer](state, target, sync))
-    for path in directory.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(target)  # and no more: a saver that finds its claims gone has lost the output dir
     return seconds
 
 
@@ -124,7 +125,7 @@ def copied(shapes: dict[str, tuple[torch.Size, torch.dtype]], tensors: dict[str,
     return live
 
 
-def compare_table_counts(root: Path, rounds: int, n_tables: int = 1000, table_rows: int = 4000) -> None:
+def compare_table_counts(root: Path, rounds: int, n_tables: int, table_rows: int = 4000) -> None:
     tables = [HashTable(DIM, name=f"table_{number}") for number in range(n_tables)]
     for number, table in enumerate(tables):
         table.insert(torch.arange(table_rows) + number * table_rows, torch.rand(table_rows, DIM))
@@ -148,8 +149,8 @@ def compare_table_counts(root: Path, rounds: int, n_tables: int = 1000, table_ro
     )
 
 
-def compare_memory(root: Path) -> None:
-    for rows in (1_000_000, 4_000_000, 8_000_000):
+def compare_memory(root: Path, row_counts: list[int]) -> None:
+    for rows in row_counts:
         command = [sys.executable, __file__, "--memory-of", str(rows), "--tmpfs", str(root)]
         report(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 

@@ -1,12 +1,15 @@
 """What tables that lie on several ranks cost: a training step against a plain table, 8 tables together or one by one.
 
-Run ``python benchmarks/sharded.py``; prints one JSON line a case. Ranks are processes on this machine under gloo, so
-with as many ranks as cores there is no more computing power than without. Rounds alternate between the contestants
-and the medians are compared; where other work disturbs them, the fastest rounds say more. About a minute.
+Prints one JSON line a case. Ranks are processes on this machine under gloo, so with as many ranks as cores there is no
+more computing power than without. Rounds alternate between the contestants and the medians are compared; where other
+work disturbs them, the fastest rounds say more. About a minute.
+
+    python benchmarks/sharded.py --ranks 2 --rounds 100
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -26,20 +29,28 @@ from recckpt.sparse import EmbeddingCollection, HashTable, Normal, ShardedHashTa
 
 BATCH, DIM, VOCABULARY = 16_384, 32, 1_000_000  # ids of all ranks together
 N_TABLES, SMALL_BATCH = 8, 2_048  # ids a table
-ROUNDS, WARM_UP = 100, 15
+WARM_UP = 15
 
 Lookup = Callable[[dict[str, Tensor]], list[Tensor]]
 
 
-def main(n_ranks: int = 2) -> None:
-    """Run the cases on ``n_ranks`` ranks, of which the first reports."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=100)
+    args = parser.parse_args()
+    run_ranks(args.ranks, args.rounds)
+
+
+def run_ranks(n_ranks: int, rounds: int) -> None:
+    """Run the cases on all ranks, of which the first reports."""
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as directory:
         children = []
         for rank in range(n_ranks):
             child = os.fork()
             if child == 0:
-                be_rank(rank, n_ranks, Path(directory))
+                be_rank(rank, n_ranks, rounds, Path(directory))
             children.append(child)
         codes = [os.waitpid(child, 0)[1] for child in children]
         if any(codes):
@@ -48,13 +59,13 @@ def main(n_ranks: int = 2) -> None:
             print(json.dumps({**case, "ranks": n_ranks, "machine": machine}), flush=True)
 
 
-def be_rank(rank: int, n_ranks: int, directory: Path) -> None:
+def be_rank(rank: int, n_ranks: int, rounds: int, directory: Path) -> None:
     code = 1
     try:
         torch.set_num_threads(1)
         meeting = f"file://{directory}/rendezvous"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=n_ranks)
-        cases = [one_table(rank, n_ranks), together_or_not(rank, n_ranks)]
+        cases = [one_table(rank, n_ranks, rounds), together_or_not(rank, n_ranks, rounds)]
         if rank == 0:
             (directory / "cases").write_text(json.dumps(cases))
         dist.destroy_process_group()
@@ -64,7 +75,7 @@ def be_rank(rank: int, n_ranks: int, directory: Path) -> None:
         os._exit(code)
 
 
-def one_table(rank: int, n_ranks: int) -> dict[str, object]:
+def one_table(rank: int, n_ranks: int, rounds: int) -> dict[str, object]:
     """Thousand rows a second of forward, backward, step and zero_grad: the global batch is the same for all.
 
     The plain table trains on all of it while the other ranks wait; the sharded one on a share on each rank.
@@ -76,10 +87,15 @@ def one_table(rank: int, n_ranks: int) -> dict[str, object]:
         "sharded": (lambda ids: [sharded(ids["t"][rank::n_ranks])], SparseAdam([sharded])),
     }
     ids = ({"t": batch} for batch in zipf_ids(BATCH))
-    return {"case": "one_table", "ids": BATCH, "dim": DIM, **rates(steps, ids, BATCH, alone={"plain"}, rank=rank)}
+    return {
+        "case": "one_table",
+        "ids": BATCH,
+        "dim": DIM,
+        **rates(steps, ids, BATCH, alone={"plain"}, rank=rank, rounds=rounds),
+    }
 
 
-def together_or_not(rank: int, n_ranks: int) -> dict[str, object]:
+def together_or_not(rank: int, n_ranks: int, rounds: int) -> dict[str, object]:
     """Thousand rows a second in 8 small tables: through one exchange for all of them, and through one for each."""
     names = [f"t{number}" for number in range(N_TABLES)]
     steps: dict[str, tuple[Lookup, torch.optim.Optimizer]] = {}
@@ -89,7 +105,7 @@ def together_or_not(rank: int, n_ranks: int) -> dict[str, object]:
     batches = zipf_ids(N_TABLES * SMALL_BATCH)
     ids = (dict(zip(names, batch.chunk(N_TABLES), strict=True)) for batch in batches)
     shares = ({name: some[rank::n_ranks] for name, some in batch.items()} for batch in ids)
-    found = rates(steps, shares, N_TABLES * SMALL_BATCH, alone=set(), rank=rank)
+    found = rates(steps, shares, N_TABLES * SMALL_BATCH, alone=set(), rank=rank, rounds=rounds)
     return {"case": "together_or_not", "tables": N_TABLES, "ids": N_TABLES * SMALL_BATCH, "dim": DIM, **found}
 
 
@@ -109,11 +125,12 @@ def rates(
     *,
     alone: set[str],
     rank: int,
+    rounds: int,
 ) -> dict[str, object]:
     """Time a step of each contestant in turn; of those that work alone, only the first rank does."""
     times: dict[str, list[float]] = {kind: [] for kind in steps}
     processor: dict[str, list[float]] = {kind: [] for kind in steps}
-    for _ in range(ROUNDS + WARM_UP):
+    for _ in range(rounds + WARM_UP):
         ids = next(batches)
         for kind, (look_up, optimizer) in steps.items():
             dist.barrier()
@@ -135,7 +152,7 @@ def rates(
         "fastest_ms": {kind: round(min(values[WARM_UP:]) * 1e3, 2) for kind, values in times.items()},
         "processor_ms_of_first_rank": {k: round(median(some[WARM_UP:]) * 1e3, 2) for k, some in processor.items()},
         "time_over_first": round(second / first, 2),
-        "rounds": ROUNDS,
+        "rounds": rounds,
     }
 
 

@@ -1,11 +1,14 @@
 """The hashtable: index insert and look-up, a training step against torch, memory while it grows.
 
-Run ``python benchmarks/table.py``; prints one JSON line a case. Rounds alternate between the contestants and
-the medians are compared, since the speed of a shared machine drifts. About a minute.
+Prints one JSON line a case. Rounds alternate between the contestants and the medians are compared, since the speed of a
+shared machine drifts. About a minute.
+
+    python benchmarks/table.py --ids 4000000 --steps 40
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -24,15 +27,27 @@ from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import Normal
 from recckpt.sparse.table.table import HashTable
 
-N_IDS = 4_000_000
 BATCH_IDS = 65_536
 FEATURES, BATCH, DIM, VOCABULARY = 4, 8_192, 32, 1_000_000
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ids", type=int, default=4_000_000)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--grow", type=int, help=argparse.SUPPRESS)  # a table of so many rows, in a process of its own
+    args = parser.parse_args()
+    if args.grow:
+        print(json.dumps(grow(args.grow)))
+        return
     machine = describe_machine()
-    for case in (index_speed, training_step, growth_memory):
-        print(json.dumps({"case": case.__name__, **case(), "machine": machine}), flush=True)
+    cases: dict[str, Callable[[], dict[str, object]]] = {
+        "index_speed": lambda: index_speed(args.ids),
+        "training_step": lambda: training_step(args.steps),
+        "growth_memory": lambda: growth_memory(args.ids),
+    }
+    for case, figures in cases.items():
+        print(json.dumps({"case": case, **figures(), "machine": machine}), flush=True)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -41,10 +56,10 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def index_speed(rounds: int = 7) -> dict[str, object]:
+def index_speed(n_ids: int, rounds: int = 7) -> dict[str, object]:
     """Million ids a second on one core, in batches as a training loop brings them."""
-    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, N_IDS)
-    batches = [ids[i : i + BATCH_IDS] for i in range(0, N_IDS, BATCH_IDS)]
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, n_ids)
+    batches = [ids[i : i + BATCH_IDS] for i in range(0, n_ids, BATCH_IDS)]
 
     def insert(index: IdIndex) -> None:
         for batch in batches:
@@ -54,14 +69,14 @@ def index_speed(rounds: int = 7) -> dict[str, object]:
     for _ in range(rounds + 1):
         growing, presized = IdIndex(), IdIndex()
         times["insert_growing"].append(seconds(lambda: insert(growing)))  # noqa: B023  # called at once
-        presized.reserve(N_IDS)
+        presized.reserve(n_ids)
         times["insert_presized"].append(seconds(lambda: insert(presized)))  # noqa: B023
         times["look_up"].append(seconds(lambda: [presized.find(batch) for batch in batches]))  # noqa: B023
-    rates = {name: round(N_IDS / median(taken[1:]) / 1e6, 1) for name, taken in times.items()}
-    return {"ids": N_IDS, "unit": "M ids/s", **rates, "target": {"insert": 10, "look_up": 15}}
+    rates = {name: round(n_ids / median(taken[1:]) / 1e6, 1) for name, taken in times.items()}
+    return {"ids": n_ids, "unit": "M ids/s", **rates, "target": {"insert": 10, "look_up": 15}}
 
 
-def training_step(rounds: int = 40, warm_up: int = 20) -> dict[str, object]:
+def training_step(rounds: int, warm_up: int = 20) -> dict[str, object]:
     """Milliseconds of forward, backward, step and zero_grad over all features, on the same Zipf ids."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
@@ -96,36 +111,33 @@ def zipf_ids(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np
     return rng.zipf(1.1, shape) % VOCABULARY
 
 
-def growth_memory() -> dict[str, object]:
-    """Peak resident memory of a process that grows a table of 4 M x 64 float32, over what the rows need."""
-    result = subprocess.run([sys.executable, __file__, "--grow"], check=True, capture_output=True, text=True)
+def growth_memory(n_ids: int) -> dict[str, object]:
+    """Peak resident memory of a process that grows a table of rows of 64 float32, over what the rows need."""
+    command = [sys.executable, __file__, "--grow", str(n_ids)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, object] = json.loads(result.stdout)
     return {**found, "target": {"ratio": 1.25}}
 
 
-def grow() -> None:
-    """Grow the table in batches and print the peak (the child of ``growth_memory``)."""
+def grow(n_ids: int) -> dict[str, object]:
+    """Grow the table in batches and return the peak (in the child of ``growth_memory``)."""
     table = HashTable(64, name="grown")
     with torch.no_grad():
         table(torch.arange(BATCH_IDS))  # compiled code and the buffers of a batch belong to the baseline
         table.clear()
         before = peak_bytes()
         start = time.perf_counter()
-        for first in range(0, N_IDS, BATCH_IDS):
-            table(torch.arange(first, min(first + BATCH_IDS, N_IDS)))
+        for first in range(0, n_ids, BATCH_IDS):
+            table(torch.arange(first, min(first + BATCH_IDS, n_ids)))
         taken = time.perf_counter() - start
     grown = peak_bytes() - before
-    print(
-        json.dumps(
-            {
-                "rows": len(table),
-                "table_mib": table.nbytes >> 20,
-                "peak_mib": grown >> 20,
-                "ratio": round(grown / table.nbytes, 3),
-                "seconds": round(taken, 2),
-            }
-        )
-    )
+    return {
+        "rows": len(table),
+        "table_mib": table.nbytes >> 20,
+        "peak_mib": grown >> 20,
+        "ratio": round(grown / table.nbytes, 3),
+        "seconds": round(taken, 2),
+    }
 
 
 def peak_bytes() -> int:
@@ -136,4 +148,4 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    grow() if "--grow" in sys.argv else main()
+    main()
