@@ -12,7 +12,7 @@ EXTRAS = {
     "sql": ["polars"],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
-        *("polars>=1.0", "s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3"),
+        *("polars>=1.0", "s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3", "torchdata>=0.11"),
     ],
     "lint": ["ruff>=0.6", "mypy>=1.11"],
     "bench": ["safetensors>=0.4"],

@@ -62,7 +62,8 @@ class ModelState:
 
         Args:
             name: unique name.
-            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value (see :meth:`get_extra_data`).
+            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value. A tensor, an array, a list, dict or
+                set is loaded in place; of another value :meth:`get_extra_data` gives what was loaded.
 
         Raises:
             ValueError: the name is taken, or the value could not be loaded back.
@@ -84,10 +85,8 @@ class ModelState:
     def get_extra_data(self, name: str) -> Any:
         """Return what is registered under a name: a plain value as it was last loaded, or the object.
 
-        A name that is not registered gives the state that was last loaded for it.
-
-        Raises:
-            KeyError: neither.
+        A name that is not registered gives the state that was last loaded for it; where there is none, None and a
+        warning with the nearest name.
         """
         return self._extra.get(name)
 

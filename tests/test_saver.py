@@ -183,10 +183,7 @@ def test_plain_values_come_back_as_they_were_saved(tmp_path):
     other.load()
     assert other.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
     assert other.get_extra_data("mean").tolist() == [1.0, 2.0], "not registered, but in the checkpoint"
-    with pytest.raises(
-        KeyError, match=r"nothing is registered as 'absent', nor was loaded for it; there is 'mean', 'conf'"
-    ):
-        other.get_extra_data("absent")
+    assert other.get_extra_data("absent") is None
     other.save("d")
     assert torch.load(tmp_path / "d" / "extra.pt")["conf"] == {"dims": [1, 2], "name": "x"}
 
@@ -199,8 +196,7 @@ def test_extra_data_is_that_of_the_last_load_that_took_it(tmp_path):
     other = Saver(*trained(1), str(tmp_path))
     other.load(load_conf={"load": ["sparse", "sparse_opt"]})
     for name in ("v", "sparse_optim"):
-        with pytest.raises(KeyError):
-            other.get_extra_data(name)
+        assert other.get_extra_data(name) is None
     other.load()
     other.load(load_conf={"load": ["dense"]})
     assert other.get_extra_data("v") == 1
@@ -612,7 +608,7 @@ def test_tables_of_another_optimizer_keep_ids_and_embeddings_and_start_their_slo
 
 
 @pytest.mark.parametrize("kind", ["register_for_checkpointing", "register_io_state"])
-def test_an_object_that_refuses_its_state_stops_the_load_and_nothing_changes(tmp_path, kind):
+def test_an_object_that_refuses_its_state_stops_the_load_before_tables_and_tensors_change(tmp_path, kind):
     class Refusing(Value):
         def load_state_dict(self, state):
             if state != {"mine": 1}:
@@ -633,7 +629,8 @@ def test_an_object_that_refuses_its_state_stops_the_load_and_nothing_changes(tmp
     with pytest.raises(StateMismatchError, match=r"'picky'[\s\S]*parameter group"):
         loader.load()
     assert (tensors(live), tables(live), live_optim.state_dict()) == before
-    assert [value.state for value in others] == [{"n": 2}, {"n": 2}]
+    given = [1, 2] if kind == "register_for_checkpointing" else [1, 1]
+    assert [value.state["n"] for value in others] == given, "nobody asks an object for what it had"
 
 
 def test_a_dataset_that_cannot_tell_where_it_is_before_it_begins_is_loaded(tmp_path):

@@ -1,28 +1,37 @@
-"""Registered objects and random generators: their state taken and given back, with no word of files."""
+"""Registered objects and random generators: their state taken and given back."""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from recckpt.dense.buffers import Copy, as_it_is
 from recckpt.dense.named_optimizer import NamedOptimizer
+from recckpt.dense.plain_values import fill, is_filled, misfit
 from recckpt.dense.portable import portable
 from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.text import nearest
+
+log = logging.getLogger("recckpt")
 
 
 class Registry:
     """Named objects that are saved beside the model.
 
     An object has one of the pairs ``dump_io_state``/``load_io_state`` (dataset positions only) and
-    ``state_dict``/``load_state_dict``, or is a plain value, which is its own state.
+    ``state_dict``/``load_state_dict``, or is a plain value, which is its own state. A load never asks an object for its
+    state: a data loader may begin to read when it is asked, and then not go where it is told.
 
     Args:
         what: what the objects are, for messages.
@@ -42,6 +51,7 @@ class Registry:
         self._what, self._methods, self._plain, self._adapter = what, methods, plain, adapter
         self._objects: dict[str, Any] = {}
         self._unclaimed: dict[str, Any] = {}  # states that were loaded for names that nobody registered
+        self._has_warned = False
 
     def add(self, name: str, obj: Any) -> None:
         """Register an object.
@@ -61,12 +71,13 @@ class Registry:
         self._objects[name] = obj
 
     def get(self, name: str) -> Any:
-        """Return the object of a name; of a plain value or a name that is not registered, what was last loaded."""
+        """Return the object of a name, or what was last loaded for it; None, and a log line, where there is neither."""
         known = {**self._unclaimed, **self._objects}
         if name not in known:
-            names = ", ".join(map(repr, known)) or "nothing"
-            raise KeyError(f"{self._what}: nothing is registered as {name!r}, nor was loaded for it; there is {names}")
-        return known[name]
+            log.warning(
+                "%s: nothing is registered as %r, nor was loaded for it%s", self._what, name, nearest(name, known)
+            )
+        return known.get(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects
@@ -91,14 +102,6 @@ class Registry:
             for name, obj in self._objects.items()
         }
 
-    def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Give registered objects their states, keep those of other names, and return what started fresh.
-
-        Raises:
-            StateMismatchError: an object refused its state; names it.
-        """
-        return [f"{name}: {fresh}" for name, state in states.items() for fresh in self._give(name, state)]
-
     def merged(self, name: str, states: list[Any], index: int, count: int) -> Any:
         """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards.
 
@@ -110,52 +113,103 @@ class Registry:
             return obj.merge_io_state(states, index, count)
 
     def beside(self, name: str, saved: Any) -> tuple[Any, Any]:
-        """Return what of a saved state the object will take, and live state of the same form where there is any."""
+        """Return what of a saved state the object will take, and live state of the same form where it may be asked."""
+        obj = self._adapter(self._objects[name])
         try:
-            obj = self._adapter(self._objects[name])
-            return obj.beside(saved) if isinstance(obj, NamedOptimizer) else (saved, self._state(self._objects[name]))
-        except Exception:  # a state of another kind, which the object refuses when it gets it; or it has none yet
+            if isinstance(obj, NamedOptimizer):
+                return obj.beside(saved)
+            return saved, self._state(obj) if isinstance(obj, nn.Module) or self._pair(obj) is None else None
+        except Exception:  # a state of another kind, which the object refuses when it gets it
             return saved, None
 
     @contextmanager
     def loaded(self, states: Mapping[str, Any]) -> Iterator[list[str]]:
-        """Load the states; if one is refused, or the block fails, the objects get back what they had."""
-        before = {}
-        for name in states:
-            with suppress(Exception):  # a dataset that has not begun may have no position to go back to
-                before[name] = deepcopy(self._state(self._objects[name]))
-        try:
-            yield self.load(states)
-        except BaseException:
-            for name, state in before.items():
-                with suppress(StateMismatchError):  # the error that led here is the one to report
-                    self._give(name, state)
-            raise
+        """Load the states, keep those of names that nobody registered, and give the block what started fresh.
 
-    def _give(self, name: str, state: Any) -> list[str]:
+        Plain values get theirs once the block is over. If a state is refused or the block fails, optimizers and
+        schedulers get back what they had; other objects keep what they were given, which the log says.
+
+        Raises:
+            StateMismatchError: an object refused its state, or a value is of another kind; names it.
+        """
+        self._unclaimed |= {name: state for name, state in states.items() if name not in self._objects}
+        own = {name: self._adapter(self._objects[name]) for name in states if name in self._objects}
+        plain = [name for name, obj in own.items() if self._pair(obj) is None]
+        self._check_plain({name: states[name] for name in plain})
+        undos = {name: _undo_of(obj) for name, obj in own.items() if name not in plain}
+        with ExitStack() as undone_on_error:
+            fresh: list[str] = []
+            for name, undo in sorted(undos.items(), key=lambda pair: pair[1] is None):  # those cannot go back
+                if undo is not None:
+                    undone_on_error.callback(undo)
+                fresh += self._give(name, own[name], states[name])
+                if undo is None:
+                    undone_on_error.callback(self._log_kept, name)
+            yield fresh
+            undone_on_error.pop_all()
+        for name in plain:
+            self._fill(name, states[name])
+
+    def _give(self, name: str, obj: Any, state: Any) -> list[str]:
         """Load one state and return the parameters of an optimizer that started fresh."""
-        if name not in self._objects:
-            self._unclaimed[name] = state
-            return []
-        obj = self._adapter(self._objects[name])
         pair = self._pair(obj)
-        if pair is None:
-            self._objects[name] = state
-            return []
+        assert pair is not None
         with _refusals_named(name, obj, pair[1]):
             getattr(obj, pair[1])(state)
-        return obj.fresh if isinstance(obj, NamedOptimizer) else []
+        return [f"{name}: {fresh}" for fresh in obj.fresh] if isinstance(obj, NamedOptimizer) else []
+
+    def _check_plain(self, states: Mapping[str, Any]) -> None:
+        misfits = {name: misfit(self._objects[name], state) for name, state in states.items()}
+        mismatched = {name: found for name, found in misfits.items() if found and is_filled(self._objects[name])}
+        if mismatched:
+            remedy = "register a value of the kind that was saved, or leave it out with 'exclude'"
+            raise StateMismatchError(f"{self._what}: a plain value", mismatched=mismatched, remedy=remedy)
+
+    def _fill(self, name: str, state: Any) -> None:
+        live = self._objects[name]
+        if is_filled(live):
+            fill(live, state)
+            return
+        self._objects[name] = state
+        if live is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s: %r is of type %s, which a load cannot change: what was loaded is in get_extra_data(%r), and is what the "
+                "next save writes; register a tensor, list or dict to have it changed in place",
+                *(self._what, name, type(live).__name__, name),
+            )
+
+    def _log_kept(self, name: str) -> None:
+        log.warning("%s: %r keeps the state that was loaded, though the load failed: load again", self._what, name)
 
     def _state(self, obj: Any) -> Any:
         obj = self._adapter(obj)
         pair = self._pair(obj)
-        return obj if pair is None else getattr(obj, pair[0])()
+        if pair is None:
+            return obj
+        flush = getattr(obj, "_flush_io_state", None)  # of RecIS's datasets, whose workers know the position
+        if callable(flush):
+            flush()
+        return getattr(obj, pair[0])()
 
     def _pair(self, obj: Any) -> tuple[str, str] | None:
         for dump, load in self._methods:
             if callable(getattr(obj, dump, None)) and callable(getattr(obj, load, None)):
                 return dump, load
         return None
+
+
+def _undo_of(obj: Any) -> Callable[[], object] | None:
+    """Return what gives an object back the state it has now; None where it cannot be asked for that, or would copy it.
+
+    torch's optimizers and schedulers put other objects in place of those that their state refers to.
+    """
+    if isinstance(obj, NamedOptimizer):
+        obj = obj.optimizer
+    replaces = isinstance(obj, Optimizer) and type(obj).load_state_dict is Optimizer.load_state_dict
+    if not (replaces or isinstance(obj, LRScheduler)):
+        return None
+    return partial(obj.load_state_dict, obj.state_dict())
 
 
 @contextmanager

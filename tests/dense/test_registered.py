@@ -1,12 +1,15 @@
 """Registered objects and random generators: their state taken and given back."""
 
+import pickle
 import random
+import re
 from collections import OrderedDict, defaultdict
 
 import numpy as np
 import pytest
 import torch
 
+from recckpt.dense.portable import portable
 from recckpt.dense.registered import check_rng, dump_rng, extra_registry, io_registry, load_rng
 from recckpt.errors import StateMismatchError
 
@@ -39,11 +42,16 @@ def test_the_state_is_that_of_the_moment_of_the_dump():
     assert registry.dump() == {"c": {"count": 7}}
 
 
+def load(registry, states):
+    with registry.loaded(states) as fresh:
+        return fresh
+
+
 def test_states_go_back_to_their_objects():
     registry, counter = extra_registry(), Counter()
     registry.add("c", counter)
     registry.add("plain", 3)
-    registry.load({"c": {"count": 5}, "plain": 4})
+    load(registry, {"c": {"count": 5}, "plain": 4})
     assert counter.count == 5
     assert registry.get("plain") == 4
 
@@ -51,7 +59,7 @@ def test_states_go_back_to_their_objects():
 def test_an_object_that_the_checkpoint_lacks_keeps_its_state():
     registry, counter = extra_registry(), Counter(2)
     registry.add("c", counter)
-    registry.load({})
+    load(registry, {})
     assert counter.count == 2
 
 
@@ -120,51 +128,166 @@ def test_the_place_of_what_could_not_be_loaded_back_is_named():
         registry.dump()
 
 
-def test_an_object_that_refuses_its_state_is_named_and_all_get_back_what_they_had():
-    registry, first, second = extra_registry(), Counter(1), Counter(2)
-    registry.add("first", first)
-    registry.add("value", [1])
-    registry.add("second", second)
+class Unasked(Counter):
+    """Begins to read when it is asked where it is, as some data loaders do."""
+
+    def state_dict(self):
+        raise AssertionError("asked for its state")
+
+    dump_io_state = state_dict
+
+    def load_io_state(self, state):
+        self.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [extra_registry, io_registry])
+def test_no_object_is_asked_for_its_state_before_it_is_loaded(make):
+    registry, unasked = make(), Unasked()
+    registry.add("u", unasked)
+    load(registry, {"u": {"count": 3}})
+    assert registry.beside("u", {"count": torch.ones(1)}) == ({"count": torch.ones(1)}, None)
+    assert unasked.count == 3
+
+
+def trained_adam(seed):
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=seed / 10)
+    (layer(torch.ones(2)) * seed).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def frozen(state):
+    return pickle.dumps(portable("state", state))
+
+
+def test_an_object_that_refuses_its_state_is_named_and_what_can_go_back_does(caplog):
+    registry, first, optimizer, last = extra_registry(), Counter(1), trained_adam(1), Counter(2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    value = [1]
+    for name, obj in {"first": first, "adam": optimizer, "value": value, "lr": scheduler, "last": last}.items():
+        registry.add(name, obj)
+    before = frozen([optimizer.state_dict(), scheduler.state_dict()])
+    states = {
+        "first": {"count": 9},
+        "value": [2],
+        "adam": trained_adam(2).state_dict(),
+        "lr": {**scheduler.state_dict(), "last_epoch": 7},
+        "last": {},
+    }
     with (
-        pytest.raises(
-            StateMismatchError, match=r"'second'[\s\S]*Counter.load_state_dict refused it: KeyError: 'count'"
-        ),
-        registry.loaded({"first": {"count": 9}, "value": [2], "second": {}}),
+        pytest.raises(StateMismatchError, match=r"'last'[\s\S]*Counter.load_state_dict refused it: KeyError: 'count'"),
+        registry.loaded(states),
     ):
         pytest.fail("not reached")
-    assert (first.count, registry.get("value"), second.count) == (1, [1], 2)
+    assert frozen([optimizer.state_dict(), scheduler.state_dict()]) == before
+    assert (value, last.count) == ([1], 2)
+    assert first.count == 9, "it may not be asked for what it had"
+    [kept] = [record.getMessage() for record in caplog.records]
+    assert "'first' keeps the state that was loaded, though the load failed" in kept
 
 
-def test_objects_get_back_what_they_had_when_something_else_fails():
-    registry, counter = extra_registry(), Counter(1)
-    registry.add("c", counter)
+def test_nothing_is_copied_to_be_able_to_go_back():
+    registry, optimizer = extra_registry(), trained_adam(1)
+    registry.add("adam", optimizer)
+
+    def moments():
+        return [values["exp_avg"] for values in optimizer.state.values()]
+
+    before = moments()
 
     def load_and_fail():
-        with registry.loaded({"c": {"count": 9}}):
-            assert counter.count == 9
-            raise OSError("disk")
+        with registry.loaded({"adam": trained_adam(2).state_dict()}):
+            assert not any(map(torch.equal, moments(), before))
+            raise KeyError("planted")
 
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(KeyError, match="planted"):
         load_and_fail()
+    assert all(now is then for now, then in zip(moments(), before, strict=True))
+
+
+def test_plain_values_are_loaded_in_place():
+    registry = extra_registry()
+    inner = torch.zeros(2)
+    live = {
+        "tensor": torch.zeros(2, requires_grad=True),
+        "array": np.zeros((2, 2), np.int16),
+        "list": [inner, 1, 2],
+        "dict": {"gone": 1, "mean": np.zeros(2), "grown": torch.zeros(1)},
+        "set": {1},
+    }
+    for name, value in live.items():
+        registry.add(name, value)
+    mean = live["dict"]["mean"]
+    saved = extra_registry()
+    for name, value in {
+        "tensor": torch.ones(2),
+        "array": np.ones((2, 2), np.int16),
+        "list": [torch.ones(2), 5],
+        "dict": {"mean": np.ones(2), "grown": torch.ones(3), "new": 2},
+        "set": {2, 3},
+    }.items():
+        saved.add(name, value)
+    load(registry, saved.dump())
+    assert live["tensor"].tolist() == [1, 1]
+    assert live["array"].tolist() == [[1, 1], [1, 1]]
+    assert live["list"][0] is inner
+    assert (inner.tolist(), live["list"][1:]) == ([1, 1], [5])
+    assert live["dict"]["mean"] is mean
+    assert (mean.tolist(), live["dict"]["grown"].tolist(), live["dict"]["new"]) == ([1, 1], [1, 1, 1], 2)
+    assert "gone" not in live["dict"]
+    assert live["set"] == {2, 3}
+    live["tensor"].data.fill_(7)
+    assert registry.dump()["tensor"].tolist() == [7, 7], "the next save has the value of the tensor itself"
+
+
+@pytest.mark.parametrize(
+    ("live", "saved", "found"),
+    [
+        (torch.zeros(2), torch.zeros(3), "found float32 (3,), expected float32 (2,)"),
+        (np.zeros(2), torch.zeros(2), "found float32 (2,), expected float64 (2,)"),
+        ([1], {"a": 1}, "found dict, expected list"),
+        ({"a": 1}, 3, "found int, expected dict"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_before_anything_changes(live, saved, found):
+    registry, counter = extra_registry(), Counter(1)
+    registry.add("c", counter)
+    registry.add("v", live)
+    with pytest.raises(StateMismatchError, match=re.escape(f"'v': {found}")):
+        load(registry, {"c": {"count": 2}, "v": saved})
     assert counter.count == 1
 
 
-def test_one_object_that_does_not_go_back_keeps_no_other_from_it():
-    class OneWay(Counter):
-        def load_state_dict(self, state):
-            if state["count"] == 1:
-                raise OSError("cannot seek back")
-            self.count = state["count"]
+def test_of_a_value_that_no_load_can_change_one_warning_says_so(caplog):
+    registry = extra_registry()
+    registry.add("epoch", 0)
+    registry.add("name", "x")
+    registry.add("placeholder", None)
+    for epoch in (1, 2):
+        load(registry, {"epoch": epoch, "name": "y", "placeholder": [1]})
+    assert (registry.get("epoch"), registry.get("name"), registry.get("placeholder")) == (2, "y", [1])
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "'epoch' is of type int, which a load cannot change" in warning
+    assert "get_extra_data('epoch')" in warning
 
-    registry, one_way, after = io_registry(), OneWay(1), Counter(1)
-    registry.add("one way", one_way)
-    registry.add("after", after)
-    with (
-        pytest.raises(KeyError, match="planted"),
-        registry.loaded({"one way": {"count": 9}, "after": {"count": 9}}),
-    ):
-        raise KeyError("planted")
-    assert (one_way.count, after.count) == (9, 1)
+
+def test_a_name_that_nobody_knows_gives_none_and_a_hint(caplog):
+    registry = extra_registry()
+    registry.add("scheduler", 1)
+    assert registry.get("schedular") is None
+    assert "nothing is registered as 'schedular', nor was loaded for it; did you mean 'scheduler'?" in caplog.text
+
+
+@pytest.mark.parametrize("make", [extra_registry, io_registry])
+def test_an_object_is_flushed_before_its_state_is_taken(make):
+    class Buffered(Counter):
+        def _flush_io_state(self):
+            self.count += 1
+
+    registry = make()
+    registry.add("b", Buffered(4))
+    assert registry.dump() == {"b": {"count": 5}}
 
 
 def test_an_object_that_refuses_to_merge_is_named():
