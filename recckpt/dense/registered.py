@@ -174,8 +174,8 @@ class Registry:
         if live is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "%s: %r is of type %s, which a load cannot change: what was loaded is in get_extra_data(%r), and is what the "
-                "next save writes; register a tensor, list or dict to have it changed in place",
+                "%s: %r is of type %s, which a load cannot change: what was loaded is in get_extra_data(%r), and is "
+                "what the next save writes; register a tensor, list or dict to have it changed in place",
                 *(self._what, name, type(live).__name__, name),
             )
 

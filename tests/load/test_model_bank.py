@@ -268,7 +268,7 @@ def test_plain_values_and_names_that_nobody_registered_come_as_they_were_loaded(
     assert saver.get_extra_data("epoch") == 3
     assert saver.get_extra_data("note") == {"who": "me"}
     for name in ("secret", "nothing"):
-        assert     saver.get_extra_data(name) is None
+        assert saver.get_extra_data(name) is None
     other = run(tmp_path / "b", top=nn.Linear(1, 1))
     other.load_by_config([{**bank[0], "load": ["dense"]}])
     assert other.get_extra_data("note") is None
