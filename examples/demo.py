@@ -94,7 +94,8 @@ def columns(reader: CheckpointReader, table: str) -> dict[str, Column]:
     found = {"id": as_bytes(ids[order])}
     for field in reader.schema(table):
         if field.name != "id":
-            values = np.concatenate([batch.column(field.name).to_numpy_ndarray() for batch in batches])
+            values = np.concatenate([batch.column(field.name).flatten().to_numpy() for batch in batches])
+            values = values.reshape(len(ids), -1)
             found[field.name] = as_bytes(values[order])
     return found
 

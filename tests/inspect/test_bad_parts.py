@@ -19,10 +19,9 @@ def with_nulls(batch):
 
 
 def with_null_inside(batch):
-    rows = batch.column("embedding").storage
+    rows = batch.column("embedding")
     values = pa.array([None, *rows.flatten().to_pylist()[1:]], rows.type.value_type)
-    inner = pa.FixedSizeListArray.from_arrays(values, rows.type.list_size)
-    return replaced(batch, "embedding", pa.ExtensionArray.from_storage(batch.column("embedding").type, inner))
+    return replaced(batch, "embedding", pa.FixedSizeListArray.from_arrays(values, rows.type.list_size))
 
 
 def with_ids_of(dtype):
@@ -31,8 +30,8 @@ def with_ids_of(dtype):
 
 def with_embeddings(shape, dtype):
     def edit(batch):
-        values = np.zeros((batch.num_rows, *shape), dtype)
-        return replaced(batch, "embedding", pa.FixedShapeTensorArray.from_numpy_ndarray(values))
+        tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((batch.num_rows, *shape), dtype))
+        return replaced(batch, "embedding", tensors.storage if len(shape) == 1 else tensors)
 
     return edit
 
@@ -45,8 +44,9 @@ def with_lists(batch):
     return replaced(batch, "embedding", pa.array([[0.0] * 32] * batch.num_rows, pa.list_(pa.float32())))
 
 
-def with_plain_lists(batch):
-    return replaced(batch, "embedding", batch.column("embedding").storage)
+def with_tensors_of_one_dimension(batch):
+    values = np.zeros((batch.num_rows, 32), np.float32)
+    return replaced(batch, "embedding", pa.FixedShapeTensorArray.from_numpy_ndarray(values))
 
 
 def with_a_strange_column(batch):
@@ -85,11 +85,11 @@ BAD = {
     "ids of int32": (with_ids_of(np.int32), "int32|bytes"),
     "16 values for 32": (with_embeddings((16,), np.float32), "16|bytes"),
     "64 values for 32": (with_embeddings((64,), np.float32), "64"),
-    "2 x 16 values for 32": (with_embeddings((2, 16), np.float32), r"\[2,16\].*\[32\]"),
+    "2 x 16 values for 32": (with_embeddings((2, 16), np.float32), r"\[2,16\].*fixed_size_list"),
     "values of float64": (with_embeddings((32,), np.float64), "double.*float"),
     "strings": (with_strings, "string"),
     "lists": (with_lists, "list"),
-    "lists that are no tensors": (with_plain_lists, "fixed_size_list"),
+    "tensors of one dimension": (with_tensors_of_one_dimension, "fixed_shape_tensor.*fixed_size_list"),
     "a column too many": (with_a_strange_column, "strange"),
     "a column too few": (lambda batch: batch.drop_columns(["embedding"]), "columns|bytes"),
 }

@@ -66,19 +66,17 @@ def plan_parts(
     Returns:
         Parts in the order of group and number. Their count is at most groups + concurrency +
         total bytes / part_bytes, whatever the number of tables, and one more for every 32,767 tables.
+        A group has the same number on all ranks that have the same tables, with rows or without.
     """
-    groups: dict[tuple[SlotSpec, ...], list[int]] = {}
+    groups: dict[tuple[SlotSpec, ...], list[tuple[int, int]]] = {}
     for table, (rows, slots) in enumerate(tables):
-        if rows:
-            groups.setdefault(slots, []).append(table)
+        groups.setdefault(slots, []).append((table, rows))
     total = sum(rows * row_bytes(slots) for rows, slots in tables)
     target = max(least_bytes, min(part_bytes, -(-total // concurrency)))
     return [
         PartPlan(group, number, slots, chunks)
         for group, slots in enumerate(sorted(groups))
-        for number, chunks in enumerate(
-            _roll([(table, tables[table][0]) for table in groups[slots]], target, row_bytes(slots))
-        )
+        for number, chunks in enumerate(_roll(groups[slots], target, row_bytes(slots)))
     ]
 
 
@@ -99,4 +97,5 @@ def _roll(tables: Sequence[tuple[int, int]], target_bytes: int, row_bytes: int) 
             chunks.append(Chunk(table, begin, end))
             room -= end - begin
             begin = end
-    yield tuple(chunks)
+    if chunks:
+        yield tuple(chunks)

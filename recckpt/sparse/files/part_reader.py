@@ -38,10 +38,15 @@ ID_SPEC = SlotSpec(ID, "int64", ())
 
 def slot_field(slot: SlotSpec) -> pa.Field:
     """Return the Arrow field of a slot."""
-    item = _ARROW[slot.dtype]
-    kind = pa.fixed_shape_tensor(item, slot.shape) if slot.shape else item
     metadata = {_DTYPE_KEY: b"bfloat16"} if slot.dtype == "bfloat16" else None
-    return pa.field(slot.name, kind, nullable=False, metadata=metadata)
+    return pa.field(slot.name, _column_type(slot), nullable=False, metadata=metadata)
+
+
+def _column_type(slot: SlotSpec) -> pa.DataType:
+    item = _ARROW[slot.dtype]
+    if not slot.shape:
+        return item
+    return pa.list_(item, slot.shape[0]) if len(slot.shape) == 1 else pa.fixed_shape_tensor(item, slot.shape)
 
 
 def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
@@ -52,12 +57,11 @@ def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
 
 def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
     """Wrap the bytes of a column as an Arrow array, without a copy."""
-    item = _ARROW[spec.dtype]
-    values = pa.Array.from_buffers(item, n_rows * math.prod(spec.shape), [None, buffer])
+    values = pa.Array.from_buffers(_ARROW[spec.dtype], n_rows * math.prod(spec.shape), [None, buffer])
     if not spec.shape:
         return values
     rows = pa.FixedSizeListArray.from_arrays(values, math.prod(spec.shape))
-    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(item, spec.shape), rows)
+    return rows if len(spec.shape) == 1 else pa.ExtensionArray.from_storage(_column_type(spec), rows)
 
 
 def column_buffer(array: pa.Array) -> pa.Buffer:
@@ -78,10 +82,11 @@ def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:
 
 def _values(array: pa.Array) -> pa.Array:
     """Return the primitive array in a column."""
-    if isinstance(array, pa.ExtensionArray):
-        rows, width = array.storage, array.storage.type.list_size
+    rows = array.storage if isinstance(array, pa.ExtensionArray) else array
+    if isinstance(rows, pa.FixedSizeListArray):
+        width = rows.type.list_size
         return rows.values.slice(rows.offset * width, len(rows) * width)  # flatten() imports pyarrow.compute
-    return array.indices if isinstance(array, pa.DictionaryArray) else array
+    return rows.indices if isinstance(rows, pa.DictionaryArray) else rows
 
 
 class _WatchedFile:

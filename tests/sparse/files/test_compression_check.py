@@ -98,7 +98,7 @@ def inflate(forge, n_rows):
     columns = [
         pa.DictionaryArray.from_arrays(pa.array(np.zeros(n_rows, np.int16)), names),
         pa.array(np.zeros(n_rows, np.int64)),
-        pa.ExtensionArray.from_storage(schema.field("embedding").type, vectors),
+        vectors,
     ]
     file = io.BytesIO()
     with pa.ipc.new_file(file, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:

@@ -32,7 +32,8 @@ def check(tables, concurrency, part_bytes=PART_BYTES, least_bytes=1):
     total = sum(rows * row_bytes(slots) for rows, slots in tables)
     assert len(parts) <= len(groups) + concurrency + total / part_bytes + len(tables) / 32_767
     assert [(part.group, part.number) for part in parts] == sorted({(part.group, part.number) for part in parts})
-    assert {part.group for part in parts} == set(range(len(groups)))
+    numbers = sorted({slots for _, slots in tables})
+    assert {part.group for part in parts} == {numbers.index(slots) for slots in groups}
     return parts
 
 
@@ -87,6 +88,16 @@ def test_40_000_tables_of_one_group_are_more_than_a_part_can_name():
 def test_tables_of_the_same_slots_share_a_group_and_others_do_not():
     parts = check([(10, GROUPS[0]), (10, GROUPS[3]), (10, GROUPS[0])], 1)
     assert [sorted(chunk.table for chunk in part.chunks) for part in parts] in ([[0, 2], [1]], [[1], [0, 2]])
+
+
+def test_a_group_has_its_number_whether_the_tables_of_others_have_rows_or_not():
+    tables = [(5, slots) for slots in GROUPS]
+    numbers = {part.slots: part.group for part in check(tables, 1)}
+    for emptied in range(len(tables)):
+        rest = [(0 if n == emptied else rows, slots) for n, (rows, slots) in enumerate(tables)]
+        assert {part.slots: part.group for part in check(rest, 1)} == {
+            slots: number for slots, number in numbers.items() if slots != GROUPS[emptied]
+        }
 
 
 def test_groups_are_numbered_in_the_order_of_their_slots_whatever_the_order_of_the_tables():

@@ -50,12 +50,18 @@ def test_bytes_become_a_column_and_come_back(dtype, shape):
 
 def test_the_schema_is_that_of_the_specification():
     schema = part_schema(
-        [SlotSpec("embedding", "bfloat16", (2,)), SlotSpec("half", "float16", ()), SlotSpec("step", "int64", ())]
+        [
+            SlotSpec("embedding", "bfloat16", (2,)),
+            SlotSpec("half", "float16", ()),
+            SlotSpec("matrix", "int8", (2, 3)),
+            SlotSpec("step", "int64", ()),
+        ]
     )
-    assert schema.names == ["table", "id", "embedding", "half", "step"]
+    assert schema.names == ["table", "id", "embedding", "half", "matrix", "step"]
     assert schema.field("table").type == pa.dictionary(pa.int16(), pa.utf8())
     assert schema.field("id").type == pa.int64()
-    assert schema.field("embedding").type == pa.fixed_shape_tensor(pa.uint16(), (2,))
+    assert schema.field("embedding").type == pa.list_(pa.uint16(), 2)
+    assert schema.field("matrix").type == pa.fixed_shape_tensor(pa.int8(), (2, 3))
     assert schema.field("embedding").metadata == {b"recckpt.dtype": b"bfloat16"}
     assert schema.field("half").type == pa.float16()
     assert not any(field.nullable for field in schema)
@@ -192,8 +198,12 @@ def batch_edit(change):
 
 def tensor_column(values, shape, kind=None):
     flat = pa.array(np.asarray(values).reshape(-1), kind)
-    storage = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
-    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(flat.type, shape), storage)
+    rows = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
+    return rows if len(shape) == 1 else as_tensor(rows, shape)
+
+
+def as_tensor(rows, shape):
+    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(rows.type.value_type, shape), rows)
 
 
 def null_ids(columns, fields):
@@ -203,15 +213,12 @@ def null_ids(columns, fields):
 
 def null_values(columns, fields):
     flat = pa.array([None] + [1.0] * 9, pa.float32())
-    columns["embedding"] = pa.ExtensionArray.from_storage(
-        pa.fixed_shape_tensor(pa.float32(), (2,)), pa.FixedSizeListArray.from_arrays(flat, 2)
-    )
+    columns["embedding"] = pa.FixedSizeListArray.from_arrays(flat, 2)
 
 
 def null_rows(columns, fields):
     flat = pa.array([1.0] * 10, pa.float32())
-    rows = pa.FixedSizeListArray.from_arrays(flat, 2, mask=pa.array([True] + [False] * 4))
-    columns["embedding"] = pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(pa.float32(), (2,)), rows)
+    columns["embedding"] = pa.FixedSizeListArray.from_arrays(flat, 2, mask=pa.array([True] + [False] * 4))
     fields["embedding"] = pa.field("embedding", columns["embedding"].type)
 
 
@@ -229,8 +236,8 @@ def values_as(kind, shape=(2,)):
     return change
 
 
-def plain_list(columns, fields):
-    columns["embedding"] = columns["embedding"].storage
+def tensor_of_one_dimension(columns, fields):
+    columns["embedding"] = as_tensor(columns["embedding"], (2,))
 
 
 def nested_list(columns, fields):
@@ -283,7 +290,7 @@ FAULTS = {
     "values int32": values_as(pa.int32()),
     "dimension 3": values_as(pa.float32(), (3,)),
     "shape (2, 1)": values_as(pa.float32(), (2, 1)),
-    "a plain list": plain_list,
+    "a tensor of one dimension": tensor_of_one_dimension,
     "a nested list": nested_list,
     "strings": strings,
     "another extension": other_extension,
