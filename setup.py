@@ -9,10 +9,11 @@ EXTRAS = {
     "gcs": ["gcsfs"],
     "azure": ["adlfs"],
     "sftp": ["paramiko>=3"],
-    "sql": ["polars"],
+    "sql": ["polars", "duckdb"],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
-        *("polars>=1.0", "s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3", "torchdata>=0.11"),
+        *("polars>=1.0", "duckdb>=1.1", "pandas>=2.2", "torchdata>=0.11"),
+        *("s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3"),
     ],
     "lint": ["ruff>=0.6", "mypy>=1.11"],
     "bench": ["safetensors>=0.4"],

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recckpt.inspect.reader import CheckpointReader
+    from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.manager.manager import CheckpointManager
     from recckpt.save.background_save import SaveHandle
     from recckpt.save.save_info import SaveInfo
@@ -21,6 +21,7 @@ _HOMES = {
     "SaveInfo": "save.save_info",
     "CheckpointManager": "manager.manager",
     "CheckpointReader": "inspect.reader",
+    "dataset": "inspect.reader",
     "split_sparse_dense_state_dict": "sparse.split",
     "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
@@ -32,6 +33,7 @@ __all__ = [
     "SaveInfo",
     "CheckpointManager",
     "CheckpointReader",
+    "dataset",
     "split_sparse_dense_state_dict",
     "filter_out_sparse_param",
     "is_hashtable",

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     ls = command("ls", "list the checkpoints of an output dir, oldest first")
     ls.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
     show = command("show", "show what a checkpoint holds")
-    show.add_argument("--files", action="store_true", help="list the files too")
+    show.add_argument("--files", action="store_true", help="list the files too, and name those of each table")
     head = command("head", "print the first rows of a table")
     head.add_argument("-n", type=_natural, default=10, metavar="N", help="number of rows (default: %(default)s)")
     get = command("get", "print rows of a table by id")

@@ -6,11 +6,12 @@ import argparse
 from contextlib import closing
 from typing import Any
 
+from recckpt.cli.files import file_data, file_lines, files_of_tables, table_lines
 from recckpt.cli.result import Outcome, usage_checked
 from recckpt.dense.tensors import DenseTensors
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, TableEntry
+from recckpt.format.manifest import Manifest, TableEntry
 from recckpt.output_dir.listing import Checkpoint, locate_path
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
@@ -30,8 +31,15 @@ def show(args: argparse.Namespace) -> Outcome:
     url, manifest = layout.join(storage.url.removesuffix("/"), checkpoint.directory), checkpoint.manifest
     data, lines = _data(url, manifest, tensors), _lines(url, manifest, tensors)
     if args.files:
-        data["files"] = [_file_data(file) for file in manifest.files]
-        lines += _section("files", _file_lines(manifest.files))
+        data["files"] = [file_data(file) for file in manifest.files]
+        lines += _section("files", file_lines(manifest))
+        try:
+            files = files_of_tables(storage, checkpoint)
+        except (CorruptCheckpointError, CheckpointRemovedError, FormatVersionError) as error:
+            return Outcome(data, lines, [*problems, str(error)])
+        for table in data["tables"]:
+            table["files"] = files[table["name"]]
+        lines += _section("files of tables", table_lines(files))
     return Outcome(data, lines, problems)
 
 
@@ -81,10 +89,6 @@ def _table_data(table: TableEntry) -> dict[str, Any]:
     return {"name": table.name, "rows": table.rows, "bytes": table.rows * table.row_bytes, "slots": slots}
 
 
-def _file_data(file: FileEntry) -> dict[str, Any]:
-    return {"name": file.name, "bytes": file.n_bytes, "xxh3": None if file.xxh3 is None else f"{file.xxh3:016x}"}
-
-
 def _lines(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> list[str]:
     flags = [name for name in ("ephemeral", "pinned") if getattr(manifest, name)]
     tables = [
@@ -113,11 +117,6 @@ def _lines(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> list[
 
 def _section(title: str, lines: list[str]) -> list[str]:
     return ["", title, *(f"  {line}" for line in lines)] if lines else []
-
-
-def _file_lines(files: tuple[FileEntry, ...]) -> list[str]:
-    rows = [(escaped(f.name), size(f.n_bytes), "-" if f.xxh3 is None else f"{f.xxh3:016x}") for f in files]
-    return grid(("NAME", "SIZE", "XXH3"), rows, ("SIZE",))
 
 
 def _slot(slot: SlotSpec) -> str:

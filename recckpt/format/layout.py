@@ -142,6 +142,11 @@ def part(shard: int, shards: int, group: int, number: int) -> str:
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
 
 
+def pattern_of_parts(name: str) -> str:
+    """Return the pattern for a part and the others of its group, of all shards."""
+    return re.sub(r"\d+-of-\d+(\.g\d+)\.\d+(?=\.arrow$)", r"*\1.*", name)
+
+
 def dense_index(shard: int, shards: int) -> str:
     """Return the name of the index of what a shard wrote of sharded tensors."""
     return f"{DENSE_DIR}/{shard:05d}-of-{shards:05d}.json"

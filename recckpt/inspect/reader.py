@@ -6,23 +6,48 @@ import os
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.dense.tensors import DenseTensors
-from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Batch, Part
+from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import Manifest, TableEntry
 from recckpt.output_dir.listing import Checkpoint, locate_path
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
-from recckpt.sparse.files.catalogs import read_parts
-from recckpt.sparse.files.part_reader import ID, PartReader, slot_field
+from recckpt.sparse.files.arrow_columns import ID
+from recckpt.sparse.files.catalogs import read_catalogs
+from recckpt.sparse.files.table_reader import TableReader, table_schema
 from recckpt.storage import Storage
 from recckpt.text import nearest
+
+if TYPE_CHECKING:
+    from pyarrow.dataset import Dataset
+
+
+def dataset(path: str | os.PathLike[str], table: str) -> Dataset:
+    """Return the rows of a table as a ``pyarrow.dataset.Dataset``, which pyarrow, polars and duckdb query lazily.
+
+    Its columns are ``table``, ``id`` and the slots; its rows are those of this table and no others. Nothing is read
+    but the catalogs and the ends of the files, and values are **not checked** when they are read: ``recckpt verify``
+    does that, and :meth:`CheckpointReader.table` gives out checked rows. Imports no torch.
+
+    The files are open from now on: on a local file system all rows stay readable though the writer removes the
+    checkpoint. On object stores a query then fails. May be queried from several threads.
+
+    Args:
+        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        table: name of the table.
+
+    Raises:
+        KeyError: no such table.
+        TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
+            :class:`CheckpointReader`.
+    """
+    return CheckpointReader(path).dataset(table)
 
 
 class CheckpointReader:
@@ -50,7 +75,7 @@ class CheckpointReader:
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
         self._held: HeldFiles | None
         self._storage, self._checkpoint, self._held = until_whole(lambda: locate_path(str(path)), _opened)
-        self._parts: list[Part] | None = None
+        self._catalogs: list[Catalog] | None = None
         self._tensors: DenseTensors | None = None
 
     def __enter__(self) -> CheckpointReader:
@@ -76,13 +101,8 @@ class CheckpointReader:
 
     def schema(self, name: str, columns: Collection[str] | None = None) -> pa.Schema:
         """Return the Arrow schema of the batches of a table: ``id`` and one column a slot."""
-        slots = self._entry(name).slots
-        return pa.schema(
-            [
-                pa.field(ID, pa.int64(), nullable=False),
-                *(slot_field(slot) for slot in slots if columns is None or slot.name in columns),
-            ]
-        )
+        entry = self._entry(name)
+        return table_schema(slot for slot in entry.slots if columns is None or slot.name in columns)
 
     def table(
         self, name: str, columns: Collection[str] | None = None, ids: Iterable[int] | None = None
@@ -97,29 +117,32 @@ class CheckpointReader:
         Raises:
             KeyError: no such table or slot.
             TypeError: ``ids`` are no int64 numbers, or ``columns`` is one name.
-            CorruptCheckpointError: a file is damaged.
+            CorruptCheckpointError: a file is damaged, or an id is there twice.
             CheckpointRemovedError: its writer has removed it, and the storage is no local file system.
         """
-        entry = self._entry(name)
-        slots = [slot.name for slot in entry.slots]
-        if isinstance(columns, str):
-            raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
-        for column in columns or ():
-            if column not in (*slots, ID):
-                raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
-        wanted = [slot for slot in slots if columns is None or slot in columns]
-        return self._batches(entry, wanted, None if ids is None else _distinct(ids))
+        table = self._table(name, columns)
+        return table.all_rows() if ids is None else table.rows_of(_distinct(ids))
 
     def lookup(self, name: str, ids: Sequence[int], columns: Collection[str] | None = None) -> pa.Table:
         """Return the rows of ``ids`` that the table has, in no particular order.
 
         Raises:
             KeyError: no such table or slot.
-            TypeError: as :meth:`table`.
-            CorruptCheckpointError: a file is damaged.
+            TypeError, CorruptCheckpointError: as :meth:`table`.
         """
         batches = list(self.table(name, columns, ids))
         return pa.Table.from_batches(batches, self.schema(name, columns))
+
+    def dataset(self, name: str) -> Dataset:
+        """Return the rows of a table for others to query; see :func:`recckpt.dataset`.
+
+        Raises:
+            KeyError: no such table.
+            CorruptCheckpointError: a file is missing, cut or of another schema, or an id is in two shards.
+        """
+        from recckpt.sparse.files.table_dataset import table_dataset  # Arrow's datasets take their time to import
+
+        return table_dataset(self._table(name, None))
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
@@ -148,28 +171,18 @@ class CheckpointReader:
             raise KeyError(f"no table {name!r} in {self.manifest.ckpt_id!r}{nearest(name, self.tables())}")
         return entry
 
-    def _batches(
-        self, entry: TableEntry, slots: list[str], ids: npt.NDArray[np.int64] | None
-    ) -> Iterator[pa.RecordBatch]:
-        buckets = None if ids is None else np.unique(bucket_of(ids))
-        schema = self.schema(entry.name, slots)
-        if self._parts is None:
-            self._parts = read_parts(self._checkpoint, self._files)
-        for part in self._parts:
-            numbers = [
-                n for n, batch in enumerate(part.batches) if batch.table == entry.name and _meets(batch, buckets)
-            ]
-            if not numbers:
-                continue
-            reader = PartReader(self._files, self._checkpoint.directory, part, entry.slots, slots)
-            for number in numbers:
-                columns = reader.read(number)
-                batch = pa.RecordBatch.from_arrays([columns[n] for n in (ID, *slots)], schema=schema)
-                if ids is not None:
-                    found = np.isin(batch.column(ID).to_numpy(), ids)
-                    batch = batch.take(pa.array(np.flatnonzero(found)))
-                if batch.num_rows:
-                    yield batch
+    def _table(self, name: str, columns: Collection[str] | None) -> TableReader:
+        entry = self._entry(name)
+        slots = [slot.name for slot in entry.slots]
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
+        for column in columns or ():
+            if column not in (*slots, ID):
+                raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
+        if self._catalogs is None:
+            self._catalogs = read_catalogs(self._checkpoint, self._files)
+        wanted = [slot for slot in slots if columns is None or slot in columns]
+        return TableReader(self._files, self._checkpoint.directory, self._catalogs, entry, wanted)
 
     @property
     def _files(self) -> HeldFiles:
@@ -195,11 +208,3 @@ def _distinct(ids: Iterable[int]) -> npt.NDArray[np.int64]:
         return np.unique(np.fromiter((index(id_) for id_ in ids), np.int64))
     except (TypeError, OverflowError) as error:
         raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error
-
-
-def _meets(batch: Batch, buckets: npt.NDArray[np.int64] | None) -> bool:
-    """Say whether a batch may hold rows of any of the sorted buckets."""
-    if buckets is None:
-        return True
-    at = np.searchsorted(buckets, batch.buckets[0])
-    return bool(at < len(buckets) and buckets[at] < batch.buckets[1])

@@ -17,7 +17,7 @@ from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import Manifest, TableEntry
 from recckpt.output_dir.listing import read_manifest
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
-from recckpt.sparse.files.part_reader import ID_SPEC, slot_field
+from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import Sink, Storage, missing, open_parent
 from recckpt.storage.spool import mapped
 from recckpt.text import Progress, escaped, nearest
@@ -103,7 +103,7 @@ class _Table:
 
     def __init__(self, storage: Storage, directory: str, manifest: Manifest, entry: TableEntry) -> None:
         self._storage, self._directory, self._manifest, self._entry = storage, directory, manifest, entry
-        self.schema = pa.schema([slot_field(spec) for spec in (ID_SPEC, *entry.slots)])
+        self.schema = table_schema(entry.slots)
         self.rows = self.unverified_rows = 0
         self._lost: list[Lost] = []
 

@@ -22,7 +22,8 @@ from recckpt.format.tensor_index import ChunkIndex
 from recckpt.output_dir.attempt import read_intent
 from recckpt.output_dir.checked import read_checked
 from recckpt.output_dir.listing import file_problems, read_manifest
-from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part, repeated_between_shards
+from recckpt.sparse.files.shard_overlap import repeated_between_shards
+from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.storage import Storage, missing
 
 log = logging.getLogger("recckpt")

@@ -1,6 +1,9 @@
+import numpy as np
+import polars as pl
 from builders import Run, flip_bit
 from forge import Forge, filled, save_tables
 
+from recckpt.format.buckets import gen_slice
 from recckpt.storage import open_storage
 
 
@@ -57,6 +60,38 @@ def test_files_are_listed_when_asked_for(recckpt, tmp_path):
         file["name"]: file.get("xxh3") for file in forge.manifest["files"]
     }
     assert names <= {line[0] for line in recckpt("show", tmp_path, "--files").lines if line}
+
+
+def test_the_files_of_each_table_are_named_by_a_pattern_that_polars_reads_as_one_schema(recckpt, tmp_path):
+    def tables(number):
+        own = gen_slice(number, 2)
+        ids = [id_ for id_ in range(40) if own.owns(np.array([id_]))[0]]
+        wide, narrow = filled("wide", ids, shape=8), filled("narrow", ids, shape=4, slots={"sparse_step": ()})
+        return [wide, narrow, filled("also wide", ids, shape=8), filled("new", [], shape=2)]
+
+    storage = open_storage(str(tmp_path))
+    save_tables(storage, tables(0), tables(1), concurrency=1)
+    lines = [line.strip() for line in recckpt("show", tmp_path, "--files").out.splitlines() if "*" in line]
+    patterns = {line.partition("  ")[0]: line.split()[-1] for line in lines}
+    assert patterns["wide"] == patterns["also wide"] != patterns["narrow"]
+    for name, n_tables in {"wide": 2, "narrow": 1}.items():
+        frame = pl.read_ipc(str(tmp_path / "ckpt_1" / patterns[name]))
+        assert frame["table"].n_unique() == n_tables
+        assert sorted(frame.filter(pl.col("table") == name)["id"]) == list(range(40))
+    listed = {table["name"]: table["files"] for table in recckpt("show", tmp_path, "--files", "--json").json["tables"]}
+    assert listed["new"] == []
+    for name, pattern in patterns.items():
+        found = (tmp_path / "ckpt_1").glob(pattern)
+        assert sorted(listed[name]) == sorted(str(path.relative_to(tmp_path / "ckpt_1")) for path in found)
+
+
+def test_a_damaged_catalog_is_a_problem_and_the_files_are_listed(recckpt, tmp_path):
+    saved(tmp_path, [filled("item", range(3))])
+    flip_bit(tmp_path / "ckpt_1/sparse/00000-of-00001.json")
+    answer = recckpt("show", tmp_path, "--files")
+    assert answer.code == 1
+    assert "sparse/00000-of-00001.json" in answer.err
+    assert "sparse/00000-of-00001.g0.00.arrow" in answer.out
 
 
 def test_any_storage_can_be_shown(recckpt, url):

@@ -15,7 +15,7 @@ from torch import nn
 from recckpt import CheckpointReader, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.part_reader import column_buffer, column_values
+from recckpt.sparse.files.arrow_columns import column_buffer, column_values
 from recckpt.storage import open_storage
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "int32", "int64"]
@@ -112,6 +112,54 @@ def test_a_lookup_finds_the_ids_that_are_there_and_no_others(url):
         assert rows_read(reader, "item", ["embedding"], asked) == {i: expected[i] for i in asked if i in expected}
         assert reader.lookup("item", [77]).num_rows == 0
         assert reader.lookup("item", [77]).schema == reader.schema("item")
+
+
+def test_an_id_in_two_shards_is_refused_by_all_that_read_it_and_by_nothing_else(url):
+    save_tables(storage_at(url), [filled("item", range(100)), filled("other", [1])], [filled("item", [77, 200])])
+    with CheckpointReader(url) as reader:
+        for read in (
+            lambda: list(reader.table("item")),
+            lambda: list(reader.table("item", ids=[5, 77, 200])),
+            lambda: reader.lookup("item", [77], ["embedding"]),
+            lambda: reader.dataset("item"),
+        ):
+            with pytest.raises(CorruptCheckpointError, match=r"table 'item', between shards.*id 77 twice"):
+                read()
+        assert reader.lookup("item", [5, 200]).num_rows == 2
+        assert sum(batch.num_rows for batch in reader.table("other")) == reader.dataset("other").count_rows() == 1
+
+
+def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
+    save_tables(storage_at(tmp_path), [filled("item", range(0, 200, 2))], [filled("item", range(1, 200, 2))])
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert reader.lookup("item", range(200)).num_rows == 200
+        assert sorted(n for batch in reader.table("item") for n in batch["id"].to_pylist()) == list(range(200))
+
+
+@pytest.mark.parametrize("batch_bytes", [8 << 20, 20 * (2 + 8 + 8)])  # the second cut falls between the two
+def test_an_id_twice_in_one_shard_is_refused(tmp_path, batch_bytes):
+    save_tables(storage_at(tmp_path), [filled("item", range(40))], concurrency=1, batch_bytes=batch_bytes)
+    with CheckpointReader(str(tmp_path)) as reader:
+        ids = [n for batch in reader.table("item") for n in batch["id"].to_pylist()]
+    ids[20] = ids[19]
+    again = iter(ids)
+    Forge(tmp_path / "ckpt_1").edit_part(
+        lambda batch: batch.set_column(
+            1, batch.schema.field("id"), pa.array([next(again) for _ in range(batch.num_rows)], pa.int64())
+        )
+    )
+    with (
+        CheckpointReader(str(tmp_path)) as reader,
+        pytest.raises(CorruptCheckpointError, match=f"id {ids[19]} twice|ids of buckets"),
+    ):
+        list(reader.table("item"))
+
+
+def test_a_manifest_that_says_other_buckets_of_a_shard_is_refused(tmp_path):
+    save_tables(storage_at(tmp_path), [filled("item", range(40))])
+    Forge(tmp_path / "ckpt_1").edit_manifest(lambda values: values["shards"][0].update(buckets=[0, 0]))
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(CorruptCheckpointError, match="batches of buckets"):
+        list(reader.table("item"))
 
 
 def test_a_lookup_opens_only_the_batches_that_may_hold_the_ids(tmp_path):

@@ -8,7 +8,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
-from recckpt.format.catalog import Part
+from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checked import read_checked
 from recckpt.output_dir.listing import Checkpoint
@@ -23,7 +23,14 @@ def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int
 
 
 def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Part]:
-    """Return the parts of a checkpoint that may have rows of slices, by the catalogs that may name them.
+    """Return the parts of a checkpoint that may have rows of slices; arguments and errors of `read_catalogs`."""
+    is_all = _is_all(slices)
+    catalogs_read = read_catalogs(checkpoint, storage, slices)
+    return [part for catalog in catalogs_read for part in catalog.parts if is_all or _meets(part, slices)]
+
+
+def read_catalogs(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Catalog]:
+    """Return the catalogs of the shards that may have rows of slices.
 
     Args:
         checkpoint: which.
@@ -31,10 +38,11 @@ def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice 
         slices: whose rows are asked for; None stands for all ids.
 
     Raises:
-        CorruptCheckpointError: a catalog is damaged, or the rows of all are not those of the manifest.
+        CorruptCheckpointError: a catalog is damaged, its buckets are not those of the manifest, or the rows of all
+            are not.
     """
     manifest, is_all = checkpoint.manifest, _is_all(slices)
-    parts: list[Part] = []
+    found: list[Catalog] = []
     rows = dict.fromkeys((table.name for table in manifest.tables), 0)
     for number in met_shards(manifest, slices):
         shard = manifest.shards[number]
@@ -44,15 +52,18 @@ def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice 
         catalog = catalogs.decode(
             read_checked(storage, checkpoint.directory, entry, catalogs.MAX_BYTES), path, manifest, number
         )
-        parts += [part for part in catalog.parts if is_all or _meets(part, slices)]
+        if catalog.buckets != shard.buckets:
+            buckets, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
+            raise CorruptCheckpointError(path, "", found=buckets, expected=expected)
+        found.append(catalog)
         for name, count in catalog.rows.items():
             rows[name] += count
     for table in manifest.tables if is_all else ():  # a rank that reads some of them cannot tell
         if rows[table.name] != table.rows:
             path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {table.name!r}"
-            found = f"{table.rows} rows"
-            raise CorruptCheckpointError(path, where, found=found, expected=f"{rows[table.name]}, as in the catalogs")
-    return parts
+            expected = f"{rows[table.name]}, as in the catalogs"
+            raise CorruptCheckpointError(path, where, found=f"{table.rows} rows", expected=expected)
+    return found
 
 
 def _is_all(slices: Collection[Slice | None]) -> bool:

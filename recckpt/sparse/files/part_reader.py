@@ -1,92 +1,23 @@
-"""Columns to Arrow and back, and the reader of part files (docs/format.md, section 5)."""
+"""The reader of part files (docs/format.md, section 5)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.catalog import Part
+from recckpt.sparse.files.arrow_columns import DTYPE_KEY, ID, TABLE, column_buffer, column_items, part_schema
 from recckpt.sparse.files.compression_check import Messages, check_message
 from recckpt.storage import missing
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
 
-TABLE, ID = "table", "id"  # part of the format
-_DTYPE_KEY = b"recckpt.dtype"  # part of the format
 _EXTENSION = b"ARROW:extension:name"  # of Arrow
-_ARROW = {
-    "float16": pa.float16(),
-    "bfloat16": pa.uint16(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "int8": pa.int8(),
-    "uint8": pa.uint8(),
-    "int16": pa.int16(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-}
-_TABLE_TYPE = pa.dictionary(pa.int16(), pa.utf8())
-ID_SPEC = SlotSpec(ID, "int64", ())
-
-
-def slot_field(slot: SlotSpec) -> pa.Field:
-    """Return the Arrow field of a slot."""
-    metadata = {_DTYPE_KEY: b"bfloat16"} if slot.dtype == "bfloat16" else None
-    return pa.field(slot.name, _column_type(slot), nullable=False, metadata=metadata)
-
-
-def _column_type(slot: SlotSpec) -> pa.DataType:
-    item = _ARROW[slot.dtype]
-    if not slot.shape:
-        return item
-    return pa.list_(item, slot.shape[0]) if len(slot.shape) == 1 else pa.fixed_shape_tensor(item, slot.shape)
-
-
-def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
-    """Return the schema of a part whose tables have these slots."""
-    head = [pa.field(TABLE, _TABLE_TYPE, nullable=False), pa.field(ID, pa.int64(), nullable=False)]
-    return pa.schema(head + [slot_field(slot) for slot in slots])
-
-
-def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
-    """Wrap the bytes of a column as an Arrow array, without a copy."""
-    values = pa.Array.from_buffers(_ARROW[spec.dtype], n_rows * math.prod(spec.shape), [None, buffer])
-    if not spec.shape:
-        return values
-    rows = pa.FixedSizeListArray.from_arrays(values, math.prod(spec.shape))
-    return rows if len(spec.shape) == 1 else pa.ExtensionArray.from_storage(_column_type(spec), rows)
-
-
-def column_buffer(array: pa.Array) -> pa.Buffer:
-    """Return the bytes of the values of a column, without a copy."""
-    values = _values(array)
-    item = values.type.bit_width // 8
-    return values.buffers()[1].slice(values.offset * item, len(values) * item)
-
-
-def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:
-    """Return a column as a numpy array of shape (rows, *slot_shape), without a copy; bfloat16 as float32, with one."""
-    dtype = np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype)
-    values: npt.NDArray[Any] = np.frombuffer(column_buffer(array), dtype)
-    if slot.dtype == "bfloat16":
-        values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.reshape(len(array), *slot.shape)
-
-
-def _values(array: pa.Array) -> pa.Array:
-    """Return the primitive array in a column."""
-    rows = array.storage if isinstance(array, pa.ExtensionArray) else array
-    if isinstance(rows, pa.FixedSizeListArray):
-        width = rows.type.list_size
-        return rows.values.slice(rows.offset * width, len(rows) * width)  # flatten() imports pyarrow.compute
-    return rows.indices if isinstance(rows, pa.DictionaryArray) else rows
 
 
 class _WatchedFile:
@@ -154,10 +85,24 @@ class PartReader:
             raise self._corrupt("its size", f"{found} bytes", f"{part.n_bytes} bytes")
         self.mapped = mapped
         self._watched = None if mapped is not None else _WatchedFile(storage.open(self.path))
-        source = pa.PythonFile(self._watched, "r") if mapped is None else pa.BufferReader(mapped)
+        self._file = None if mapped is not None else pa.PythonFile(self._watched, "r")
         self._messages: Messages | None = None
-        self._arrow = self._opened(source, slots)
+        self._arrow = self._opened(pa.BufferReader(mapped) if self._file is None else self._file, slots)
         self._names_checked = False
+
+    def source(self) -> pa.Buffer | pa.NativeFile:
+        """Return what Arrow can read the part from by itself: its values are not checked then.
+
+        Raises:
+            CorruptCheckpointError: a batch is compressed.
+        """
+        if self._messages is None:
+            return self._file  # which looks at messages as they are read
+        try:
+            self._messages.check_all()
+        except ValueError as error:
+            raise self._corrupt("", f"invalid Arrow ({error})", "record batches") from error
+        return pa.py_buffer(self.mapped)
 
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
@@ -187,7 +132,7 @@ class PartReader:
     def column_problem(self, number: int, found: pa.RecordBatch, name: str) -> CorruptCheckpointError | None:
         """Return what is wrong with a column of a batch: nulls, or values of another checksum."""
         array, where = found.column(name), f"{self._place(number)}, column {name!r}"
-        nulls = array.null_count or _values(array).null_count
+        nulls = array.null_count or column_items(array).null_count
         if nulls:
             return self._corrupt(where, f"{nulls} nulls", "no nulls")
         digest, expected = xxhash.xxh3_64_intdigest(column_buffer(array)), self._part.batches[number].xxh3[name]
@@ -281,8 +226,8 @@ class PartReader:
             if _EXTENSION in (other.metadata or {}):  # of a type that is not registered here
                 kind = other.metadata[_EXTENSION].decode(errors="replace")
                 raise self._corrupt(f"column {field.name!r}", f"the extension {kind!r:.200}", str(field.type))
-            if other.type != field.type or (other.metadata or {}).get(_DTYPE_KEY) != (field.metadata or {}).get(
-                _DTYPE_KEY
+            if other.type != field.type or (other.metadata or {}).get(DTYPE_KEY) != (field.metadata or {}).get(
+                DTYPE_KEY
             ):
                 raise self._corrupt(f"column {field.name!r}", str(other.type), str(field.type))
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import xxhash
 
 from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.part_reader import TABLE, column_array, part_schema
+from recckpt.sparse.files.arrow_columns import TABLE, column_array, part_schema
 from recckpt.storage import Sink
 from recckpt.types import SlotSpec
 

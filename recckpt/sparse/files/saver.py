@@ -13,9 +13,9 @@ import numpy.typing as npt
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.arrow_columns import ID_SPEC
 from recckpt.sparse.files.bucket_order import BucketOrder
 from recckpt.sparse.files.part_plan import BATCH_BYTES, Chunk, PartPlan, plan_parts
-from recckpt.sparse.files.part_reader import ID_SPEC
 from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.files.table_rows import TableSource
 from recckpt.storage import NewFiles

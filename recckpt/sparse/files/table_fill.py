@@ -19,7 +19,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Batch
 from recckpt.format.manifest import TableEntry
-from recckpt.sparse.files.part_reader import ID, column_buffer
+from recckpt.sparse.files.arrow_columns import ID, column_buffer
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.table import HashTable

@@ -26,8 +26,9 @@ from recckpt import Saver
 from recckpt.format.buckets import bucket_of
 from recckpt.format.manifest import TableEntry
 from recckpt.sparse import Constant, HashTable, Normal
+from recckpt.sparse.files.arrow_columns import ID, column_buffer, column_values
 from recckpt.sparse.files.loader import CheckpointLoad, load_tables
-from recckpt.sparse.files.part_reader import ID, PartReader, column_buffer, column_values
+from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_fill import TableLoad
 from recckpt.sparse.optim.optimizer import SparseOptimizer

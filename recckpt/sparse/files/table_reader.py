@@ -1,0 +1,116 @@
+"""The rows of one table: every byte checked, in the order of their buckets, and no id twice (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format.buckets import bucket_of
+from recckpt.format.catalog import Batch, Catalog
+from recckpt.format.manifest import TableEntry
+from recckpt.sparse.files.arrow_columns import ID, ID_SPEC, column_buffer, slot_field
+from recckpt.sparse.files.id_check import IdCheck, Int64s, repeats
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.shard_overlap import repeated_between_shards
+from recckpt.storage.base import Files
+from recckpt.types import SlotSpec
+
+
+@dataclass(frozen=True)
+class TableReader:
+    """Reads slots of one table, beside its ids.
+
+    Attributes:
+        storage: where the checkpoint lies.
+        directory: the checkpoint's directory in it.
+        catalogs: of all shards.
+        entry: the table.
+        slots: names of the slots to read, in the order of the table.
+    """
+
+    storage: Files
+    directory: str
+    catalogs: Sequence[Catalog]
+    entry: TableEntry
+    slots: Sequence[str]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the batches: ``id`` and one column a slot."""
+        return table_schema(slot for slot in self.entry.slots if slot.name in self.slots)
+
+    def all_rows(self) -> Iterator[pa.RecordBatch]:
+        """Yield all rows; where the ids of shards overlap, they are compared first.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged, or an id is there twice.
+        """
+        self.check_shards()
+        for catalog in self.catalogs:
+            for _, batch in self._batches(catalog, None):
+                yield batch
+
+    def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of ids, which are sorted, each once; batches that cannot hold them are not read.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged, or one of the ids is there twice.
+        """
+        buckets, is_found = np.unique(bucket_of(ids)), np.zeros(len(ids), np.bool_)
+        for catalog in self.catalogs:
+            for path, batch in self._batches(catalog, buckets):
+                there = batch.column(ID).to_numpy()
+                rows = np.flatnonzero(np.isin(there, ids))
+                places = np.searchsorted(ids, there[rows])
+                self._refuse_repeats(path, np.repeat(ids[places[is_found[places]]], 2))
+                is_found[places] = True
+                if len(rows):
+                    yield batch.take(pa.array(rows))
+
+    def check_shards(self) -> None:
+        """Check that no id is in two shards; reads ids only where shards overlap, which those of recckpt never do.
+
+        Raises:
+            CorruptCheckpointError: an id is, or the ids cannot be read.
+        """
+        for problem in repeated_between_shards(self.storage, self.directory, self.entry, self.catalogs):
+            raise problem
+
+    def _batches(self, catalog: Catalog, buckets: Int64s | None) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Yield (path, rows) of the batches of one shard that may have rows of the sorted buckets."""
+        order = IdCheck()
+        for part in catalog.parts:
+            numbers = [n for n, b in enumerate(part.batches) if b.table == self.entry.name and _meets(b, buckets)]
+            if not numbers:
+                continue
+            reader = PartReader(self.storage, self.directory, part, self.entry.slots, self.slots)
+            for number in numbers:
+                columns = reader.read(number)
+                ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
+                for found, expected in order.check(ids, part.batches[number]):
+                    where = f"batch {number} (table {self.entry.name!r})"
+                    raise CorruptCheckpointError(reader.path, where, found=found, expected=expected)
+                arrays = [columns[name] for name in (ID, *self.slots)]
+                yield reader.path, pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _refuse_repeats(self, path: str, ids: Int64s) -> None:
+        for found, expected in repeats(ids):
+            where = f"table {self.entry.name!r}, between shards"
+            raise CorruptCheckpointError(path, where, found=found, expected=expected)
+
+
+def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
+    """Return the schema of rows of one table: ``id`` and one column a slot."""
+    return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])
+
+
+def _meets(batch: Batch, buckets: Int64s | None) -> bool:
+    """Say whether a batch may hold rows of any of the sorted buckets."""
+    if buckets is None:
+        return True
+    at = np.searchsorted(buckets, batch.buckets[0])
+    return bool(at < len(buckets) and buckets[at] < batch.buckets[1])
