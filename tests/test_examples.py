@@ -67,6 +67,7 @@ def test_a_run_on_movie_ratings_resumes_as_well(tmp_path: Path, demo: ModuleType
     resumes_as_if_nothing_had_happened(tmp_path, demo, "--ratings", RATINGS)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
     done = train(tmp_path, "runs", "--steps", 300, "--batch-size", 256, "--save-interval", 300)
 
@@ -75,6 +76,7 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
     assert last < first - 0.02
 
 
+@pytest.mark.slow
 def test_a_warm_start_does_what_it_planned_begins_below_a_cold_one_and_resumes_when_run_again(tmp_path: Path) -> None:
     done = run(ROOT / "examples/warm_start.py", "--steps", 100, "--output-dir", "runs", cwd=tmp_path)
 
@@ -100,6 +102,7 @@ def train_async(cwd: Path, *options: object) -> subprocess.CompletedProcess[str]
     return run(ROOT / "examples/train_async.py", *small, *options, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_a_run_that_saves_in_the_background_saves_the_step_of_a_sigterm_and_goes_on_from_there(tmp_path: Path) -> None:
     ended = train_async(tmp_path, "--sigterm-at", 23)
     assert ended.returncode == -signal.SIGTERM, ended.stderr
@@ -145,6 +148,7 @@ def test_the_python_blocks_of_the_readme_and_then_its_commands_run_as_they_stand
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_python_blocks_of_the_page_on_warm_starts_run_and_print_what_it_shows(tmp_path: Path) -> None:
     page = ROOT / "docs/warm-start.md"
     shown = re.findall(r"```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)

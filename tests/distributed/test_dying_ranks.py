@@ -75,6 +75,7 @@ def check_restart(one, url, found):
         assert step >= acknowledged
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_or_falls_silent_is_named_and_nothing_is_committed_that_lacks_its_shard(tmp_path):
     run(
         tmp_path,

@@ -95,6 +95,7 @@ def with_real_ranks(root, n_rows, saving, restoring):
             check([rank[n_ranks] for rank in ranks], n_rows)
 
 
+@pytest.mark.slow
 def test_three_real_ranks_restore_what_two_saved(tmp_path):
     with_real_ranks(tmp_path, 2_000, [2], [3])
 

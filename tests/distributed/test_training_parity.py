@@ -37,6 +37,7 @@ def agree(runs):
             torch.testing.assert_close(other[part], first[part], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tmp_path):
     agree(run(tmp_path, 30, [1, 2]))
 

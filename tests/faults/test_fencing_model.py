@@ -46,7 +46,7 @@ def is_caught(figures, rule, scripts, what):
 @pytest.mark.parametrize("objects", [False, True], ids=["local", "objects"])
 @pytest.mark.parametrize(
     ("scripts", "failures"),
-    [(ONE_EACH, 0), (TWO_OF_TWO, 0), (ONE_ID, 1)],
+    [pytest.param(ONE_EACH, 0, marks=pytest.mark.slow), (TWO_OF_TWO, 0), (ONE_ID, 1)],
     ids=["three writers", "two writers", "two writers of one id"],
 )
 def test_nothing_is_lost_however_writers_come_between_each_other(figures, scripts, failures, objects):

@@ -44,6 +44,7 @@ def test_a_writer_that_is_held_up_and_overtaken_is_fenced_and_harms_nothing(figu
     sweep(figures, root, script, (2, None), 31 * SCRIPTS.index(script), 61)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_of_two_writers_that_are_both_held_up_the_later_goes_on(figures, root, order):
     for number, halts in enumerate([(110, 40), (130, 100)]):

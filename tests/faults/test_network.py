@@ -193,6 +193,7 @@ def faults(s3_options, monkeypatch, figures):
     network.proxy.stop()
 
 
+@pytest.mark.slow
 def test_a_network_that_fails_is_made_up_for_or_said_and_loses_nothing(faults):
     disturbed = faults("rotation")
     for fault, at, times in (("reset after", 31, 1), ("truncated", 25, 10**9)):

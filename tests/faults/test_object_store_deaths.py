@@ -119,6 +119,7 @@ def deaths(worker, proxy, s3_options, monkeypatch, figures):
     return make
 
 
+@pytest.mark.slow
 def test_a_death_in_a_save_that_rotates_loses_nothing(deaths):
     assert deaths("rotation", "small", False).die_at(23, arrives=True)
 

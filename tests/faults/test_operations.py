@@ -182,6 +182,7 @@ class Kernel:
         raise AssertionError(f"a save has no {MOST_CALLS} calls of {call}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "code", "k"),
     [

@@ -64,6 +64,7 @@ def send_signals(runs, figures, tmp_path, n_moments, seed):
         )
 
 
+@pytest.mark.slow
 def test_a_restart_finds_the_step_that_was_announced_or_the_one_before(runs, figures, tmp_path):
     send_signals(runs, figures, tmp_path, 5, seed=0)
 

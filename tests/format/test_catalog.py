@@ -140,6 +140,7 @@ def test_what_is_no_json_object_is_corrupt(data):
         decode(data, PATH, manifest(), 0)
 
 
+@pytest.mark.slow
 def test_a_catalog_of_40_000_tables_is_read_at_once():
     names = [f"feature_{n}" for n in range(40_000)]
     big = Manifest(

@@ -255,6 +255,7 @@ def test_checkpoints_are_ordered_by_epoch_then_sequence():
     assert orders == sorted(orders)
 
 
+@pytest.mark.slow
 def test_40_000_tables_fit():
     slots = (SlotSpec("embedding", "float32", (8,)),)
     tables = tuple(TableEntry(f"feature_{n}", n, slots) for n in range(40_000))

@@ -227,6 +227,7 @@ Saver(torch.nn.ModuleDict({"t": table}), output_dir=url, work_dir=work_dir).save
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_sends_leaves_nothing_behind(s3_url, s3_options, work_dir):
     proxy = Proxy(int(s3_options["endpoint_url"].rpartition(":")[2]))
     held = []

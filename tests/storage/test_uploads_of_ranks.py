@@ -19,6 +19,8 @@ from recckpt.storage import open_storage
 FILES = rb"(PUT|POST) .*/ckpt[^/]*/(?!INTENT|manifest)"
 ALL = 1 << 30
 
+pytestmark = pytest.mark.slow  # two interpreters that import torch, and a server
+
 
 class Ranks:
     """The processes; each call is one save and one load."""

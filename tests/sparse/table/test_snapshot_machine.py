@@ -351,10 +351,10 @@ BUGS = {
     "clearing keeps the memory": (Column, "clear", lambda column: None),
     "two snapshots share a log": (RowStore, "snapshot", shared_log),
 }
-QUICK = list(BUGS)[:4]
 
 
-@pytest.mark.parametrize("bug", [bug if bug in QUICK else pytest.param(bug, marks=pytest.mark.slow) for bug in BUGS])
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
 def test_the_machine_finds_what_is_planted(machine, monkeypatch, bug):
     monkeypatch.setattr(*BUGS[bug])
     monkeypatch.setattr(machine, "teardown", lambda self: [saving.give_up() for saving in self.saves])

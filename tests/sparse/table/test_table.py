@@ -479,6 +479,7 @@ print(json.dumps({"peak": peak() - before, "table": table.nbytes, "rows": n_rows
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("n_rows", [1_000_000, pytest.param(4_000_000, marks=pytest.mark.slow)])
 def test_growing_needs_no_second_copy_of_the_table(n_rows):
