@@ -6,6 +6,7 @@ through unchanged.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -164,6 +165,22 @@ class WriterFencedError(RecckptError):
     def __init__(self, message: str, *, epoch: int = 0, by: str = "", since: str | None = None) -> None:
         super().__init__(message)
         self.epoch, self.by, self.since = epoch, by, since
+
+
+class ForkedError(RecckptError, RuntimeError):
+    """What belongs to one process is used in a forked child of it.
+
+    Attributes:
+        made_by: the process that it belongs to.
+    """
+
+    def __init__(self, what: str, made_by: int) -> None:
+        super().__init__(
+            f"{what} belongs to process {made_by} and is used in process {os.getpid()}, a fork of it, which has "
+            "neither its threads nor its claim on the output dir: make a new one in the child, or start the child by "
+            "multiprocessing's 'spawn' and make it there; to save there too, give it an output dir of its own"
+        )
+        self.made_by = made_by
 
 
 class SaveFailedError(RecckptError):

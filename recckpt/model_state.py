@@ -22,6 +22,7 @@ from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.source import Source, located_bank
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, locate_path, newest, open_checkpoint
 from recckpt.output_dir.read_again import until_whole
+from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import this_rank
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import split_sparse_dense_state_dict, unwrap
@@ -29,7 +30,7 @@ from recckpt.storage import Storage, open_storage
 from recckpt.types import HashTable, positive_int
 
 
-class ModelState:
+class ModelState(OneProcess):
     """A model and its companions, and how checkpoints are loaded into them; :class:`recckpt.Saver` adds saving.
 
     Raises:
@@ -40,6 +41,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, output_dir: str, concurrency: int) -> None:
+        super().__init__()
         _check_parts(model, sparse_optim)
         tables = split_sparse_dense_state_dict(unwrap(model).state_dict())[0]
         if isinstance(sparse_optim, SparseOptimizer):
@@ -68,7 +70,8 @@ class ModelState:
         Raises:
             ValueError: the name is taken, or the value could not be loaded back.
         """
-        self._extra.add(name, obj)
+        with self._turn():
+            self._extra.add(name, obj)
 
     def register_io_state(self, name: str, obj: Any) -> None:
         """Save the position of a dataset, one state a shard.
@@ -80,7 +83,8 @@ class ModelState:
         Raises:
             ValueError: the name is taken, or the object has neither pair of methods.
         """
-        self._io_state.add(name, obj)
+        with self._turn():
+            self._io_state.add(name, obj)
 
     def get_extra_data(self, name: str) -> Any:
         """Return what is registered under a name: a plain value as it was last loaded, or the object.
@@ -132,7 +136,8 @@ class ModelState:
                 storage, checkpoint = self.storage, newest(self.storage)
             return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
 
-        return until_whole(find, lambda source: self.load_sources([source], shard_id=shard_id))
+        with self._turn():
+            return until_whole(find, lambda source: self.load_sources([source], shard_id=shard_id))
 
     def load_by_config(
         self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int | None = None
@@ -151,10 +156,11 @@ class ModelState:
             CheckpointRemovedError, PartlyLoadedError: as :meth:`load`.
         """
         entries = [bank] if isinstance(bank, Mapping) else bank
-        return until_whole(
-            lambda: located_bank(entries),
-            lambda found: self.load_sources(found[0], shard_id=shard_id, problems=found[1]),
-        )
+        with self._turn():
+            return until_whole(
+                lambda: located_bank(entries),
+                lambda found: self.load_sources(found[0], shard_id=shard_id, problems=found[1]),
+            )
 
     def plan(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int | None = None) -> LoadPlan:
         """Say what :meth:`load_by_config` would do; reads no rows and changes nothing.
@@ -163,13 +169,15 @@ class ModelState:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
         entries = [bank] if isinstance(bank, Mapping) else bank
-        return until_whole(
-            lambda: located_bank(entries), lambda found: loading.plan(self.target(shard_id), found[0], found[1])
-        )
+        with self._turn():
+            return until_whole(
+                lambda: located_bank(entries), lambda found: loading.plan(self.target(shard_id), found[0], found[1])
+            )
 
     def names(self) -> list[str]:
         """Return the names that can be loaded, one a line with group, dtype and shape, for ``recckpt plan``."""
-        return list_inventory(self.target().inventory())
+        with self._turn():
+            return list_inventory(self.target().inventory())
 
     def load_sources(
         self,
@@ -181,10 +189,11 @@ class ModelState:
         problems: Problems | None = None,
     ) -> LoadReport:
         """Load from checkpoints that have been located; what every load and restore comes down to."""
-        target = self.target(shard_id, shard_num)
-        for source in sources:
-            source.storage.transfers = self.storage.transfers
-        return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
+        with self._turn():
+            target = self.target(shard_id, shard_num)
+            for source in sources:
+                source.storage.transfers = self.storage.transfers
+            return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
 
     def target(self, shard_id: int | None = None, shard_num: int | None = None) -> Target:
         """Return what a load fills."""

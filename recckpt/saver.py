@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,7 +34,8 @@ log = logging.getLogger("recckpt")
 class Saver(ModelState):
     """Saves and loads a model: its tables, its dense state and what is registered beside them.
 
-    The state is read from the model at each save. Not thread-safe.
+    The state is read from the model at each save. Thread-safe: saves and loads of several threads follow each other. It
+    belongs to the process that made it: a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
 
     Args:
         model: any module; tables are found in its ``state_dict()``. DistributedDataParallel, DataParallel and
@@ -100,7 +102,8 @@ class Saver(ModelState):
         self._min_free_bytes = min_free_bytes
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
-        self._runner = SaveRunner(self.storage, self._concurrency, on_save)
+        self._is_in_save = False
+        self._runner = SaveRunner(self.storage, self._concurrency, on_save, self.made_at)
 
     @overload
     def save(
@@ -182,13 +185,14 @@ class Saver(ModelState):
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
         """
         layout.encode_id(ckpt_id)
-        rank, size = this_rank(shard_id, shard_num)
-        info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
-        with lost_ranks_named(info):
-            ranks = self._ranks(rank, size)
-        take = partial(self._take, info, ranks.front, state)
-        handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
-        return handle.wait() if blocking else handle
+        with self._turn(), self._one_save():
+            rank, size = this_rank(shard_id, shard_num)
+            info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
+            with lost_ranks_named(info):
+                ranks = self._ranks(rank, size)
+            take = partial(self._take, info, ranks.front, state)
+            handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
+            return handle.wait() if blocking else handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save that is under way, if there is one, and say whether none is any more.
@@ -199,11 +203,13 @@ class Saver(ModelState):
         Raises:
             SaveFailedError, WriterFencedError, CommitNotDurableError: it failed, and nobody has been told yet.
         """
-        return self._runner.settle(timeout_sec)
+        with self._turn():
+            return self._runner.settle(timeout_sec)
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
+        self._check_process()
         return self._runner.is_running
 
     @property
@@ -220,6 +226,7 @@ class Saver(ModelState):
         self.settle()
 
     def __enter__(self) -> Saver:
+        self._check_process()
         return self
 
     def __exit__(
@@ -234,7 +241,40 @@ class Saver(ModelState):
 
     def group(self, shard_id: int, shard_num: int) -> Group:
         """Return the ranks that stage and restore together. Collective the first time, where there are several."""
-        return self._ranks(shard_id, shard_num).front
+        with self._turn():
+            return self._ranks(shard_id, shard_num).front
+
+    def check_caller(self) -> None:
+        """Do nothing where this thread and process may use the saver.
+
+        Raises:
+            ForkedError: this is a forked child of the process that made it.
+            RuntimeError: this is the thread of the save that is under way, which would wait for itself.
+        """
+        self._check_process()
+        if self._runner.is_this_thread:
+            raise RuntimeError(
+                "on_save is part of the save that it is called from, and cannot wait for it: save, load and step in "
+                "the thread that trains"
+            )
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        self.check_caller()
+        return super()._turn()
+
+    @contextmanager
+    def _one_save(self) -> Iterator[None]:
+        """Refuse a save in the middle of one of the same thread, which no lock holds off."""
+        if self._is_in_save:
+            raise RuntimeError(
+                "save was called in the middle of another save of this thread, from on_save or a signal handler: set a "
+                "flag there, and save in the training loop (CheckpointManager has save_on_signal)"
+            )
+        self._is_in_save = True
+        try:
+            yield
+        finally:
+            self._is_in_save = False
 
     def _take(self, info: SaveInfo, group: Group, state: Mapping[str, Scalar] | None) -> Staged:
         """Refuse what cannot be saved, and stage the rest. Collective."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from recckpt.checkpointer.hook import WriterHook
     from recckpt.checkpointer.process import CheckpointProcess
     from recckpt.checkpointer.rank import RankInfo
-    from recckpt.checkpointer.reader import CheckpointReader
+    from recckpt.checkpointer.reader import StateReader
     from recckpt.checkpointer.stager import CheckpointStager, SharedMemoryStager, StagedState
     from recckpt.checkpointer.writer import CheckpointWriter
 
@@ -24,7 +24,7 @@ _HOMES = {
     "SyncCheckpointer": "checkpointer",
     "AsyncCheckpointer": "checkpointer",
     "CheckpointWriter": "writer",
-    "CheckpointReader": "reader",
+    "StateReader": "reader",
     "CheckpointStager": "stager",
     "SharedMemoryStager": "stager",
     "StagedState": "stager",
@@ -42,7 +42,7 @@ __all__ = [
     "SyncCheckpointer",
     "AsyncCheckpointer",
     "CheckpointWriter",
-    "CheckpointReader",
+    "StateReader",
     "CheckpointStager",
     "SharedMemoryStager",
     "StagedState",

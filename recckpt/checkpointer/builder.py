@@ -11,7 +11,7 @@ from recckpt.checkpointer.checkpointer import AsyncCheckpointer, SyncCheckpointe
 from recckpt.checkpointer.hook import WriterHook
 from recckpt.checkpointer.process import CheckpointProcess
 from recckpt.checkpointer.rank import RankInfo
-from recckpt.checkpointer.reader import CheckpointReader
+from recckpt.checkpointer.reader import StateReader
 from recckpt.checkpointer.stager import SharedMemoryStager
 from recckpt.checkpointer.writer import CheckpointWriter
 from recckpt.parallel import ranks
@@ -40,7 +40,7 @@ def make_sync_checkpointer(
     """
     rank_info = rank_info or _own_rank()
     writer = CheckpointWriter(rank_info, barrier=_barrier(rank_info, barrier_timeout_sec), commit_hook=commit_hook)
-    return SyncCheckpointer(writer, CheckpointReader(rank_info))
+    return SyncCheckpointer(writer, StateReader(rank_info))
 
 
 def make_async_checkpointer(
@@ -77,7 +77,7 @@ def make_async_checkpointer(
         start_timeout_sec=start_timeout_sec,
         close_timeout_sec=close_timeout_sec,
     )
-    return AsyncCheckpointer(SharedMemoryStager(), process, CheckpointReader(rank_info))
+    return AsyncCheckpointer(SharedMemoryStager(), process, StateReader(rank_info))
 
 
 def _own_rank() -> RankInfo:

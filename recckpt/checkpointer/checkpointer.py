@@ -13,20 +13,24 @@ from typing import Any, TypeVar, cast
 
 from recckpt.checkpointer.failures import describe
 from recckpt.checkpointer.process import CheckpointProcess, sendable, target_url
-from recckpt.checkpointer.reader import CheckpointReader
+from recckpt.checkpointer.reader import StateReader
 from recckpt.checkpointer.save_future import SaveFuture
 from recckpt.checkpointer.stager import CheckpointStager, StagedState
 from recckpt.checkpointer.writer import CheckpointWriter
+from recckpt.errors import ForkedError
+from recckpt.parallel.one_process import OneProcess, OwnFuture
 
 _log = logging.getLogger(__name__)
 
 _C = TypeVar("_C", bound="Checkpointer")
 
 
-class Checkpointer(ABC):
+class Checkpointer(OneProcess, ABC):
     """Saves and loads a nested state dict, in one file a rank: ``<path>/checkpoint_<rank>.pt``.
 
-    Follows ``torch.distributed.checkpoint._experimental``. Not thread-safe. As a context manager it closes itself.
+    Follows ``torch.distributed.checkpoint._experimental``. As a context manager it closes itself. Thread-safe: saves
+    and loads of several threads follow each other. It belongs to the process that made it: a forked child makes its
+    own, or gets :class:`recckpt.errors.ForkedError`.
     """
 
     @abstractmethod
@@ -80,6 +84,7 @@ class Checkpointer(ABC):
         """Wait for what is in flight, raise its error if nobody has seen it, and free everything."""
 
     def __enter__(self: _C) -> _C:
+        self._check_process()
         return self
 
     def __exit__(
@@ -101,14 +106,16 @@ class SyncCheckpointer(Checkpointer):
         reader: reads it.
     """
 
-    def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
+    def __init__(self, writer: CheckpointWriter, reader: StateReader) -> None:
+        super().__init__()
         self._writer, self._reader, self._is_closed = writer, reader, False
 
     def save(self, state_dict: dict[str, Any], path: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save a state and wait until it is written."""
-        if self._is_closed:
-            raise RuntimeError("the checkpointer is closed; make a new one")
-        self._writer.write(path, state_dict, **kwargs)
+        with self._turn():
+            if self._is_closed:
+                raise RuntimeError("the checkpointer is closed; make a new one")
+            self._writer.write(path, state_dict, **kwargs)
 
     def load(
         self,
@@ -119,11 +126,13 @@ class SyncCheckpointer(Checkpointer):
         strict: bool = False,
     ) -> dict[str, Any]:
         """Load a state."""
-        return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
+        with self._turn():
+            return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
 
     def close(self) -> None:
         """Take no further saves."""
-        self._is_closed = True
+        with self._turn():
+            self._is_closed = True
 
 
 class AsyncCheckpointer(Checkpointer):
@@ -140,8 +149,9 @@ class AsyncCheckpointer(Checkpointer):
     """
 
     def __init__(
-        self, checkpoint_stager: CheckpointStager, checkpoint_process: CheckpointProcess, reader: CheckpointReader
+        self, checkpoint_stager: CheckpointStager, checkpoint_process: CheckpointProcess, reader: StateReader
     ) -> None:
+        super().__init__()
         self._stager, self._process, self._reader = checkpoint_stager, checkpoint_process, reader
         self._pending: list[SaveFuture] = []
         weakref.finalize(self, _print_unseen, self._pending)
@@ -150,17 +160,18 @@ class AsyncCheckpointer(Checkpointer):
         self, state_dict: dict[str, Any], path: str | os.PathLike[str], **kwargs: Any
     ) -> tuple[Future[None], Future[None]]:
         """Save a state in the background; returns when it is copied, or, from CUDA, when the copies are enqueued."""
-        self._raise_unseen()
-        self._process.begin()
-        try:
-            url, sent = target_url(path), sendable("what is passed to the hook", kwargs)
-            staged = self._stager.stage(state_dict, **kwargs)
-            outcome = self._process.write(staged, url, sent)
-        except BaseException as error:
-            self._process.refuse(describe(error))
-            raise
-        self._pending.append(outcome)
-        return _without_value(staged), outcome
+        with self._turn():
+            self._raise_unseen()
+            self._process.begin()
+            try:
+                url, sent = target_url(path), sendable("what is passed to the hook", kwargs)
+                staged = self._stager.stage(state_dict, **kwargs)
+                outcome = self._process.write(staged, url, sent)
+            except BaseException as error:
+                self._process.refuse(describe(error))
+                raise
+            self._pending.append(outcome)
+            return _without_value(staged), outcome
 
     def load(
         self,
@@ -171,16 +182,18 @@ class AsyncCheckpointer(Checkpointer):
         strict: bool = False,
     ) -> dict[str, Any]:
         """Load a state, after the write in flight."""
-        wait(self._pending)
-        return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
+        with self._turn():
+            wait(self._pending)
+            return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
 
     def close(self) -> None:
         """Close the stager, then the process, and raise the error of the last save if nobody has seen it."""
-        try:
-            self._stager.close()
-        finally:
-            self._process.close()
-        self._raise_unseen()
+        with self._turn():
+            try:
+                self._stager.close()
+            finally:
+                self._process.close()
+            self._raise_unseen()
 
     def _raise_unseen(self) -> None:
         while self._pending:
@@ -190,7 +203,7 @@ class AsyncCheckpointer(Checkpointer):
 
 def _without_value(staged: StagedState | Future[StagedState]) -> Future[None]:
     """Return a future that is done when the copy is."""
-    masked: Future[None] = Future()
+    masked: OwnFuture[None] = OwnFuture()
     masked.set_running_or_notify_cancel()
     if not isinstance(staged, Future):
         masked.set_result(None)
@@ -209,7 +222,6 @@ def _without_value(staged: StagedState | Future[StagedState]) -> Future[None]:
 
 def _print_unseen(pending: list[SaveFuture]) -> None:
     """Print the error of a save whose checkpointer is gone; where it still runs, when it ends."""
-
     for outcome in pending:
         outcome.add_done_callback(_print_if_unseen)
 
@@ -217,5 +229,7 @@ def _print_unseen(pending: list[SaveFuture]) -> None:
 def _print_if_unseen(outcome: Future[None]) -> None:
     try:
         cast(SaveFuture, outcome).raise_unseen()
+    except ForkedError:
+        return  # it is the parent's to print
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)

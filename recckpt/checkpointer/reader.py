@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _MAX_SHOWN = 10
 
 
-class CheckpointReader:
+class StateReader:
     """Reads ``<path>/checkpoint_<rank>.pt``, without running any code from it.
 
     Args:

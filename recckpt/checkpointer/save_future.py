@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from recckpt.parallel.one_process import OwnFuture
 
 
-class SaveFuture(Future[None]):
+class SaveFuture(OwnFuture[None]):
     """A future that knows whether its error has been seen.
 
     Attributes:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import index
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, get_args
 
-from recckpt.format import layout
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.resume import Restorer
-from recckpt.manager.run_state import Ranks, Run
+from recckpt.manager.run_state import Ranks, Run, pinned_id
 from recckpt.manager.signals import SignalWatch
 from recckpt.output_dir import pins
+from recckpt.parallel.one_process import OneProcess
 from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule
 from recckpt.policies.when import When, as_when
 from recckpt.saver import Saver
 from recckpt.types import positive_number
 
 
-class CheckpointManager:
-    """Saves a run as ``ckpt_<step>`` when it is time, and restores it. Not thread-safe.
+class CheckpointManager(OneProcess):
+    """Saves a run as ``ckpt_<step>`` when it is time, and restores it.
+
+    Thread-safe: steps, saves and restores of several threads follow each other. It belongs to the process that made it:
+    a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
 
     As a context manager it saves the last step, if there was one, when the block ends well, and waits for the save that
     is under way.
@@ -66,6 +69,7 @@ class CheckpointManager:
         save_at_start: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         if not isinstance(saver, Saver):
             raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}")
         grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
@@ -143,7 +147,8 @@ class CheckpointManager:
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """
-        self._autosave.step(state, metrics, event_time)
+        with self._turn():
+            self._autosave.step(state, metrics, event_time)
 
     def save(
         self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None
@@ -160,7 +165,8 @@ class CheckpointManager:
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """
-        return self._autosave.save(state, metrics)
+        with self._turn():
+            return self._autosave.save(state, metrics)
 
     def close(self) -> None:
         """Wait for the save that is under way, and give signals back what they did before.
@@ -168,21 +174,29 @@ class CheckpointManager:
         Raises:
             SaveFailedError, WriterFencedError: that save failed.
         """
-        self._autosave.close()
+        with self._turn():
+            self._autosave.close()
 
     def __enter__(self) -> CheckpointManager:
-        if self._save_at_start and self._run.global_step == 0 and not self._restorer.passes_over():
-            self.save()
+        with self._turn():
+            if self._save_at_start and self._run.global_step == 0 and not self._restorer.passes_over():
+                self.save()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                self._autosave.finish()
-        finally:
-            self._autosave.close(error)
+        with self._turn():
+            try:
+                if error is None:
+                    self._autosave.finish()
+            finally:
+                self._autosave.close(error)
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        self._check_process()
+        self._saver.check_caller()
+        return super()._turn()
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
@@ -191,11 +205,13 @@ class CheckpointManager:
             TypeError: ``step`` is no int.
             CheckpointNotFoundError: this step is not committed.
         """
-        pins.pin(self._saver.storage, _pinned_id(step))
+        self._check_process()
+        pins.pin(self._saver.storage, pinned_id(step))
 
     def unpin(self, step: int) -> None:
         """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
-        pins.unpin(self._saver.storage, _pinned_id(step))
+        self._check_process()
+        pins.unpin(self._saver.storage, pinned_id(step))
 
     def restore(
         self,
@@ -226,10 +242,11 @@ class CheckpointManager:
             CheckpointRemovedError: time and again another process removed it before it was read.
             PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
         """
-        self._autosave.settle_together()
-        step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
-        self._autosave.start()
-        return step
+        with self._turn():
+            self._autosave.settle_together()
+            step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
+            self._autosave.start()
+            return step
 
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
         """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
@@ -246,10 +263,11 @@ class CheckpointManager:
             CorruptCheckpointError: a file is damaged.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
-        self._autosave.settle_together()
-        report = self._restorer.load_model_bank(bank)
-        self._autosave.start()
-        return report
+        with self._turn():
+            self._autosave.settle_together()
+            report = self._restorer.load_model_bank(bank)
+            self._autosave.start()
+            return report
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
@@ -257,7 +275,8 @@ class CheckpointManager:
         Raises:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
-        return self._restorer.plan(bank)
+        with self._turn():
+            return self._restorer.plan(bank)
 
     def reload_dynamic(self) -> list[LoadReport]:
         """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
@@ -268,14 +287,5 @@ class CheckpointManager:
             StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
-        return self._restorer.reload_dynamic()
-
-
-def _pinned_id(step: Any) -> str:
-    """Return the id of the checkpoint of a step, or raise TypeError where it is none, such as an id."""
-    try:
-        return layout.step_id(index(step))
-    except TypeError:
-        raise TypeError(
-            f"step must be an int, found {step!r}: a manager pins its own checkpoints, step 300 for 'ckpt_300'"
-        ) from None
+        with self._turn():
+            return self._restorer.reload_dynamic()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
+from recckpt.format import layout
 from recckpt.parallel.ranks import Group, this_rank
 from recckpt.saver import Saver
 
@@ -58,3 +60,13 @@ class Ranks:
     def gather(self, own: Any) -> list[Any]:
         """Return the answers of all ranks, in their order. Collective."""
         return [own] if self.size == 1 else self.group.all_gather(own)
+
+
+def pinned_id(step: Any) -> str:
+    """Return the id of the checkpoint of a step, or raise TypeError where it is none, such as an id."""
+    try:
+        return layout.step_id(index(step))
+    except TypeError:
+        raise TypeError(
+            f"step must be an int, found {step!r}: a manager pins its own checkpoints, step 300 for 'ckpt_300'"
+        ) from None

@@ -31,12 +31,19 @@ from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
+_made_at: dict[str, str] = {}  # nonce of a claim of this process -> where its writer was made
+
 
 class Fence:
-    """A writer's hold on an output dir; claims it when it is first asked to. Not thread-safe, not collective."""
+    """A writer's hold on an output dir; claims it when it is first asked to. Not thread-safe, not collective.
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    Args:
+        storage: the output dir.
+        made_at: where in the program the writer was made, for a later one of this process that takes over from it.
+    """
+
+    def __init__(self, storage: Storage, made_at: str | None = None) -> None:
+        self._storage, self._made_at = storage, made_at
         self._claim: Claim | None = None
         self._takeover = NO_TAKEOVER
         self._lost: WriterFencedError | None = None
@@ -57,6 +64,8 @@ class Fence:
             listing = list_checkpoints(self._storage)
             left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
             self._takeover = _publish(self._storage, claim, listing)
+            if self._made_at is not None:
+                _made_at[claim.nonce] = self._made_at
             self._claim = claim  # only now: a claim without a list is harmless, and is followed by another
             self.check()  # whoever has taken over since may have listed what was committed too late for this list
             for intent in left:
@@ -135,15 +144,18 @@ def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
 
 def _fenced(storage: Storage, own: Claim, epoch: int) -> WriterFencedError:
     """Return the error that names the writer of ``epoch``, as far as its claim can be read."""
-    by, since = f"the writer of epoch {epoch}", None
+    by, since, writes = f"the writer of epoch {epoch}", None, "process"
+    remedy = "stop one of the two, or give each an output dir of its own"
     with suppress(FileNotFoundError, CorruptCheckpointError, FormatVersionError):
         claim = read_claim(storage, epoch)
         by, since = f"process {claim.pid} on {claim.host}", claim.time
+        if claim.nonce in _made_at:
+            by, writes = f"another Saver of this process, made at {_made_at[claim.nonce]},", "Saver"
+            remedy = "use one Saver for an output dir, or give each one of its own"
     return WriterFencedError(
-        f"{storage.url}: taken over by {by}{f' since {since}' if since else ''} (epoch {epoch}, this process has "
-        f"epoch {own.epoch}); this process writes nothing more there: stop one of the two, or give each an output dir "
-        "of its own",
+        f"{storage.url}: taken over by {by}{f' since {since}' if since else ''} (epoch {epoch}, this {writes} has "
+        f"epoch {own.epoch}); this {writes} writes nothing more there: {remedy}",
         epoch=epoch,
-        by=by,
+        by=by.rstrip(","),
         since=since,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from queue import SimpleQueue
 from recckpt.errors import RecckptError, SaveFailedError
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.fence import Fence
+from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.ranks import Group, has_lost_ranks, together
 from recckpt.parallel.threads import give_way
 from recckpt.policies.keep import Keep
@@ -42,7 +44,7 @@ class SaveHandle:
     def __init__(self, info: SaveInfo) -> None:
         self.info = info
         self.staged: Future[None] = Future()
-        self.committed: Future[Manifest] = Future()
+        self.committed: OwnFuture[Manifest] = OwnFuture()
         self.staged.set_result(None)
         self.committed.set_running_or_notify_cancel()  # what has begun cannot be cancelled
 
@@ -56,7 +58,9 @@ class SaveHandle:
         Raises:
             TimeoutError: that takes longer; the save goes on.
             RecckptError: the save failed; the saver does not raise this again.
+            ForkedError: this is a forked child, in which nobody saves.
         """
+        self.committed.check_process()
         futures.wait([self.committed], timeout_sec)
         if not self.done():
             raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; it goes on")
@@ -65,6 +69,8 @@ class SaveHandle:
 
 
 _untold: set[SaveHandle] = set()  # of saves that failed: somebody has to be told, or else the exit says it
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_untold.clear)  # they are the parent's to tell
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,14 @@ class SaveRunner:
         storage: the output dir.
         concurrency: threads that write.
         on_save: called with each save that is committed, once it is over, in its thread.
+        made_at: where in the caller's program its saver was made.
     """
 
-    def __init__(self, storage: Storage, concurrency: int, on_save: OnSave | None = None) -> None:
+    def __init__(
+        self, storage: Storage, concurrency: int, on_save: OnSave | None = None, made_at: str | None = None
+    ) -> None:
         self._storage, self._concurrency, self._on_save = storage, concurrency, on_save
-        self._fence = Fence(storage)
+        self._fence = Fence(storage, made_at)
         self._sparse_saver = SparseSaver(concurrency)
         self._handle: SaveHandle | None = None
         self._thread: threading.Thread | None = None
@@ -100,6 +109,11 @@ class SaveRunner:
     def is_running(self) -> bool:
         """Whether a save is under way."""
         return self._handle is not None and not self._handle.done()
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller is in the thread of the save that is under way, as ``on_save`` is."""
+        return self._thread is threading.current_thread()
 
     def start(
         self, take: Callable[[], Staged], info: SaveInfo, ranks: Groups, *, max_keep: int | Keep | None, overwrite: bool

@@ -14,13 +14,13 @@ from checkpointing import STATES, everything, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recckpt.checkpointer import CheckpointReader, CheckpointWriter, RankInfo
+from recckpt.checkpointer import CheckpointWriter, RankInfo, StateReader
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 
 ALONE = RankInfo(0, 1)
-READER = CheckpointReader(ALONE)
+READER = StateReader(ALONE)
 IN_MEMORY = "memory://states/any"
 FEW_BYTES = 20_000  # the directory of the zip and the pickle
 

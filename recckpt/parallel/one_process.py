@@ -1,0 +1,82 @@
+"""What belongs to the process that made it: its threads take turns, and forks and copies of it are refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar
+
+from recckpt.errors import ForkedError
+
+_T = TypeVar("_T")
+
+
+class OneProcess:
+    """Base of what holds threads, locks or a claim, which a forked child or a copy would not have.
+
+    Attributes:
+        made_at: file and line of the caller that made it.
+    """
+
+    def __init__(self) -> None:
+        self.made_at = _caller()
+        self._made_by = os.getpid()
+        self._lock = threading.RLock()  # one thread may come in again, as from a handler of a signal
+
+    def _turn(self) -> AbstractContextManager[Any]:
+        """Return what lets one thread in at a time.
+
+        Raises:
+            ForkedError: this process is not the one that made it.
+        """
+        self._check_process()
+        return self._lock  # itself: an interrupt between a lock and a wrapper of ours would leave it locked for good
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._made_by:
+            raise ForkedError(f"this {type(self).__name__}, made at {self.made_at}", self._made_by)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, since it belongs to the process and the objects "
+            "that it was made for: make a new one there"
+        )
+
+
+class OwnFuture(Future[_T]):
+    """A future of a thread of this process; in a forked child, where that thread is not, it raises ForkedError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made_by = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise ForkedError in a forked child: not even the lock of a future can be relied on there."""
+        if os.getpid() != self._made_by:
+            raise ForkedError("this save", self._made_by)
+
+    def done(self) -> bool:
+        """Say whether the work has ended."""
+        self.check_process()
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> _T:
+        """Wait for the result, or raise the error."""
+        self.check_process()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error if there is one."""
+        self.check_process()
+        return super().exception(timeout)
+
+
+def _caller() -> str:
+    """Return file and line of the first caller outside of recckpt."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "recckpt":
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
