@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import closing
 from typing import Any
 
 from recckpt.cli.files import file_data, file_lines, files_of_tables, table_lines
@@ -56,11 +55,10 @@ def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     manifest = checkpoint.manifest
     sizes = {file.name: file.n_bytes for file in manifest.files if layout.has_tensors(file.name)}
     dense = DenseTensors(HeldFiles(storage, checkpoint.directory, sizes), checkpoint.directory, manifest)
-    with closing(dense):
-        return [
-            {"name": n, "dtype": dense.dtype(n), "shape": list(dense.shape(n)), "bytes": dense.nbytes(n)}
-            for n in dense.names()
-        ]
+    return [
+        {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": tensor.nbytes}
+        for name, tensor in dense.model.items()
+    ]
 
 
 def _data(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.dense.tiling import StoredTensor
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
 from recckpt.output_dir.checked import read_checked
 from recckpt.storage.base import Files
-
-_EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
 
 
 def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, Any]:
@@ -43,28 +42,33 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {said[0]:.200}" if said else type(error).__name__
 
 
-def check_fits(found: Mapping[str, Any], live: Mapping[str, Any], *, strict: bool) -> None:
-    """Compare dense state from a file with the model's, before anything is copied.
+def check_indexed(
+    state: Mapping[str, Any], tensors: Mapping[str, StoredTensor], names: Iterable[str], path: str
+) -> None:
+    """Check that ``model.pt`` holds the tensors that the index says, the values that the manifest says, and no others.
+
+    Args:
+        state: what the file holds.
+        tensors: those of the model, by the index.
+        names: of the model's tensors and plain values, by the manifest.
+        path: the file, for messages.
 
     Raises:
-        StateMismatchError: a shape or dtype differs, or, with ``strict``, a name on either side has no partner.
+        CorruptCheckpointError: it does not; names what differs.
     """
-    mismatched = {
-        name: (_describe(found[name]), _describe(live[name]))
-        for name in live
-        if name in found and not name.endswith(_EXTRA_STATE) and _describe(found[name]) != _describe(live[name])
-    }
-    missing = [name for name in live if name not in found] if strict else []
-    unexpected = [name for name in found if name not in live] if strict else []
-    if missing or unexpected or mismatched:
-        remedy = "pass load_conf={'strict': False} to load what fits by name" if missing or unexpected else ""
-        raise StateMismatchError(
-            "model.pt", missing=missing, unexpected=unexpected, mismatched=mismatched, remedy=remedy
-        )
+    expected = {name: _described(tensors.get(name)) for name in names if not _is_elsewhere(tensors.get(name))}
+    found = {name: _described(value) for name, value in state.items()}
+    for name in (*expected, *found):
+        if expected.get(name) != found.get(name):
+            there, listed = found.get(name, "nothing"), expected.get(name, "nothing")
+            raise CorruptCheckpointError(path, repr(name), found=there, expected=f"{listed}, by index and manifest")
 
 
-def _describe(value: Any) -> str:
-    """Name what has to agree: dtype and shape of tensors, whatever else is plain data."""
-    if isinstance(value, torch.Tensor):
+def _is_elsewhere(tensor: StoredTensor | None) -> bool:
+    return tensor is not None and tensor.is_sharded
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor | StoredTensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "plain data"

@@ -25,8 +25,8 @@ class _EmptyBytes(bytes):
 def portable(name: str, value: Any) -> Any:
     """Return ``value`` as data that loads back without running code.
 
-    Tensors come detached, on the CPU and without the rest of the storage they are a view of; numpy arrays and
-    scalars become tensors and numbers.
+    Tensors come detached, on the CPU, in row-major order and without the rest of the storage they are a view of; numpy
+    arrays and scalars become tensors and numbers.
 
     Args:
         name: what it is called, for messages.
@@ -92,7 +92,7 @@ def plain_tensor(name: str, value: Tensor) -> Tensor:
 
 def _portable_tensor(name: str, value: Tensor) -> Tensor:
     tensor = plain_tensor(name, value).cpu().resolve_conj().resolve_neg()
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size() or not tensor.is_contiguous():
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 

@@ -15,7 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from recckpt.dense.stored_shards import Read, StoredShards
+from recckpt.dense.tensors import Read
+from recckpt.dense.tiling import StoredTensor
 
 _KINDS = {"torch.distributed.tensor": "DTensor", "torch.distributed._shard.sharded_tensor": "ShardedTensor"}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -103,7 +104,7 @@ def is_written_here(name: str, value: Tensor, piece: Piece) -> bool:
     return replicas == 1 or xxhash.xxh3_64_intdigest(f"{name} {piece.offsets}".encode()) % replicas == replica
 
 
-def planned_reads(stored: StoredShards, offsets: Sequence[int], sizes: Sequence[int]) -> list[Read]:
+def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[Read]:
     """Return which boxes of a stored tensor's chunks make up a box of the tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list

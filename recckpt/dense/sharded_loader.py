@@ -11,13 +11,13 @@ from torch import Tensor
 
 from recckpt.dense.sharded import Pieces, is_sharded, may_be_sharded, planned_reads, with_values
 from recckpt.dense.sharded_state import STAND_IN
-from recckpt.dense.stored_shards import ShardReader, StoredShards
-from recckpt.format.tensor_index import EXTRA
+from recckpt.dense.tensors import DenseTensors
+from recckpt.dense.tiling import StoredTensor
 
-Found = Tensor | StoredShards
+Found = Tensor | StoredTensor
 
 
-def as_live(found: Found, live: Tensor | None, reader: ShardReader, dtype: torch.dtype | None = None) -> Tensor:
+def as_live(found: Found, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
     """Return stored values in the form of a tensor of the model, on the CPU; of a sharded one only what is here.
 
     Where sizes differ the values are cut, or padded by those of the model.
@@ -47,7 +47,7 @@ def as_live(found: Found, live: Tensor | None, reader: ShardReader, dtype: torch
     return with_values(live, parts) if is_sharded(live) else parts[0]
 
 
-def fitted(saved: Any, like: Any, reader: ShardReader) -> Any:
+def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
     """Return the state of a registered object with the tensors in it that are sharded, there or here, as here.
 
     Args:
@@ -59,7 +59,7 @@ def fitted(saved: Any, like: Any, reader: ShardReader) -> Any:
         CorruptCheckpointError: the bytes are damaged, or a tensor is not there.
     """
     if stands_in(saved):
-        stored = reader.tensor(EXTRA, saved[STAND_IN])
+        stored = reader.of_extra(saved[STAND_IN])
         fits = isinstance(like, Tensor) and tuple(like.shape) == stored.shape
         return as_live(stored, like if fits else None, reader, _dtype(stored))
     if isinstance(saved, Tensor):
@@ -90,16 +90,16 @@ def _below(like: Any, key: Any) -> Any:
     return like[key] if isinstance(like, list | tuple) and isinstance(key, int) and key < len(like) else None
 
 
-def _box(found: Found, offsets: Sequence[int], sizes: tuple[int, ...], reader: ShardReader) -> Tensor:
+def _box(found: Found, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
     """Return a box of a stored tensor."""
-    if isinstance(found, StoredShards):
+    if isinstance(found, StoredTensor):
         values = reader.read_box(found, sizes, planned_reads(found, offsets, sizes))
         return torch.from_numpy(values).view(_dtype(found))
     place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
     return found[place].clone() if place else found
 
 
-def _dtype(stored: StoredShards) -> torch.dtype:
+def _dtype(stored: StoredTensor) -> torch.dtype:
     dtype = getattr(torch, stored.dtype)
     assert isinstance(dtype, torch.dtype)  # of the allow-list
     return dtype

@@ -105,6 +105,12 @@ def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
             raise ValueError(f"sharded tensor {_called(name)}: {found}; save on all ranks that have a part of it")
 
 
+def model_names(shares: Sequence[Mapping[str, Share]]) -> list[str]:
+    """Return the names of the model's tensors of which any rank has a share."""
+    fqns = dict.fromkeys(fqn for own in shares for fqn in own)
+    return [_called(fqn) for fqn in fqns if fqn.startswith(f"{MODEL}/")]
+
+
 class ShardedTensors:
     """Gathers the sharded tensors of a state while it is staged."""
 

@@ -1,83 +1,204 @@
-"""All tensors of a model in a checkpoint by name, those in one file and those in chunks (no torch here)."""
+"""All dense tensors of a checkpoint, found by the index and read by bytes (no torch here)."""
 
 from __future__ import annotations
 
-import difflib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from recckpt.dense.stored_shards import ShardReader, check_apart
-from recckpt.dense.torch_file import TorchFile
-from recckpt.format import layout
+from recckpt.dense.tiling import StoredTensor, tensors_of
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout, tensor_index
+from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.manifest import Manifest
-from recckpt.format.tensor_index import MODEL
+from recckpt.format.tensor_index import EXTRA, MODEL, Chunk, TensorIndex
+from recckpt.output_dir.checked import read_checked
 from recckpt.storage.base import Files
+from recckpt.text import nearest
+
+_SLAB_BYTES = 64 << 20  # read at once; more where a single row of a chunk of one dimension has more
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A box of a chunk, and where it goes.
+
+    Attributes:
+        chunk: number of the chunk in its tensor.
+        at: where the box begins in the chunk.
+        to: where it begins in what is filled.
+        sizes: of the box.
+    """
+
+    chunk: int
+    at: tuple[int, ...]
+    to: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """Some rows of a chunk, whole in all dimensions but the first.
+
+    Attributes:
+        data: the bytes.
+        shape: of the values in them.
+        box: what was asked for of them.
+        place: where that goes in what was asked for.
+    """
+
+    data: Bytes
+    shape: tuple[int, ...]
+    box: tuple[slice, ...]
+    place: tuple[int | slice, ...]
 
 
 class DenseTensors:
-    """Reads the dense tensors of one checkpoint, without torch. Not thread-safe.
+    """Reads the dense tensors of one checkpoint. Not thread-safe.
 
     Args:
         files: where it lies.
         directory: of the checkpoint in it.
         manifest: of the checkpoint.
 
+    Attributes:
+        tensors: (of, name) -> tensor.
+        model: name -> tensor of the model.
+        bytes_read: from files so far.
+
     Raises:
-        CorruptCheckpointError: a file is damaged.
+        CorruptCheckpointError: an index is damaged, or its tensors are not whole.
         FormatVersionError: written by a newer format.
     """
 
     def __init__(self, files: Files, directory: str, manifest: Manifest) -> None:
-        self._directory = directory
-        self._shards = ShardReader(files, directory, manifest)
-        self._sharded = {t.name: t for t in self._shards.tensors.values() if t.of == MODEL}
-        self._content: BinaryIO | None = None
-        self._file: TorchFile | None = None
-        if manifest.file(layout.MODEL) is not None:
-            path = layout.join(directory, layout.MODEL)
-            self._content = files.open(path)
-            self._file = TorchFile(self._content, path)
-            check_apart(self._file.names(), self._sharded, path)
+        self._files, self._directory = files, directory
+        self._open: dict[str, BinaryIO] = {}
+        names = [layout.dense_index(shard, len(manifest.shards)) for shard in range(len(manifest.shards))]
+        self.bytes_read = sum(entry.n_bytes for name in names if (entry := manifest.file(name)))
+        indexes = (read_index(files, directory, manifest, shard) for shard in range(len(manifest.shards)))
+        self.tensors = tensors_of(directory, [index for index in indexes if index])
+        model = {tensor.name: tensor for tensor in self.tensors.values() if tensor.of == MODEL}
+        for name in model.keys() - set(manifest.names.dense):
+            path, expected = layout.join(directory, layout.MANIFEST), f"{name!r}, which an index lists"
+            raise CorruptCheckpointError(path, "names.dense", found="no such name", expected=expected)
+        self.model = {name: model[name] for name in manifest.names.dense if name in model}
 
     def close(self) -> None:
-        """Close the files."""
-        self._shards.close()
-        if self._content is not None:
-            self._content.close()
+        """Close the files; they are opened again when something is asked for."""
+        for file in self._open.values():
+            file.close()
+        self._open = {}
 
-    def names(self) -> list[str]:
-        """Return the names of the tensors."""
-        return [*(self._file.names() if self._file else []), *self._sharded]
-
-    def dtype(self, name: str) -> str:
-        """Return the dtype as torch calls it, such as ``bfloat16``."""
-        return self._sharded[name].dtype if name in self._sharded else self._in_file(name).dtype(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape; ``()`` is a scalar."""
-        return self._sharded[name].shape if name in self._sharded else self._in_file(name).shape(name)
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes that :meth:`read` gives."""
-        return self._sharded[name].nbytes if name in self._sharded else self._in_file(name).nbytes(name)
-
-    def is_sharded(self, name: str) -> bool:
-        """Say whether a tensor lies in chunks."""
-        return name in self._sharded
-
-    def read(self, name: str) -> npt.NDArray[Any]:
-        """Return the values of a tensor, whole, as :meth:`recckpt.dense.torch_file.TorchFile.read` does.
+    def named(self, name: str) -> StoredTensor:
+        """Return a tensor of the model.
 
         Raises:
-            KeyError: there is no such tensor.
+            KeyError: there is none; names the nearest one.
+        """
+        if name not in self.model:
+            raise KeyError(f"{self._directory} has no dense tensor {name!r}{nearest(name, self.model)}")
+        return self.model[name]
+
+    def of_extra(self, name: str) -> StoredTensor:
+        """Return a sharded tensor that ``extra.pt`` names.
+
+        Raises:
+            CorruptCheckpointError: there is none.
+        """
+        found = self.tensors.get((EXTRA, name))
+        if found is None:
+            path = layout.join(self._directory, layout.EXTRA)
+            raise CorruptCheckpointError(path, repr(name), found="no such sharded tensor", expected="one in dense/")
+        return found
+
+    def read(self, tensor: StoredTensor) -> npt.NDArray[Any]:
+        """Return a whole tensor, contiguous and writable; a dtype that numpy lacks comes as bit patterns.
+
+        Raises:
             CorruptCheckpointError: the bytes are damaged.
         """
-        return self._shards.read(self._sharded[name]) if name in self._sharded else self._in_file(name).read(name)
+        whole = [
+            Read(number, (0,) * len(chunk.sizes), chunk.offsets, chunk.sizes)
+            for number, (_, chunk) in enumerate(tensor.chunks)
+        ]
+        return self.read_box(tensor, tensor.shape, whole)
 
-    def _in_file(self, name: str) -> TorchFile:
-        if self._file is None or (self._sharded and name not in self._file.names()):
-            near = difflib.get_close_matches(name, self.names(), n=1)
-            hint = f" {name!r}; the nearest name is {near[0]!r}" if near else f" {name!r}"
-            raise KeyError(f"{self._directory} has no {'tensor' + hint if self._sharded else 'dense tensors'}")
-        return self._file
+    def read_box(self, tensor: StoredTensor, sizes: Sequence[int], reads: Iterable[Read]) -> npt.NDArray[Any]:
+        """Return an array of ``sizes`` that the reads fill, as :meth:`read` does."""
+        dtype = NUMPY_DTYPES[tensor.dtype]
+        values = np.empty(sizes, dtype)
+        for read in reads:
+            index, chunk = tensor.chunks[read.chunk]
+            place = tuple(slice(begin, begin + size) for begin, size in zip(read.to, read.sizes, strict=True))
+            there = values[(...,) + place]  # noqa: RUF005  # a view, of a scalar too
+            for slab in self._slabs(index, chunk, read):
+                there[slab.place] = slab.data.view(dtype).reshape(slab.shape)[slab.box]
+        return values
+
+    def _slabs(self, index: TensorIndex, chunk: Chunk, read: Read) -> Iterator[_Slab]:
+        """Yield a box of a chunk, in pieces of rows that are read and checked one after another."""
+        if math.prod(read.sizes) == 0:
+            return
+        item_bytes = NUMPY_DTYPES[chunk.dtype].itemsize
+        for begin, shape, box, place in _rows(item_bytes, chunk.sizes, read.at, read.sizes):
+            data = self._read(index, chunk, begin, begin + math.prod(shape) * item_bytes)
+            yield _Slab(data, shape, box, place)
+
+    def _read(self, index: TensorIndex, chunk: Chunk, begin: int, end: int) -> Bytes:
+        """Return bytes of a chunk, of which the blocks that they lie in are read and checked."""
+        first, block_bytes = begin // index.block_bytes, index.block_bytes
+        start, stop = first * block_bytes, min(-(-end // block_bytes) * block_bytes, chunk.n_bytes)
+        file = self._file(chunk.file)
+        file.seek(chunk.at + start)
+        data = file.read(stop - start)
+        self.bytes_read += len(data)
+        if len(data) != stop - start:
+            path, found = layout.join(self._directory, chunk.file), f"{len(data)} bytes"
+            raise CorruptCheckpointError(path, f"tensor {chunk.name!r}", found=found, expected=f"{stop - start} bytes")
+        for number, at in enumerate(range(0, len(data), block_bytes), start=first):
+            digest = xxhash.xxh3_64_intdigest(memoryview(data)[at : at + block_bytes])
+            if digest != chunk.xxh3[number]:
+                raise tensor_index.damaged(self._directory, chunk, number * block_bytes, digest, chunk.xxh3[number])
+        return np.frombuffer(data, np.uint8)[begin - start : end - start]
+
+    def _file(self, name: str) -> BinaryIO:
+        if name not in self._open:
+            self._open[name] = self._files.open(layout.join(self._directory, name))
+        return self._open[name]
+
+
+def read_index(files: Files, directory: str, manifest: Manifest, shard: int) -> TensorIndex | None:
+    """Return the index of a shard, None where it wrote no dense tensors."""
+    name = layout.dense_index(shard, len(manifest.shards))
+    entry = manifest.file(name)
+    if entry is None:
+        return None
+    data = read_checked(files, directory, entry, tensor_index.MAX_BYTES)
+    return tensor_index.decode(data, layout.join(directory, name), manifest, shard)
+
+
+def _rows(
+    item_bytes: int, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...], tuple[int | slice, ...]]]:
+    """Cut a box of a row-major array into (first byte, shape, box in it, place in the box) of whole rows."""
+    if not shape:
+        yield 0, (), (), ()
+        return
+    row_bytes = math.prod(shape[1:]) * item_bytes
+    if row_bytes > _SLAB_BYTES and len(shape) > 1:
+        for row in range(sizes[0]):
+            for begin, inner, box, place in _rows(item_bytes, shape[1:], offsets[1:], sizes[1:]):
+                yield (offsets[0] + row) * row_bytes + begin, inner, box, (row, *place)
+        return
+    n_rows = max(1, _SLAB_BYTES // row_bytes)
+    rest = tuple(slice(begin, begin + size) for begin, size in zip(offsets[1:], sizes[1:], strict=True))
+    for row in range(0, sizes[0], n_rows):
+        n = min(n_rows, sizes[0] - row)
+        yield (offsets[0] + row) * row_bytes, (n, *shape[1:]), (slice(0, n), *rest), (slice(row, row + n),)

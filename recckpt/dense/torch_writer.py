@@ -1,29 +1,23 @@
-"""A file as torch.save writes it, written tensor by tensor: values are asked for when their turn comes."""
+"""State to a ``.pt`` file that plain ``torch.load(weights_only=True)`` reads, and where in it each tensor lies."""
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from recckpt.dense.stored_tensor import STORAGES
+from recckpt.dense.placed_tensors import Placed, Record, pickled
+from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.format.dtypes import NUMPY_DTYPES
-from recckpt.storage import Sink
-
-_ROOT = "model"
-_ALIGNMENT = 64  # of the bytes of a tensor, as torch has it, for those who map the file
-_HEADER_BYTES, _ZIP64_BYTES = 30, 20
-_PADDING = b"FB"  # torch's name for padding in a zip
-_STORAGE_OF = {dtype: name.removeprefix("torch.") for name, dtype in STORAGES.items() if "Untyped" not in name}
+from recckpt.format.layout import MODEL as MODEL_FILE
+from recckpt.format.tensor_index import MODEL, Chunk, block_checksums
+from recckpt.storage import HashingSink, Sink
 
 
 @dataclass(frozen=True)
@@ -33,117 +27,86 @@ class Later:
     Attributes:
         dtype: a key of :data:`~recckpt.format.dtypes.NUMPY_DTYPES`.
         shape: sizes of the dimensions.
+        same: equal for tensors of the same bytes, which are written once.
         read: returns the values, contiguous.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    same: Hashable
     read: Callable[[], npt.NDArray[Any]]
 
 
-def write_torch_file(state: Mapping[str, Any], sink: Sink, advance: Callable[[int], object]) -> None:
-    """Write a dict that ``torch.load(weights_only=True)`` reads; of each tensor that comes later one copy is held.
+def write_state(
+    state: Mapping[str, Any], sink: Sink | HashingSink, advance: Callable[[int], object] = lambda n_bytes: None
+) -> list[Chunk]:
+    """Write a dict, and return what the index of dense tensors says of it.
 
     Args:
-        state: name -> tensor, plain value or :class:`Later`.
-        sink: where the file goes.
-        advance: counts bytes.
+        state: name -> tensor, :class:`Later` or plain value; as :func:`recckpt.dense.portable.portable` returns it.
+        sink: where the file goes; of each tensor that comes later one copy is held.
+        advance: counts bytes of tensors.
+
+    Returns:
+        The tensors that have names, in the order of the file.
 
     Raises:
         OSError: the sink failed.
+        ValueError: a dtype that the format does not know; names the tensor.
     """
-    pickled = io.BytesIO()
-    pickler = _Pickler(pickled)
-    pickler.dump(dict(state))
-    with zipfile.ZipFile(cast(Any, _Stream(sink)), "w", zipfile.ZIP_STORED) as archive:
-        _write(archive, sink, "data.pkl", pickled.getvalue())
-        _write(archive, sink, "byteorder", b"little")
-        for key, read in enumerate(pickler.storages):
+    records, checksums = _Records(), []
+
+    def written() -> Iterator[memoryview]:
+        for read in records.reads:
             data = read()
-            _write(archive, sink, f"data/{key}", data.data)
-            advance(data.nbytes)
-        _write(archive, sink, "version", b"3\n")
+            checksums.append(block_checksums(data))
+            yield data
+            advance(len(data))
+
+    places = write_archive(sink, Contents(pickled(dict(state), records.place), written()))
+    named = {name: placed for name, value in state.items() if (placed := records.place(value)) is not None}
+    return [
+        _chunk(name, placed, places[placed.record.number], checksums[placed.record.number])
+        for name, placed in sorted(named.items(), key=lambda item: item[1].record.number)
+    ]
 
 
-class _Pickler(pickle.Pickler):
-    """Puts a reference where a storage would be.
+def _chunk(name: str, placed: Placed, at: int, checksums: tuple[int, ...]) -> Chunk:
+    shape = placed.shape
+    return Chunk(MODEL, name, placed.dtype, shape, (0,) * len(shape), shape, MODEL_FILE, at, checksums)
+
+
+class _Records:
+    """The storages of tensors, each once.
 
     Attributes:
-        storages: gives the bytes of each, in the order of their keys.
+        reads: return the bytes of each.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.storages: list[Callable[[], npt.NDArray[np.uint8]]] = []
-        self._keys: dict[int, str] = {}
+    def __init__(self) -> None:
+        self.reads: list[Callable[[], memoryview]] = []
+        self._known: dict[Hashable, Record] = {}
 
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _Reserved):
-            return "storage", obj.kind, self._key(lambda: _bytes(obj.tensor.read())), "cpu", obj.n_items
-        if isinstance(obj, torch.storage.TypedStorage):
-            typed: Any = obj
-            kind, n_items, untyped = getattr(torch, typed._pickle_storage_type()), typed._size(), typed._untyped_storage
-        elif isinstance(obj, torch.UntypedStorage):
-            kind, n_items, untyped = torch.UntypedStorage, obj.nbytes(), obj
-        else:
+    def place(self, value: Any) -> Placed | None:
+        """Return where a tensor lies, None for what is no tensor."""
+        if isinstance(value, Later):
+            strides = tuple(math.prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
+            n_bytes = math.prod(value.shape) * NUMPY_DTYPES[value.dtype].itemsize
+            record = self._record((value.same, value.dtype), n_bytes, lambda: _bytes(value.read()))
+            return Placed(value.dtype, record, 0, value.shape, strides)
+        if not isinstance(value, Tensor):
             return None
-        if untyped._cdata not in self._keys:
-            self._keys[untyped._cdata] = self._key(
-                lambda: torch.tensor([], dtype=torch.uint8).set_(cast(Any, untyped)).numpy()
-            )
-        return "storage", kind, self._keys[untyped._cdata], "cpu", n_items
+        dtype, storage = str(value.dtype).removeprefix("torch."), value.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        record = self._record((storage._cdata, dtype), storage.nbytes(), lambda: memory.numpy().data)
+        return Placed(dtype, record, int(value.storage_offset()), tuple(value.shape), value.stride())
 
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Later):
-            return NotImplemented
-        strides = tuple(math.prod(obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
-        place: tuple[Any, ...] = (0, obj.shape, strides, False, OrderedDict())
-        if obj.dtype in _STORAGE_OF:
-            kind = getattr(torch, _STORAGE_OF[obj.dtype])
-            return torch._utils._rebuild_tensor_v2, (_Reserved(kind, math.prod(obj.shape), obj), *place)
-        n_bytes = math.prod(obj.shape) * NUMPY_DTYPES[obj.dtype].itemsize
-        reserved = _Reserved(torch.UntypedStorage, n_bytes, obj)
-        return torch._utils._rebuild_tensor_v3, (reserved, *place, getattr(torch, obj.dtype))
-
-    def _key(self, read: Callable[[], npt.NDArray[np.uint8]]) -> str:
-        self.storages.append(read)
-        return str(len(self.storages) - 1)
+    def _record(self, key: Hashable, n_bytes: int, read: Callable[[], memoryview]) -> Record:
+        if key not in self._known:
+            self._known[key] = Record(len(self.reads), n_bytes)
+            self.reads.append(read)
+        return self._known[key]
 
 
-@dataclass(frozen=True)
-class _Reserved:
-    """Stands for the storage of a tensor that comes later."""
-
-    kind: Any
-    n_items: int
-    tensor: Later
-
-
-class _Stream:
-    """The file object that zipfile writes to, which cannot go back; closing it is the sink's own business."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def write(self, data: Any) -> int:
-        return self._sink.write(data)
-
-    def tell(self) -> int:
-        return self._sink.n_bytes
-
-    def flush(self) -> None:
-        """Do nothing: the sink is made durable once, when it closes."""
-
-
-def _bytes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return values.reshape(-1).view(np.uint8)
-
-
-def _write(archive: zipfile.ZipFile, sink: Sink, name: str, data: Any) -> None:
-    """Write an entry whose bytes begin at a multiple of the alignment."""
-    entry = zipfile.ZipInfo(f"{_ROOT}/{name}")
-    begin = sink.n_bytes + _HEADER_BYTES + len(entry.filename) + 4 + _ZIP64_BYTES
-    padding = -begin % _ALIGNMENT
-    entry.extra = _PADDING + padding.to_bytes(2, "little") + bytes(padding)
-    with archive.open(entry, "w", force_zip64=True) as file:
-        file.write(data)
+def _bytes(values: npt.NDArray[Any]) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data

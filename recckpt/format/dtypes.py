@@ -16,3 +16,17 @@ NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {  # those that numpy lacks come as 
     "complex32": np.dtype("<u4"),
 }
 MAX_DIMS = 64
+STORAGES = {  # part of the format: torch's names for them in pickles; the storage of any other dtype is untyped
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "int8": "CharStorage",
+    "int16": "ShortStorage",
+    "int32": "IntStorage",
+    "int64": "LongStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}

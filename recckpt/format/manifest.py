@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,21 @@ class TableEntry:
 
 
 @dataclass(frozen=True)
+class Names:
+    """What a checkpoint has state of, beside its tables.
+
+    Attributes:
+        dense: the model's tensors, and its plain values in ``model.pt``.
+        extra: registered objects.
+        io_state: datasets, on any rank.
+    """
+
+    dense: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    io_state: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that is known of a checkpoint without opening its other files."""
 
@@ -66,7 +81,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     epoch: int = 0
     step: int | None = None
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
     state: Mapping[str, Scalar] = field(default_factory=dict)
     writer: Mapping[str, str] = field(default_factory=dict)
     ephemeral: bool = False
@@ -154,7 +169,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for table in manifest.tables
         ],
         "files": [_file_json(file) for file in manifest.files],
-        "names": {group: list(names) for group, names in manifest.names.items()},
+        "names": {group: list(names) for group, names in asdict(manifest.names).items()},
         "state": dict(manifest.state),
         "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
         "writer": dict(manifest.writer),
@@ -191,7 +206,7 @@ def _from_fields(fields: Fields) -> Manifest:
         shards=tuple(_shard(entry) for entry in fields.objects("shards")),
         tables=tuple(_table(entry) for entry in fields.objects("tables")),
         files=tuple(_file(entry) for entry in fields.objects("files")),
-        names=_names(fields.mapping("names")) if fields.has("names") else {},
+        names=_names(fields.mapping("names")),
         state=fields.scalars("state"),
         writer={name: str(version) for name, version in fields.scalars("writer").items()},
         ephemeral=flags.flag("ephemeral"),
@@ -201,8 +216,13 @@ def _from_fields(fields: Fields) -> Manifest:
     return manifest
 
 
-def _names(fields: Fields) -> dict[str, tuple[str, ...]]:
-    return {group: tuple(fields.texts(group)) for group in ("extra", "io_state") if fields.has(group)}
+def _names(fields: Fields) -> Names:
+    names = {group: tuple(fields.texts(group)) for group in ("dense", "extra", "io_state")}
+    for group, listed in names.items():
+        twice = first_repeat(listed)
+        if twice is not None:
+            raise fields.wrong(group, f"{twice!r} twice", "different names")
+    return Names(**names)
 
 
 def _shard(fields: Fields) -> ShardEntry:

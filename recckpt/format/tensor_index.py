@@ -1,4 +1,4 @@
-"""The index of one shard's part of sharded tensors: which chunks lie where (docs/format.md, section 6; no torch)."""
+"""The index of what one shard wrote of dense tensors: which chunks lie where (docs/format.md, section 6; no torch)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
@@ -20,7 +22,6 @@ MAX_BYTES = 1 << 30  # part of the format
 ALIGNMENT = 64  # part of the format: where chunks begin
 BLOCK_BYTES = 1 << 20  # what has a checksum of its own; the smaller, the less is read for nothing
 MODEL, EXTRA = "model", "extra"  # part of the format: whose tensor it is
-_NAME_CHARS = 16_384
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Chunk:
         shape: of the whole tensor.
         offsets: where the box begins in each dimension.
         sizes: of the box.
+        file: where its bytes are: ``model.pt``, or the shard's own file of chunks.
         at: first byte in the file.
         xxh3: checksums of its blocks.
     """
@@ -44,6 +46,7 @@ class Chunk:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    file: str
     at: int
     xxh3: tuple[int, ...]
 
@@ -54,28 +57,30 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class ChunkIndex:
-    """What one shard wrote of sharded tensors.
+class TensorIndex:
+    """What one shard wrote of dense tensors.
 
     Attributes:
         save_id: of the attempt.
         shard, shards: which shard, of how many.
-        file: the chunks' bytes.
-        n_bytes: size of that file.
         block_bytes: size of the blocks of a chunk, but the last.
-        chunks: in the order of the file.
+        chunks: those of a file in the order of the file.
     """
 
     save_id: str
     shard: int
     shards: int
-    file: str
-    n_bytes: int
     block_bytes: int
     chunks: tuple[Chunk, ...]
 
 
-def encode(index: ChunkIndex) -> bytes:
+def block_checksums(data: memoryview) -> tuple[int, ...]:
+    """Return the checksums of the blocks of a chunk, as writers cut it."""
+    blocks = (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
+    return tuple(xxhash.xxh3_64_intdigest(block) for block in blocks)
+
+
+def encode(index: TensorIndex) -> bytes:
     """Return the bytes of an index file."""
     head = {
         "format": FORMAT,
@@ -83,15 +88,13 @@ def encode(index: ChunkIndex) -> bytes:
         "save_id": index.save_id,
         "shard": index.shard,
         "shards": index.shards,
-        "file": index.file,
-        "bytes": index.n_bytes,
         "block_bytes": index.block_bytes,
     }
     chunks = ",\n".join(json.dumps(_chunk_json(chunk)) for chunk in index.chunks)
     return f'{json.dumps(head)[:-1]}, "chunks": [\n{chunks}\n]}}\n'.encode()
 
 
-def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> ChunkIndex:
+def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorIndex:
     """Return the index in ``data``, checked against its manifest.
 
     Raises:
@@ -107,18 +110,37 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> ChunkIndex
     found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
     if found != expected:
         raise fields.wrong("save_id, shard, shards", str(found), str(expected))
-    file, n_bytes = layout.checked_name(fields.text("file"), path), fields.count("bytes")
-    listed = manifest.file(file)
-    if file != layout.dense_data(shard, found[2]) or listed is None or listed.n_bytes != n_bytes:
-        expected_file = f"{layout.dense_data(shard, found[2])}, which the manifest lists with this size"
-        raise fields.wrong("file", f"{file} of {n_bytes} bytes", expected_file)
-    block_bytes, chunks, end = fields.count("block_bytes", low=1), [], 0
+    block_bytes, chunks = fields.count("block_bytes", low=1), _Chunks(manifest, shard)
     if block_bytes % ALIGNMENT:
         raise fields.wrong("block_bytes", str(block_bytes), f"a multiple of {ALIGNMENT}")
     for entry in fields.objects("chunks"):
-        chunks.append(_chunk(entry, block_bytes, end, n_bytes))
-        end = chunks[-1].at + chunks[-1].n_bytes
-    return ChunkIndex(*found, file, n_bytes, block_bytes, tuple(chunks))
+        chunks.add(entry, _chunk(entry, block_bytes))
+    return TensorIndex(*found, block_bytes, tuple(chunks.checked))
+
+
+class _Chunks:
+    """Checks that chunks lie in the files of their shard, one behind the other or in the very same bytes."""
+
+    def __init__(self, manifest: Manifest, shard: int) -> None:
+        self._manifest, self._own = manifest, layout.dense_data(shard, len(manifest.shards))
+        self._files = (layout.MODEL, self._own) if shard == 0 else (self._own,)
+        self._last: dict[str, Chunk] = {}
+        self.checked: list[Chunk] = []
+
+    def add(self, fields: Fields, chunk: Chunk) -> None:
+        listed = self._manifest.file(chunk.file) if chunk.file in self._files else None
+        if listed is None:
+            raise fields.wrong("file", repr(chunk.file), f"{' or '.join(self._files)}, which the manifest lists")
+        last = self._last.get(chunk.file)
+        self._last[chunk.file] = chunk
+        self.checked.append(chunk)
+        if last and (chunk.at, chunk.n_bytes, chunk.xxh3) == (last.at, last.n_bytes, last.xxh3):
+            return  # tied tensors
+        low = last.at + last.n_bytes if last else 0
+        if chunk.at % ALIGNMENT or not low <= chunk.at <= chunk.at + chunk.n_bytes <= listed.n_bytes:
+            found = f"{chunk.n_bytes} bytes at {chunk.at}"
+            expected = f"a multiple of {ALIGNMENT}, from byte {low} to {listed.n_bytes} of {chunk.file}"
+            raise fields.wrong("at", found, expected)
 
 
 def _chunk_json(chunk: Chunk) -> Mapping[str, Any]:
@@ -129,18 +151,16 @@ def _chunk_json(chunk: Chunk) -> Mapping[str, Any]:
         "shape": list(chunk.shape),
         "offsets": list(chunk.offsets),
         "sizes": list(chunk.sizes),
+        "file": chunk.file,
         "at": chunk.at,
         "xxh3": [f"{checksum:016x}" for checksum in chunk.xxh3],
     }
 
 
-def _chunk(fields: Fields, block_bytes: int, low: int, high: int) -> Chunk:
-    """Return a chunk that lies in bytes ``low`` to ``high`` of its file."""
+def _chunk(fields: Fields, block_bytes: int) -> Chunk:
     of, name, dtype = fields.text("of"), fields.text("name"), fields.text("dtype")
     if of not in (MODEL, EXTRA):
         raise fields.wrong("of", repr(of), f"{MODEL!r} or {EXTRA!r}")
-    if len(name) > _NAME_CHARS:
-        raise fields.wrong("name", f"{len(name)} characters", f"at most {_NAME_CHARS}")
     if dtype not in NUMPY_DTYPES:
         raise fields.wrong("dtype", repr(dtype), f"one of {', '.join(NUMPY_DTYPES)}")
     shape, offsets, sizes = fields.counts("shape"), fields.counts("offsets"), fields.counts("sizes")
@@ -150,16 +170,14 @@ def _chunk(fields: Fields, block_bytes: int, low: int, high: int) -> Chunk:
         raise fields.wrong("sizes", f"{len(sizes)} sizes, {len(offsets)} offsets", f"{len(shape)}, as in the shape")
     if any(begin + size > whole for begin, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise fields.wrong("sizes", f"{sizes} from {offsets} on", f"a box inside {shape}")
-    chunk = Chunk(of, name, dtype, shape, offsets, sizes, fields.count("at"), fields.checksum_list("xxh3"))
-    if chunk.at % ALIGNMENT or not low <= chunk.at <= chunk.at + chunk.n_bytes <= high:
-        found = f"{chunk.n_bytes} bytes at {chunk.at}"
-        raise fields.wrong("at", found, f"a multiple of {ALIGNMENT}, from byte {low} to {high} of the file")
+    file, at = fields.text("file"), fields.count("at")
+    chunk = Chunk(of, name, dtype, shape, offsets, sizes, file, at, fields.checksum_list("xxh3"))
     if len(chunk.xxh3) != -(-chunk.n_bytes // block_bytes):
         raise fields.wrong("xxh3", f"{len(chunk.xxh3)} checksums", f"one for each {block_bytes} bytes")
     return chunk
 
 
-def corrupt(directory: str, index: ChunkIndex, where: str, found: object, expected: object) -> CorruptCheckpointError:
-    """Return the error for the bytes of a chunk."""
-    path = layout.join(directory, index.file)
-    return CorruptCheckpointError(path, where, found=found, expected=expected)
+def damaged(directory: str, chunk: Chunk, begin: int, found: int, expected: int) -> CorruptCheckpointError:
+    """Return the error for the checksum of a block, which begins at a byte of a chunk."""
+    path, where = layout.join(directory, chunk.file), f"tensor {chunk.name!r}, bytes {chunk.at + begin} on"
+    return CorruptCheckpointError(path, where, found=f"{found:016x}", expected=f"{expected:016x}")

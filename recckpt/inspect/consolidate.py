@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from recckpt.dense.stored_shards import ShardReader, check_apart
+from recckpt.dense.tensors import DenseTensors
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.tensor_index import MODEL
 from recckpt.output_dir.listing import Checkpoint, locate_path
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
@@ -36,7 +36,7 @@ class Consolidated:
 def consolidate(path: str, out: str) -> Consolidated:
     """Write the dense state of a model as one ``model.pt``, whatever ranks and meshes it was saved on.
 
-    All that is read is checked. Sharded tensors pass through memory one at a time, the others all at once.
+    All that is read is checked. Tensors pass through memory one at a time.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
@@ -54,22 +54,39 @@ def consolidate(path: str, out: str) -> Consolidated:
 
 
 def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
-    from recckpt.dense.loader import load_state  # torch, which no other command needs
-    from recckpt.dense.torch_writer import Later, write_torch_file
+    from recckpt.dense.torch_writer import Later, write_state  # torch, which no other command needs
 
     directory, manifest = checkpoint.directory, checkpoint.manifest
     sizes = {file.name: file.n_bytes for file in manifest.files if layout.has_tensors(file.name)}
     files = HeldFiles(storage, directory, sizes)
-    shards, entry = ShardReader(files, directory, manifest), manifest.file(layout.MODEL)
-    state: dict[str, Any] = load_state(files, directory, entry) if entry else {}
-    sharded = {tensor.name: tensor for tensor in shards.tensors.values() if tensor.of == MODEL}
-    check_apart(state, sharded, layout.join(directory, layout.MODEL))
-    state |= {name: Later(t.dtype, t.shape, partial(shards.read, t)) for name, t in sharded.items()}
-    total = sum(tensor.nbytes for tensor in sharded.values()) + (entry.n_bytes if entry else 0)
+    tensors = DenseTensors(files, directory, manifest)
+    plain = _plain_values(files, checkpoint, tensors)
+    state = {
+        name: Later(tensor.dtype, tensor.shape, tensor.place, partial(tensors.read, tensor)) if tensor else plain[name]
+        for name in manifest.names.dense
+        for tensor in [tensors.model.get(name)]
+    }
+    total = sum(tensor.nbytes for tensor in tensors.model.values())
     target, name = open_parent(out)
     try:
         with target.create(name) as sink, Progress(f"consolidating {manifest.ckpt_id}", total) as progress:
-            write_torch_file(state, sink, progress.advance)
+            write_state(state, sink, progress.advance)
+    except RecursionError as error:
+        path = layout.join(directory, layout.MODEL)
+        raise CorruptCheckpointError(path, "", found="values nested too deep", expected="fewer levels") from error
     finally:
-        shards.close()
-    return Consolidated(manifest.ckpt_id, tuple(state), tuple(sharded), sink.n_bytes)
+        tensors.close()
+    sharded = tuple(name for name, tensor in tensors.model.items() if tensor.is_sharded)
+    return Consolidated(manifest.ckpt_id, tuple(state), sharded, sink.n_bytes)
+
+
+def _plain_values(files: HeldFiles, checkpoint: Checkpoint, tensors: DenseTensors) -> dict[str, Any]:
+    """Return what ``model.pt`` holds where there is more in it than tensors."""
+    from recckpt.dense.loader import check_indexed, load_state
+
+    names, entry = checkpoint.manifest.names.dense, checkpoint.manifest.file(layout.MODEL)
+    if tensors.model.keys() == set(names):
+        return {}
+    state = load_state(files, checkpoint.directory, entry) if entry else {}
+    check_indexed(state, tensors.model, names, layout.join(checkpoint.directory, layout.MODEL))
+    return state

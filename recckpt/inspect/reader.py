@@ -146,24 +146,25 @@ class CheckpointReader:
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
-        return self._dense().names()
+        return list(self._dense().model)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a dense tensor."""
-        return self._dense().shape(name)
+        return self._dense().named(name).shape
 
     def tensor_dtype(self, name: str) -> str:
         """Return the dtype of a dense tensor, such as ``float32``."""
-        return self._dense().dtype(name)
+        return self._dense().named(name).dtype
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
 
         Raises:
             KeyError: no such tensor.
-            CorruptCheckpointError: the file is damaged.
+            CorruptCheckpointError: its bytes are not those that were saved.
         """
-        return self._dense().read(name)
+        dense = self._dense()
+        return dense.read(dense.named(name))
 
     def _entry(self, name: str) -> TableEntry:
         entry = self.manifest.table(name)

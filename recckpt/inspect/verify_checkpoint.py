@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
-import xxhash
-
-from recckpt.dense.chunk_verifier import check_chunks
-from recckpt.dense.stored_shards import read_index, tensors_of
-from recckpt.dense.torch_file import TorchFile
+from recckpt.dense.file_check import check_file
+from recckpt.dense.loadable import check_loadable
+from recckpt.dense.tensors import read_index
+from recckpt.dense.tiling import tensors_of
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import FileEntry, Manifest, TableEntry
-from recckpt.format.tensor_index import ChunkIndex
+from recckpt.format.tensor_index import TensorIndex
 from recckpt.output_dir.attempt import read_intent
 from recckpt.output_dir.checked import read_checked
 from recckpt.output_dir.listing import file_problems, read_manifest
@@ -27,8 +26,6 @@ from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.storage import Storage, missing
 
 log = logging.getLogger("recckpt")
-
-_CHUNK_BYTES = 8 << 20
 
 Errors = Iterator[CorruptCheckpointError]
 Job = Callable[[], Iterable[CorruptCheckpointError]]
@@ -51,7 +48,7 @@ class Checkup:
         self.manifest: Manifest | None = None
         self.errors: list[CorruptCheckpointError] = []
         self._shards: dict[int, Catalog] = {}
-        self._indexes: dict[int, ChunkIndex] = {}
+        self._indexes: dict[int, TensorIndex] = {}
         path = self._path(layout.MANIFEST)
         try:
             self.manifest = read_manifest(storage, directory)
@@ -71,19 +68,19 @@ class Checkup:
         assert self.manifest is not None
         self._log_unlisted(self.manifest)
         numbers = {shard.catalog: number for number, shard in enumerate(self.manifest.shards)}
-        chunk_paths = set().union(*map(self._chunk_paths, self._with_chunks))
+        indexed = {name for number in self._with_index for name in self._files_of_index(number)}
         for file in self.manifest.files:
             path = self._path(file.name)
-            elsewhere = file.name in numbers or layout.is_part(file.name) or path in chunk_paths
+            elsewhere = file.name in numbers or layout.is_part(file.name) or file.name in indexed
             if path not in self._broken and not elsewhere:
                 yield partial(_read, path, partial(self._check_file, file, advance))
         for name, number in numbers.items():
             if self._path(name) not in self._broken:
                 yield partial(_read, self._path(name), partial(self._read_catalog, number, advance))
-        for number in self._with_chunks:
-            if self._chunk_paths(number).isdisjoint(self._broken):
-                path = self._path(layout.dense_index(number, len(self.manifest.shards)))
-                yield partial(_read, path, partial(self._check_chunks, number, advance))
+        for number in self._with_index:
+            path = self._path(self._files_of_index(number)[0])
+            if path not in self._broken:
+                yield partial(_read, path, partial(self._check_indexed, number, advance))
 
     def check_parts(self, advance: Advance) -> Iterator[Job]:
         """Check the parts that the catalogs name."""
@@ -101,7 +98,7 @@ class Checkup:
         assert self.manifest is not None
         for shard in self._catalogs():
             self.errors += between_parts(self._parts[p.file] for p in shard.parts if p.file in self._parts)
-        if len(self._indexes) == len(self._with_chunks):
+        if len(self._indexes) == len(self._with_index):
             yield partial(_read, self._path(layout.DENSE_DIR), self._check_tensors)
         for table in self.manifest.tables:
             yield partial(self._check_table, table)
@@ -125,42 +122,43 @@ class Checkup:
                 if name not in (layout.MANIFEST, layout.INTENT) and manifest.file(name) is None:
                     log.debug("%s is not listed in the manifest, and ignored", self._path(name))
 
-    def _check_file(self, file: FileEntry, advance: Advance) -> Errors:
-        path, digest = self._path(file.name), xxhash.xxh3_64()
-        with self._storage.open(path) as content:
-            while chunk := content.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                advance(len(chunk))
-            found = digest.intdigest()
-            if found != file.xxh3:
-                yield CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{file.xxh3:016x}")
-            elif file.name == layout.MODEL:
-                TorchFile(content, path)
+    def _check_file(self, file: FileEntry, advance: Advance, index: TensorIndex | None = None) -> Errors:
+        found = list(check_file(self._storage, self.directory, file, index=index, advance=advance))
+        yield from found
+        if not found and file.name.endswith(".pt"):
+            with self._storage.open(self._path(file.name)) as content:
+                check_loadable(content, self._path(file.name))
 
     @property
-    def _with_chunks(self) -> list[int]:
-        """The shards that wrote something of sharded tensors."""
+    def _with_index(self) -> list[int]:
+        """The shards that wrote dense tensors."""
         assert self.manifest is not None
         shards = len(self.manifest.shards)
         return [n for n in range(shards) if self.manifest.file(layout.dense_index(n, shards))]
 
-    def _chunk_paths(self, number: int) -> set[str]:
+    def _files_of_index(self, number: int) -> list[str]:
+        """Return the index of a shard and the files in which it lists tensors."""
         assert self.manifest is not None
         shards = len(self.manifest.shards)
-        return {self._path(layout.dense_index(number, shards)), self._path(layout.dense_data(number, shards))}
+        names = [layout.dense_index(number, shards), layout.dense_data(number, shards)]
+        return [name for name in (*names, *([] if number else [layout.MODEL])) if self.manifest.file(name)]
 
-    def _check_chunks(self, number: int, advance: Advance) -> Errors:
+    def _check_indexed(self, number: int, advance: Advance) -> Errors:
+        """Check an index, and the files in which it lists tensors: where it is damaged, by their checksums alone."""
         assert self.manifest is not None
+        index = None
         try:
             index = read_index(self._storage, self.directory, self.manifest, number)
+            assert index is not None  # the manifest lists it
+            self._indexes[number] = index
         except FormatVersionError as error:
             yield newer(error)
-            return
-        assert index is not None  # the manifest lists it
-        data = self.manifest.file(index.file)
-        assert data is not None  # the index was checked for that
-        self._indexes[number] = index
-        yield from check_chunks(self._storage, self.directory, index, data.xxh3, advance)
+        except CorruptCheckpointError as error:
+            yield error
+        for name in self._files_of_index(number)[1:]:
+            file = self.manifest.file(name)
+            if file is not None and self._path(name) not in self._broken:
+                yield from _read(self._path(name), partial(self._check_file, file, advance, index))
 
     def _read_catalog(self, number: int, advance: Advance) -> Errors:
         assert self.manifest is not None

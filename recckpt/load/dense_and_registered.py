@@ -12,7 +12,7 @@ import torch
 from recckpt.dense.registered import check_rng
 from recckpt.dense.sharded import is_sharded, may_be_sharded
 from recckpt.dense.sharded_loader import as_live, fitted, has_stand_ins
-from recckpt.dense.stored_shards import StoredShards
+from recckpt.dense.tiling import StoredTensor
 from recckpt.format import layout
 from recckpt.load.live_state import Target
 from recckpt.load.optimizer_scalars import merged_optimizer_state
@@ -82,8 +82,8 @@ def _dense_state(
         found = source.dense(live) if wanted else {}
         for item in wanted:
             value, there = found[item.source], live[item.name.text]
-            if isinstance(value, StoredShards) or (isinstance(value, torch.Tensor) and is_sharded(there)):
-                state[item.name.text] = as_live(value, there, source.shards_of_tensors)
+            if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and is_sharded(there)):
+                state[item.name.text] = as_live(value, there, source.tensors)
             else:
                 state[item.name.text] = _converted(value, there) if item.conversion else value
     return state
@@ -114,7 +114,7 @@ def _fitted(target: Target, item: Planned, source: Source) -> Any:
     try:
         if not (may_be_sharded() or has_stand_ins(saved)):
             return saved
-        return fitted(*target.extra.beside(name, saved), source.shards_of_tensors)
+        return fitted(*target.extra.beside(name, saved), source.tensors)
     except RecursionError:  # nested without end: the object may refuse it
         return saved
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from recckpt.dense.stored_shards import ShardReader, check_apart
-from recckpt.dense.torch_file import TorchFile
+from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import LoadConfError
-from recckpt.format import layout
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.format.tensor_index import MODEL
 from recckpt.load.resolve import PLAIN, Inventory, Thing
 from recckpt.load.selection import GLOBAL_STEP, GROUPS, ID, Name, slot_name
 from recckpt.output_dir.listing import Checkpoint
@@ -22,7 +19,7 @@ _WRAPPED = "module."
 
 
 def checkpoint_inventory(
-    checkpoint: Checkpoint, storage: Files, model_dense: Iterable[str], shards: ShardReader | None = None
+    checkpoint: Checkpoint, storage: Files, model_dense: Iterable[str], tensors: DenseTensors | None = None
 ) -> Inventory:
     """Return the names that a checkpoint has.
 
@@ -30,10 +27,10 @@ def checkpoint_inventory(
         checkpoint: which.
         storage: where it lies.
         model_dense: names of the model's tensors, for :func:`dense_prefix`.
-        shards: its sharded tensors; None where they are to be looked up.
+        tensors: its tensors; None where they are to be looked up.
 
     Raises:
-        CorruptCheckpointError: ``model.pt`` is damaged, or what tells of the sharded tensors.
+        CorruptCheckpointError: an index of the tensors is damaged.
     """
     manifest = checkpoint.manifest
     things: dict[Name, Thing] = {}
@@ -41,30 +38,22 @@ def checkpoint_inventory(
         for slot in (SlotSpec(ID, "int64", ()), *table.slots):
             thing = Thing(slot.dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
             things[slot_name(table.name, slot.name)] = thing
-    shards = shards or ShardReader(storage, checkpoint.directory, manifest)
-    dense, sharded = _names_in(checkpoint, storage, layout.MODEL), _sharded_names(shards)
-    check_apart(dense, sharded, layout.join(checkpoint.directory, layout.MODEL))
-    dense |= sharded
+    found = (tensors or DenseTensors(storage, checkpoint.directory, manifest)).model
+    dense = dict.fromkeys(manifest.names.dense, Thing(PLAIN))
+    dense |= {name: Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes) for name, tensor in found.items()}
     strip, add = dense_prefix(dense, model_dense)
     things |= {Name("dense", add + name.removeprefix(strip)): thing for name, thing in dense.items()}
-    things |= dict.fromkeys(registered_names(checkpoint, storage), Thing(PLAIN))
+    things |= dict.fromkeys(registered_names(checkpoint), Thing(PLAIN))
     if manifest.step is not None:
         things[Name(GLOBAL_STEP, GLOBAL_STEP)] = Thing(PLAIN)
     return things
 
 
-def registered_names(checkpoint: Checkpoint, storage: Files) -> list[Name]:
-    """Return the names of registered objects, and of the sparse optimizer's scalars, whose state a checkpoint has.
-
-    Raises:
-        CorruptCheckpointError: the manifest does not tell, and the file that does is damaged.
-    """
-    found = []
-    for group, file in (("extra", layout.EXTRA), ("io_state", layout.io_state(0))):
-        names = checkpoint.manifest.names.get(group)
-        for name in _names_in(checkpoint, storage, file) if names is None else names:
-            found.append(Name("sparse_opt" if (group, name) == ("extra", SPARSE_OPTIM) else group, name))
-    return found
+def registered_names(checkpoint: Checkpoint) -> list[Name]:
+    """Return the names of registered objects, and of the sparse optimizer's scalars, whose state a checkpoint has."""
+    names = checkpoint.manifest.names
+    extra = [Name("sparse_opt" if name == SPARSE_OPTIM else "extra", name) for name in names.extra]
+    return [*extra, *(Name("io_state", name) for name in names.io_state)]
 
 
 def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
@@ -121,18 +110,3 @@ def _unescaped(text: str) -> str:
         return str(json.loads(text))
     except ValueError as error:
         raise LoadConfError([f"model names: {text} is no JSON string: {error}"]) from error
-
-
-def _sharded_names(shards: ShardReader) -> dict[str, Thing]:
-    return {t.name: Thing(t.dtype, t.shape, 0, t.nbytes) for t in shards.tensors.values() if t.of == MODEL}
-
-
-def _names_in(checkpoint: Checkpoint, storage: Files, name: str) -> dict[str, Thing]:
-    """Return what a ``.pt`` file holds; nothing where the checkpoint has no such file."""
-    if checkpoint.manifest.file(name) is None:
-        return {}
-    path = layout.join(checkpoint.directory, name)
-    with storage.open(path) as content:
-        file = TorchFile(content, path)
-        things = {n: Thing(file.dtype(n), file.shape(n), 0, file.nbytes(n)) for n in file.names()}
-        return things | dict.fromkeys(file.values(), Thing(PLAIN))

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recckpt.dense.stored_shards import ShardReader
+from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Part
-from recckpt.format.tensor_index import MODEL
 from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.inventory import checkpoint_inventory, dense_prefix, registered_names
 from recckpt.load.problems import Problems
@@ -49,7 +48,7 @@ class Source:
     checkpoint: Checkpoint
     bytes_read: int = 0
     _held: HeldFiles | None = None
-    _shards: ShardReader | None = None
+    _tensors: DenseTensors | None = None
     _states: dict[str, dict[str, Any]] = field(default_factory=dict)
     _inventories: dict[tuple[str, ...], Inventory] = field(default_factory=dict)
     _parts: list[Part] | None = None
@@ -98,33 +97,33 @@ class Source:
 
     def release(self) -> None:
         """Close the files, and forget what was read of them; what it offers is kept."""
-        if self._shards is not None:
-            self.bytes_read += self._shards.bytes_read
-            self._shards.close()
-        self._held, self._shards, self._parts, self._states = None, None, None, {}
+        if self._tensors is not None:
+            self.bytes_read += self._tensors.bytes_read
+            self._tensors.close()
+        self._held, self._tensors, self._parts, self._states = None, None, None, {}
 
     @property
-    def shards_of_tensors(self) -> ShardReader:
-        """Its sharded tensors.
+    def tensors(self) -> DenseTensors:
+        """Its dense tensors.
 
         Raises:
-            CorruptCheckpointError: what tells of them is damaged.
+            CorruptCheckpointError: an index of them is damaged.
         """
-        if self._shards is None:
-            self._shards = ShardReader(self.files, self.checkpoint.directory, self.checkpoint.manifest)
-        return self._shards
+        if self._tensors is None:
+            self._tensors = DenseTensors(self.files, self.checkpoint.directory, self.checkpoint.manifest)
+        return self._tensors
 
     def offer(self, model: Inventory) -> Offer:
         """Return what it has of the names of a model."""
         dense = tuple(name.text for name in model if name.group == "dense")
         if dense not in self._inventories:
-            self._inventories[dense] = checkpoint_inventory(self.checkpoint, self.files, dense, self.shards_of_tensors)
+            self._inventories[dense] = checkpoint_inventory(self.checkpoint, self.files, dense, self.tensors)
         return Offer(self.entry, self.label, self._inventories[dense])
 
     @property
     def registered(self) -> list[Name]:
         """The names of objects whose state it has."""
-        return registered_names(self.checkpoint, self.files)
+        return registered_names(self.checkpoint)
 
     @property
     def parts(self) -> list[Part]:
@@ -159,8 +158,12 @@ class Source:
 
     def dense(self, live: Mapping[str, Any]) -> dict[str, Any]:
         """Return the dense state under the model's names; of sharded tensors, where their values lie."""
-        sharded = {t.name: t for t in self.shards_of_tensors.tensors.values() if t.of == MODEL}
-        found = {**self.state(layout.MODEL), **sharded}
+        from recckpt.dense.loader import check_indexed  # torch, which a plan does without
+
+        found = dict(self.state(layout.MODEL))
+        path, names = layout.join(self.checkpoint.directory, layout.MODEL), self.checkpoint.manifest.names.dense
+        check_indexed(found, self.tensors.model, names, path)
+        found |= {name: tensor for name, tensor in self.tensors.model.items() if tensor.is_sharded}
         strip, add = dense_prefix(found, live)
         return {add + name.removeprefix(strip): value for name, value in found.items()}
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recckpt.dense.chunk_saver import save_chunks
-from recckpt.dense.saver import save_state
+from recckpt.dense.saver import save_state, save_tensors
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
@@ -75,10 +74,10 @@ class ShardWriter:
         files: list[FileEntry] = []
         states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
         if self._rank == 0:
-            states |= {layout.MODEL: staged.dense, layout.EXTRA: staged.extra}
+            states[layout.EXTRA] = staged.extra
         pieces: list[Callable[[], None]] = [
             lambda: files.extend(self._write_states(outbox, states)),
-            lambda: files.extend(self._write_sharded(outbox, staged)),
+            lambda: files.extend(self._write_tensors(outbox, staged)),
             lambda: catalogs_written.append(self._write_tables(outbox, staged, progress)),
         ]
         run_all(lambda piece: piece(), pieces, self._concurrency)
@@ -94,9 +93,16 @@ class ShardWriter:
     def _write_states(self, to: NewFiles, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
         return [save_state(state, to, self._intent.directory, name) for name, state in states.items()]
 
-    def _write_sharded(self, to: NewFiles, staged: Staged) -> list[FileEntry]:
-        own, directory, save_id = staged.sharded.chunks, self._intent.directory, self._intent.save_id
-        return save_chunks(own, to, directory, save_id=save_id, shard=self._rank, shards=self._ranks)
+    def _write_tensors(self, to: NewFiles, staged: Staged) -> list[FileEntry]:
+        return save_tensors(
+            staged.dense if self._rank == 0 else None,
+            staged.sharded.chunks,
+            to,
+            self._intent.directory,
+            save_id=self._intent.save_id,
+            shard=self._rank,
+            shards=self._ranks,
+        )
 
     def _write_tables(self, to: NewFiles, staged: Staged, progress: Progress) -> Catalog:
         return self._sparse_saver.save(

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
-from recckpt.dense.sharded_state import check_shares, is_whole
+from recckpt.dense.sharded_state import check_shares, is_whole, model_names
 from recckpt.errors import (
     CommitNotDurableError,
     RankLostError,
@@ -20,7 +20,7 @@ from recckpt.errors import (
     WriterFencedError,
 )
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest, TableEntry
+from recckpt.format.manifest import Manifest, Names, TableEntry
 from recckpt.output_dir import rotation
 from recckpt.output_dir.attempt import Intent
 from recckpt.output_dir.commit import begin, commit, write_index
@@ -80,8 +80,7 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
         )
         try:
             outcome.is_open = group.rank != 0
-            records, positions = _write(staged, info, to, intent)
-            names = {"extra": tuple(staged.extra), "io_state": positions}
+            records, names = _write(staged, info, to, intent)
 
             def commit_all() -> Manifest:
                 record = commit(
@@ -142,15 +141,14 @@ def lost_ranks_named(info: SaveInfo, outcome: Outcome | None = None) -> Iterator
         raise SaveFailedError(info.ckpt_id, lost.rank, cause, step=info.step, outcome=str(outcome)) from lost
 
 
-def _write(
-    staged: Staged, info: SaveInfo, to: Destination, intent: Intent
-) -> tuple[list[ShardRecord], tuple[str, ...]]:
-    """Write the files of all ranks; return what each wrote, and the names of which any has a position in the data."""
+def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> tuple[list[ShardRecord], Names]:
+    """Write the files of all ranks; return what each wrote, and on rank 0 the names of what all of them have."""
     group = to.group
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
         writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
         parts = _on_all_ranks(group, info, lambda: (staged.sharded.summary, tuple(staged.io_state)))
+        shares = [staged.sharded.shares]
         if not is_whole([summary for summary, _ in parts]):
             shares = _on_all_ranks(group, info, lambda: staged.sharded.shares)
             _on_rank_0(group, info, lambda: check_shares(shares))
@@ -160,7 +158,8 @@ def _write(
         info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])
     info.n_rows = sum(table.rows for record in records for table in record.tables)
     info.kept_rows = sum(record.n_kept for record in records)
-    return records, tuple(dict.fromkeys(name for _, names in parts for name in names))
+    positions = dict.fromkeys(name for _, names in parts for name in names)
+    return records, Names((*staged.dense, *model_names(shares)), tuple(staged.extra), tuple(positions))
 
 
 def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group) -> Staged:

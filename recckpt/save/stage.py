@@ -15,6 +15,7 @@ from recckpt.dense.portable import portable
 from recckpt.dense.registered import Registry, dump_rng
 from recckpt.dense.sharded import is_sharded, local_bytes
 from recckpt.dense.sharded_state import ShardedState, ShardedTensors
+from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
 from recckpt.save.training_state import as_scalars
@@ -123,6 +124,9 @@ def _common(
     extras = extra.dump(sharded.from_extra(copy))
     if sparse_optim is not None:
         extras[SPARSE_OPTIM] = portable("the sparse optimizer", copy(("sparse optimizer",), sparse_optim.state_dict()))
+    for name, value in dense.items():
+        if isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") not in NUMPY_DTYPES:
+            raise ValueError(f"{name}: a tensor of {value.dtype} cannot be saved; cast it")
     return {name: portable(name, copy(("dense", name), value)) for name, value in dense.items()}, extras
 
 

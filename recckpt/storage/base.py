@@ -81,6 +81,11 @@ class HashingSink:
         self._sink, self._hash = sink, xxhash.xxh3_64()
 
     @property
+    def n_bytes(self) -> int:
+        """Bytes so far."""
+        return self._sink.n_bytes
+
+    @property
     def xxh3(self) -> int:
         """Checksum of the bytes so far."""
         return self._hash.intdigest()

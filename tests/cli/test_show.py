@@ -117,10 +117,10 @@ def test_names_that_would_break_the_table_are_escaped(recckpt, tmp_path):
 
 def test_damaged_dense_tensors_are_a_problem_and_the_rest_is_shown(recckpt, tmp_path):
     Run(tmp_path).train(10)
-    Forge(tmp_path / "ckpt_10").write("model.pt", b"no torch file")
+    Forge(tmp_path / "ckpt_10").write("dense/00000-of-00001.json", b"no index")
     answer = recckpt("show", tmp_path)
     assert answer.code == 1
-    assert "ckpt_10/model.pt" in answer.err
+    assert "ckpt_10/dense/00000-of-00001.json" in answer.err
     assert answer.err.count("\n") == 1
     assert ["checkpoint", "ckpt_10"] in answer.lines
 

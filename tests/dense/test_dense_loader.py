@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from chunked import chunk_of, save_chunked
 
-from recckpt.dense.loader import check_fits, load_state
+from recckpt.dense.loader import check_indexed, load_state
 from recckpt.dense.saver import save_state
-from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.dense.tensors import DenseTensors
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format.manifest import FileEntry
+from recckpt.output_dir.listing import locate
 from recckpt.storage import Storage, open_storage
 
 
@@ -131,29 +134,27 @@ def test_a_state_that_is_no_dict_is_corrupt(local, tmp_path, state):
         load_state(local, "d", put(local, (tmp_path / "x.pt").read_bytes()))
 
 
-def test_what_does_not_fit_is_named_all_at_once():
-    live = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "d": 5, "e": torch.ones(1)}
-    found = {
-        "a": torch.ones(3),
-        "b": torch.ones(2).double(),
-        "c": torch.zeros(2),
-        "d": torch.ones(1),
-        "x": torch.ones(1),
-    }
-    with pytest.raises(StateMismatchError) as caught:
-        check_fits(found, live, strict=True)
-    error = caught.value
-    assert (error.missing, error.unexpected) == (["e"], ["x"])
-    assert error.mismatched == {
-        "a": ("float32 (3,)", "float32 (2,)"),
-        "b": ("float64 (2,)", "float32 (2,)"),
-        "d": ("float32 (1,)", "plain data"),
-    }
-    with pytest.raises(StateMismatchError) as caught:
-        check_fits(found, live, strict=False)
-    assert (caught.value.missing, caught.value.unexpected, len(caught.value.mismatched)) == ([], [], 3)
-
-
-def test_names_without_a_partner_are_fine_when_nobody_is_strict():
-    check_fits({"a": torch.ones(1), "x": 1}, {"a": torch.zeros(1), "b": 1}, strict=False)
-    check_fits({}, {}, strict=True)
+def test_a_model_pt_that_is_not_as_the_index_and_the_manifest_say_is_corrupt(tmp_path):
+    state = {"w": torch.ones(2, 3), "plain": 5}
+    forge = save_chunked(tmp_path, [chunk_of("sharded", torch.ones(2))], model=state)
+    storage = open_storage(str(tmp_path))
+    manifest = locate(storage, "ckpt_1").manifest
+    indexed = DenseTensors(storage, "ckpt_1", manifest).model
+    found = load_state(storage, "ckpt_1", manifest.file("model.pt"))
+    check_indexed(found, indexed, manifest.names.dense, "model.pt")
+    for change, where in [
+        ({"w": torch.ones(3, 2)}, "'w'"),
+        ({"w": torch.ones(2, 3, dtype=torch.int32)}, "'w'"),
+        ({"w": 3}, "'w'"),
+        ({"w": None}, "'w'"),
+        ({"plain": torch.ones(1)}, "'plain'"),
+        ({"plain": None}, "'plain'"),
+        ({"other": torch.ones(1)}, "'other'"),
+        ({"other": 1}, "'other'"),
+        ({"sharded": torch.ones(2)}, "'sharded'"),
+    ]:
+        changed = {name: value for name, value in {**found, **change}.items() if value is not None}
+        with pytest.raises(CorruptCheckpointError) as caught:
+            check_indexed(changed, indexed, manifest.names.dense, "model.pt")
+        assert (caught.value.path, caught.value.where) == ("model.pt", where)
+    assert forge.manifest["names"]["dense"] == ["w", "plain", "sharded"]

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from recckpt.dense.loadable import check_loadable
 from recckpt.dense.portable import portable
-from recckpt.dense.torch_file import TorchFile
 
 
 def round_trip(value):
     file = io.BytesIO()
     torch.save({"value": portable("value", value)}, file)
-    TorchFile(file, "model.pt")  # a load looks at the names in model.pt in this way
+    check_loadable(file, "extra.pt")  # as verify does
     file.seek(0)
     return torch.load(file, weights_only=True)["value"]
 

@@ -18,6 +18,7 @@ SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 FLIPS = 5000
 PAGE = 4096
 CATALOG = "sparse/00000-of-00001.json"
+INDEX = "dense/00000-of-00001.json"
 PICKLED = ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt"]
 
 
@@ -27,7 +28,7 @@ class Damaged:
     def __init__(self, root):
         Run(root, interval=5, max_keep=2).train(10)
         self.root, self.newer, self.older = root, Forge(root / "ckpt_10"), Forge(root / "ckpt_5")
-        self.names = ["manifest.json", CATALOG, *self.newer.parts, *PICKLED]
+        self.names = ["manifest.json", CATALOG, INDEX, *self.newer.parts, *PICKLED]
         self.whole = {name: self.newer.path(name).read_bytes() for name in self.names}
         self.run = Run(root, interval=1000, seed=5)
         assert self.run.manager.restore(5) == 5

@@ -254,14 +254,16 @@ def pickled(target, name, rng):
 
 
 CATALOG, PART = "sparse/00000-of-00001.json", "sparse/00000-of-00001.g0.00.arrow"
+INDEX = "dense/00000-of-00001.json"
 PICKLED = ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt"]
 CLAIM, LIST = ".recckpt/owner/1.json", ".recckpt/owner/1.list.json"
 KINDS = [  # how, what, number of cases
-    *((raw, name, 8) for name in ("manifest.json", CATALOG, PART, *PICKLED)),
+    *((raw, name, 8) for name in ("manifest.json", CATALOG, INDEX, PART, *PICKLED)),
     *((beside, name, 4) for name in ("checkpoint", CLAIM, LIST)),
     *((owner, name, 6) for name in (CLAIM, LIST)),
     (manifest, "manifest.json", 40),
     (catalog, CATALOG, 30),
+    (catalog, INDEX, 30),
     (sizes_resealed, PART, 20),
     *((sizes_resealed, name, 3) for name in PICKLED),
     *((pickled, name, 5) for name in PICKLED),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, TableEntry, decode, encode
+from recckpt.format.manifest import FileEntry, Manifest, Names, ShardEntry, TableEntry, decode, encode
 from recckpt.types import ITEM_BYTES, SlotSpec
 
 PATH = "ckpt_1/manifest.json"
@@ -35,7 +35,7 @@ def example() -> Manifest:
             FileEntry(layout.catalog(0, 2), 3, 0),
             FileEntry(layout.catalog(1, 2), 4, 1),
         ),
-        names={"extra": ("sparse_optim", "ü"), "io_state": ()},
+        names=Names(dense=("top.weight",), extra=("sparse_optim", "ü")),
         state={"loss": 0.25, "epoch": 3, "name": "ü", "done": True, "best": None},
         writer={"recckpt": "0.1.0"},
         ephemeral=True,
@@ -82,16 +82,24 @@ def test_whatever_can_be_saved_comes_back(name, rows, state, dtype, shape):
     assert decode(encode(record), PATH) == record
 
 
-def test_the_names_of_registered_objects_may_be_absent_in_whole_or_in_part():
-    values = json.loads(encode(example()))
-    del values["manifest_xxh3"], values["names"]
-    assert decode(sealed(json.dumps(values).encode()), PATH) == replace(example(), names={})
-    assert decode(edited(names={"extra": ["x"], "later": [1]}), PATH) == replace(example(), names={"extra": ("x",)})
+NAMES = {"dense": ["w"], "extra": ["x"], "io_state": []}
 
 
-@pytest.mark.parametrize("names", [[], "x", {"extra": "x"}, {"io_state": [1]}])
-def test_names_of_another_type_are_corrupt(names):
-    with pytest.raises(CorruptCheckpointError, match=r"names|extra|io_state"):
+def test_a_group_of_names_that_nobody_knows_is_ignored():
+    found = decode(edited(names={**NAMES, "later": [1]}), PATH)
+    assert found == replace(example(), names=Names(dense=("w",), extra=("x",)))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *([], "x", None, {}),
+        *({group: names for group, names in NAMES.items() if group != left_out} for left_out in NAMES),
+        *({**NAMES, "extra": names} for names in ("x", [1], ["x", "x"])),
+    ],
+)
+def test_names_that_are_not_there_or_of_another_type_are_corrupt(names):
+    with pytest.raises(CorruptCheckpointError, match=r"names|dense|extra|io_state"):
         decode(edited(names=names), PATH)
 
 

@@ -253,8 +253,21 @@ def test_a_checkpoint_without_dense_tensors_has_none(tmp_path):
     save_tables(storage_at(tmp_path), [filled("item", range(5))])
     with CheckpointReader(str(tmp_path)) as reader:
         assert reader.tensor_names() == []
-        with pytest.raises(KeyError, match="no dense tensors"):
+        with pytest.raises(KeyError, match=r"no dense tensor 'top\.weight'"):
             reader.read_tensor("top.weight")
+
+
+def test_a_tensor_of_an_older_model_pt_of_the_same_size_is_not_given_out(tmp_path):
+    Run(tmp_path, interval=5, max_keep=2).train(10)
+    older, newer = (tmp_path / f"ckpt_{step}" / "model.pt" for step in (5, 10))
+    assert older.stat().st_size == newer.stat().st_size
+    with CheckpointReader(str(tmp_path)) as reader:
+        reader.read_tensor("top.weight")
+    newer.write_bytes(older.read_bytes())
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(CorruptCheckpointError) as caught:
+        reader.read_tensor("top.weight")
+    assert caught.value.path == "ckpt_10/model.pt"
+    assert caught.value.where.startswith("tensor 'top.weight', bytes ")
 
 
 def test_a_reader_that_was_closed_opens_again(tmp_path):

@@ -1,7 +1,10 @@
 import errno
 import logging
+import pickle
 import shutil
+import warnings
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -183,16 +186,59 @@ def test_a_catalog_of_a_newer_version_is_found(tmp_path):
     assert any(problem.found == "99" for problem in verify(str(tmp_path)))
 
 
-def test_a_dense_file_that_asks_for_code_is_found_and_nothing_runs(tmp_path):
-    class Hostile:
-        def __reduce__(self):
-            return (exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",))
+class Hostile:
+    def __init__(self, path):
+        self.path = path
 
+    def __reduce__(self):
+        return (exec, (f"open({str(self.path)!r}, 'w')",))
+
+
+@pytest.mark.parametrize("name", ["model.pt", "extra.pt", "io_state_0.pt", "rng_0.pt"])
+def test_a_dense_file_that_asks_for_code_is_found_and_nothing_runs(tmp_path, name):
     Run(tmp_path).train(10)
     forge = Forge(tmp_path / "ckpt_10")
-    forge.save("model.pt", {"w": torch.zeros(2), "x": Hostile()})
-    assert only(verify(str(tmp_path))).file == "ckpt_10/model.pt"
+    forge.save(name, {"w": torch.zeros(2), "x": Hostile(tmp_path / "ran")})
+    assert {problem.file for problem in verify(str(tmp_path))} == {f"ckpt_10/{name}"}
     assert not (tmp_path / "ran").exists()
+
+
+def script(path):
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+
+
+UNLOADABLE = {
+    "TorchScript": script,
+    "a file of torch before 1.6": lambda path: torch.save({"a": 1}, path, _use_new_zipfile_serialization=False),
+    "a sparse tensor": lambda path: torch.save({"a": torch.eye(2).to_sparse()}, path),
+    "a quantized tensor": lambda path: torch.save(
+        {"a": torch.quantize_per_tensor(torch.zeros(2), 1, 0, torch.qint8)}, path
+    ),
+    "a numpy scalar": lambda path: torch.save({"a": np.float32(1)}, path),
+    "a module": lambda path: torch.save({"a": torch.nn.Linear(1, 1)}, path),
+    "no dict": lambda path: torch.save([1, 2], path),
+    "a newer protocol": lambda path: torch.save({"a": (1, 2)}, path, pickle_protocol=4),
+    "a plain pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1}, 2)),
+    "a zip of something else": lambda path: shutil.make_archive(
+        str(path.with_suffix("")), "zip", path.parent / "ckpt_10/sparse"
+    ),
+}
+
+
+@pytest.mark.parametrize("make", UNLOADABLE.values(), ids=UNLOADABLE.keys())
+def test_extra_pt_that_could_not_be_loaded_is_damage_though_its_checksum_is_right(tmp_path, make):
+    Run(tmp_path).train(10)
+    forge, path = Forge(tmp_path / "ckpt_10"), tmp_path / "made.zip"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make(path)
+    forge.write("extra.pt", path.read_bytes())
+    problem = only(verify(str(tmp_path)))
+    assert problem.file == "ckpt_10/extra.pt"
+    forge.save(
+        "extra.pt", {"a": torch.ones(2, dtype=torch.float8_e5m2), "b": {"c": [1, {2}, 1j, b"x", torch.device("cpu")]}}
+    )
+    assert verify(str(tmp_path)) == []
 
 
 def test_a_newer_format_is_a_problem_that_says_so(tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from bank_runs import run, saved, table
 from builders import flip_bit
-from forge import Forge
 from torch import nn
 
 from recckpt.errors import CorruptCheckpointError, LoadConfError
@@ -78,23 +77,23 @@ def test_plain_values_among_the_tensors_are_of_no_dtype(tmp_path):
     assert found == {Name("dense", "odd._extra_state"): Thing(PLAIN)}
 
 
-def test_where_the_manifest_lists_no_names_the_files_tell_them(tmp_path):
+def test_names_are_told_by_the_manifest_and_the_index_and_no_state_is_opened(tmp_path):
     saver = run(tmp_path, table("t"), optimizer="adam")
     saver.register_for_checkpointing("tensor", torch.ones(2))
     saver.register_for_checkpointing("value", 3)
     saver.register_io_state("reader", Position())
     saver.save("c")
     expected = inventory(str(tmp_path))
-    forge = Forge(tmp_path / "c")
-    forge.edit_manifest(lambda values: values.pop("names"))
+    for name in ("model.pt", "extra.pt", "io_state_0.pt"):
+        flip_bit(tmp_path / "c" / name, 0)
     assert inventory(str(tmp_path)) == expected
     assert Name("extra", "tensor") in expected
 
 
 def test_a_damaged_file_is_named(tmp_path):
     saved(tmp_path, top=nn.Linear(1, 1))
-    flip_bit(tmp_path / "c" / "model.pt", 0)
-    with pytest.raises(CorruptCheckpointError, match=r"c/model\.pt"):
+    flip_bit(tmp_path / "c" / "dense/00000-of-00001.json", 0)
+    with pytest.raises(CorruptCheckpointError, match=r"c/dense/00000-of-00001\.json"):
         inventory(str(tmp_path))
 
 

@@ -31,6 +31,8 @@ def test_a_save_leaves_the_files_of_the_format_and_nothing_else(tmp_path):
         "timeline.jsonl",
         "ckpt_2",
         "ckpt_2/INTENT",
+        "ckpt_2/dense",
+        "ckpt_2/dense/00000-of-00001.json",
         "ckpt_2/extra.pt",
         "ckpt_2/io_state_0.pt",
         "ckpt_2/manifest.json",
@@ -116,7 +118,12 @@ def test_a_failed_save_keeps_no_room(tmp_path, monkeypatch):
         Fault(patch, LocalStorage, "sync_dir", 3, for_ever=True, code=errno.ENOSPC)  # the first of the commit
         with pytest.raises(SaveFailedError, match="injected"):
             saver.save("c")
-    assert {name for name in tree(tmp_path) if not name.startswith(".recckpt")} == {"c", "c/INTENT", "c/sparse"}
+    assert {name for name in tree(tmp_path) if not name.startswith(".recckpt")} == {
+        "c",
+        "c/INTENT",
+        "c/dense",
+        "c/sparse",
+    }
     saver.save("c")
     assert checkpoints(tmp_path) == ["c.1"]
     assert not (tmp_path / "c").exists()
@@ -126,7 +133,7 @@ def test_a_commit_that_fails_after_the_manifest_is_visible_says_so_and_keeps_the
     _, saver = build(tmp_path)
     saver.save("old")
     with monkeypatch.context() as patch:
-        Fault(patch, LocalStorage, "sync_dir", 3, for_ever=False)  # that of the output dir, the last
+        Fault(patch, LocalStorage, "sync_dir", 4, for_ever=False)  # that of the output dir, the last
         with pytest.raises(CommitNotDurableError, match="'new' is in place, but the storage failed"):
             saver.save("new")
     assert checkpoints(tmp_path) == ["new", "old"]

@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from recckpt.dense.registered import extra_registry, io_registry
+from recckpt.dense.saver import save_tensors
 from recckpt.format import catalog, layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
@@ -29,7 +30,7 @@ from recckpt.sparse.files.catalogs import read_parts
 from recckpt.sparse.files.part_plan import BATCH_BYTES
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.storage import HashingSink, Storage
+from recckpt.storage import HashingSink, Storage, open_storage
 
 
 def filled(
@@ -213,6 +214,20 @@ class Forge:
         torch.save(state, path)
         self.write(name, path.read_bytes())
         path.unlink()
+
+    def save_model(self, state: Mapping[str, Any]) -> None:
+        """Replace ``model.pt`` and its index by those of a state."""
+        manifest = self.manifest
+        shards, storage = len(manifest["shards"]), open_storage(str(self.directory.parent))
+        names = (layout.MODEL, layout.dense_index(0, shards))
+        for name in names:
+            self.path(name).unlink(missing_ok=True)
+        attempt = {"save_id": manifest["save_id"], "shard": 0, "shards": shards}
+        written = save_tensors(state, [], storage, self.directory.name, **attempt)
+        manifest["files"] = [file for file in manifest["files"] if file["name"] not in names]
+        manifest["files"] += [{"name": f.name, "bytes": f.n_bytes, "xxh3": f"{f.xxh3:016x}"} for f in written]
+        manifest["names"]["dense"] = list(state)
+        self.write_manifest(manifest)
 
     def edit_catalog(self, edit: Callable[[dict[str, Any]], Any], shard: int = 0) -> None:
         name = self.manifest["shards"][shard]["catalog"]

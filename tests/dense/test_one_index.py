@@ -1,0 +1,139 @@
+"""The index of dense tensors against the reader of pickles that it takes the place of, and against torch."""
+
+import warnings
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from chunked import save_chunked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recckpt import CheckpointReader
+from recckpt.dense.portable import portable
+from recckpt.dense.torch_file import TorchFile
+from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.inspect.verify import verify
+
+TORCH_DTYPES = [name for name in NUMPY_DTYPES if hasattr(torch, name)]
+
+
+def bits(value):
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check_equal(root, state):
+    """Save a state as ``model.pt``, and read it in three ways."""
+    state = {name: portable(name, value) for name, value in state.items()}
+    path = save_chunked(root, [], model=state).path("model.pt")
+    by_torch = torch.load(path, weights_only=True)
+    assert list(by_torch) == list(state)
+    tensors = {name: value for name, value in by_torch.items() if isinstance(value, torch.Tensor)}
+    with path.open("rb") as content, CheckpointReader(str(root)) as reader:
+        old = TorchFile(content, "model.pt")
+        assert old.names() == reader.tensor_names() == list(tensors)
+        for name, value in tensors.items():
+            found = reader.read_tensor(name)
+            assert found.dtype == old.read(name).dtype
+            assert reader.tensor_dtype(name) == old.dtype(name) == str(value.dtype).removeprefix("torch.")
+            assert found.shape == reader.tensor_shape(name) == old.shape(name) == tuple(value.shape)
+            assert found.tobytes() == old.read(name).tobytes() == bits(value) == bits(state[name])
+            assert found.flags.c_contiguous
+            assert found.flags.writeable
+    assert verify(str(root)) == []
+    return by_torch
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_every_dtype_equals_torch_load_bit_for_bit(tmp_path, dtype):
+    patterns = torch.arange(256, dtype=torch.uint8)
+    if dtype == "bool":
+        patterns = patterns % 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_equal(tmp_path, {"w": patterns.view(getattr(torch, dtype))})
+
+
+def test_views_of_one_storage_are_read_apart(tmp_path):
+    base = torch.randn(6, 10)
+    views = {"base": base, "row": base[2], "column": base[:, 3], "turned": base.t(), "steps": base[1::2, ::3]}
+    check_equal(tmp_path, views)
+
+
+def test_tied_tensors_share_bytes_in_the_file_and_are_one_when_torch_loads_them(tmp_path):
+    base = torch.randn(500, 100)
+    found = check_equal(tmp_path, {"in": base, "other": torch.ones(3), "out": base, "flat": base.view(-1)})
+    assert found["in"].data_ptr() == found["out"].data_ptr() == found["flat"].data_ptr()
+    assert (tmp_path / "ckpt_1" / "model.pt").stat().st_size < 1.5 * base.nbytes
+
+
+def test_one_memory_as_two_dtypes_is_two_tensors(tmp_path):
+    base = torch.randn(4, 4)
+    check_equal(tmp_path, {"floats": base, "bits": base.view(torch.int32), "bytes": base.view(torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(3.5),
+        torch.empty(0),
+        torch.empty(0, 3),
+        torch.empty(3, 0, 2),
+        torch.zeros(2, 5)[2:],
+        torch.zeros(1).expand(4, 5),
+        torch.arange(4).expand(1, -1),
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.nn.Parameter(torch.linspace(-1, 1, 3)),
+        torch.complex(torch.ones(3), torch.ones(3)).conj(),
+    ],
+    ids=str,
+)
+def test_odd_shapes_and_parameters_equal_torch_load(tmp_path, value):
+    check_equal(tmp_path, {"a": torch.ones(2), "w": value, "z": torch.ones(1)})
+
+
+def test_a_state_dict_is_read(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    check_equal(tmp_path, model.state_dict())
+
+
+def test_names_may_be_any_unicode(tmp_path):
+    names = ["", "重み", "a/../../b", "line\nbreak", "🔥" * 100, "\0", "/etc/passwd", "x" * 20_000, "\ud800"]
+    check_equal(tmp_path, {name: torch.zeros(1) for name in names})
+
+
+def test_plain_values_stand_beside_the_tensors(tmp_path):
+    plain = {
+        "step": 7,
+        "big": 2**200,
+        "lr": 1e-3,
+        "none": None,
+        "z": 1j,
+        "raw": b"\x00\xff",
+        "no bytes": b"",
+        "nested": OrderedDict(groups=[{"betas": (0.9, 0.999), 3: "x", "t": torch.ones(2)}]),
+        "dtype": torch.bfloat16,
+        "set": {(1, "x")},
+    }
+    found = check_equal(tmp_path, {**plain, "w": torch.zeros(2)})
+    found["nested"]["groups"][0].pop("t")
+    plain["nested"]["groups"][0].pop("t")
+    assert {name: found[name] for name in plain} == plain
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = getattr(torch, draw(st.sampled_from(TORCH_DTYPES)))
+    n_bytes = int(np.prod(shape, dtype=int)) * torch.empty(0, dtype=dtype).element_size()
+    seed = draw(st.integers(0, 2**32 - 1))
+    raw = np.random.default_rng(seed).integers(0, 2 if dtype == torch.bool else 256, n_bytes, np.uint8)
+    value = torch.from_numpy(raw).view(dtype).reshape(shape) if n_bytes else torch.empty(shape, dtype=dtype)
+    return value.permute(draw(st.permutations(range(len(shape)))))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.text(), tensors(), max_size=5))
+def test_what_torch_loads_is_what_the_index_says(tmp_path_factory, state):
+    check_equal(tmp_path_factory.mktemp("state"), state)
