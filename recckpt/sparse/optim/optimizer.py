@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from recckpt import types
 from recckpt.sparse.optim.param_groups import Group, match, options
+from recckpt.sparse.optim.table_parameter import TableParameter
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING
 
@@ -23,9 +24,10 @@ Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Gr
 class SparseOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` over tables: a rule for the rows that had a gradient.
 
-    Learning-rate schedulers, parameter groups and gradient accumulation work as with any optimizer. A table
-    is known by its own ``name``. What grows with the rows lies in slots of the tables and is saved with
-    them; ``state_dict()`` holds the step of each table and the hyper-parameters, all of them plain scalars.
+    Learning-rate schedulers, parameter groups, gradient accumulation, ``torch.amp.GradScaler`` and the clipping of
+    ``torch.nn.utils`` over ``param_groups`` work as with any optimizer. A table is known by its own ``name``. What
+    grows with the rows lies in slots of the tables and is saved with them; ``state_dict()`` holds the step of each
+    table and the hyper-parameters, all of them plain scalars.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
@@ -66,9 +68,8 @@ class SparseOptimizer(Optimizer):
         for table in tables:
             self._add_slots(table, group)
             self._tables[table.name] = table
-        # torch keeps its books by tensor: an empty one stands for each table
-        proxies, names = [torch.empty(0) for _ in tables], [table.name for table in tables]
-        super().add_param_group({**group, "params": proxies, "tables": names})
+        parameters, names = [TableParameter(table) for table in tables], [table.name for table in tables]
+        super().add_param_group({**group, "params": parameters, "tables": names})
         for table in tables:
             table.trained_by = self._mark
 
@@ -101,15 +102,15 @@ class SparseOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for name, proxy in zip(group["tables"], group["params"], strict=True):
-                taken = self._tables[name].take_gradients()
+            for parameter in group["params"]:
+                taken = parameter.table.take_gradients()
                 if taken is not None:
-                    state = self.state[proxy]
+                    state = self.state[parameter]
                     state["step"] = state.get("step", 0) + 1
-                    self._update_rows(self._tables[name], *taken, state["step"], options(group))
+                    self._update_rows(parameter.table, *taken, step=state["step"], group=options(group))
         return loss
 
-    def _update_rows(self, table: HashTable, rows: Int64s, grads: Tensor, step: int, group: Group) -> None:
+    def _update_rows(self, table: HashTable, rows: Int64s, grads: Tensor, *, step: int, group: Group) -> None:
         columns = table.store.columns
         weights = columns[EMBEDDING].gather(rows).to(grads.dtype)  # float32 at least, as the gradients
         slots = [columns[name].gather(rows) for name in self.slot_names]

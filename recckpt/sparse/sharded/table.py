@@ -11,6 +11,7 @@ from torch import Tensor
 from recckpt.format.buckets import gen_slice
 from recckpt.sparse.sharded.all_to_all import Exchange, exchange_of
 from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
+from recckpt.sparse.sharded.shared_gradients import SharedGradients
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.table import HashTable
 
@@ -24,7 +25,8 @@ class ShardedHashTable(HashTable):
     Calling it is collective, and so is the backward pass: all ranks call the same tables in the same order, each with
     its own ids, of which there may be none. Ids go to the rank that owns them, where training inserts those that are
     new; rows come back, and later the gradients go the same way and add up. After a backward pass
-    :meth:`take_gradients` is None on all ranks or on none.
+    :meth:`take_gradients` is None on all ranks or on none. The norm of :attr:`grad` is that of the rows of all ranks;
+    taking it is collective, as unscaling is.
 
     Everything else is about the rows of this rank alone and not collective: ``insert``, ``lookup``, ``erase``,
     ``ids()``, ``slots``, ``len()``. In ``state_dict()`` and checkpoints it is a table with a slice. With one rank it is
@@ -86,6 +88,9 @@ class ShardedHashTable(HashTable):
             LookupFailedError: a rank has no int64 ids, is at another lookup, or failed; all ranks raise it.
         """
         return look_up_together([self], {self.name: ids})[0]
+
+    def _exposed(self, grads: Tensor) -> Tensor:
+        return grads if self.exchange.size == 1 else SharedGradients(grads, self.exchange, self.name)
 
 
 def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Tensor]) -> list[Tensor]:

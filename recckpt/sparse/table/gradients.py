@@ -38,9 +38,15 @@ class Gradients:
         if len(self._entries) == _MAX_ENTRIES:  # of a table that no optimizer steps, they would only pile up
             self._merge()
 
-    def clear(self) -> None:
-        """Forget all gradients."""
-        self._entries.clear()
+    def clear(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; those of no rows stay where there were any and ``set_to_none`` is False."""
+        self._entries = [] if set_to_none else [(ids[:0], grads[:0]) for ids, grads in self._entries[:1]]
+
+    @property
+    def values(self) -> Tensor | None:
+        """The gradients that :meth:`take` would give, one row a different id; changed in place, they stay so."""
+        self._merge()
+        return self._entries[0][1] if self._entries else None
 
     def take(self, store: RowStore) -> tuple[Int64s, Tensor] | None:
         """Return (different rows, their summed gradients) and forget them; ids without a row drop out."""

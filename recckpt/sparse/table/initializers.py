@@ -175,15 +175,25 @@ class TorchInitializer:
         return out
 
 
-def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype) -> Initializer:
-    """Return the initializer that stands for what a user gave.
+def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
+    """Return what a table starts its rows with where nobody says: a random direction of length 1 or so.
+
+    Not the standard deviation of ``nn.Embedding``, which is 1: a product of two such rows has the standard deviation
+    ``sqrt(values in a row)``, and a sigmoid behind it saturates. Not TorchRec's bound of ``1 / sqrt(num_embeddings)``:
+    a growing table has no such number. Tables of integers, which are not trained, start at 0.
+    """
+    return Normal(std=1 / math.sqrt(math.prod(shape))) if dtype.is_floating_point else Constant(0)
+
+
+def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
+    """Return the initializer that stands for what a user gave, None for the default of such rows.
 
     Raises:
         TypeError: it is no initializer.
         ValueError: it cannot fill a table of ``dtype``.
     """
     if initializer is None:
-        return Constant(0)
+        return default_initializer(dtype, shape)
     if isinstance(initializer, type):
         raise TypeError(f"found the class {initializer.__name__}, expected an instance of it: add parentheses")
     if isinstance(initializer, Constant):

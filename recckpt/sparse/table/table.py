@@ -23,14 +23,14 @@ from recckpt.sparse.table.checks import (
 )
 from recckpt.sparse.table.gradients import Gradients, lookup_with_grad
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
-from recckpt.sparse.table.nn_module import TableModule
 from recckpt.sparse.table.row_store import RowStore, Slots
+from recckpt.sparse.table.trained_table import TrainedTable
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 Int64s = npt.NDArray[np.int64]
 
 
-class HashTable(TableModule):
+class HashTable(TrainedTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
@@ -42,8 +42,9 @@ class HashTable(TableModule):
         name: name in checkpoints, unique in a model, up to 1,024 bytes of UTF-8.
         dtype: float32, float16, bfloat16, float64, or an integer type.
         device: where the slots live; ids and index are always on the CPU.
-        initializer: gives new rows their values: None for zeros, one of
-            :mod:`recckpt.sparse.table.initializers`, or a callable like those of ``torch.nn.init``.
+        initializer: gives new rows their values: one of :mod:`recckpt.sparse.table.initializers`, or a callable like
+            those of ``torch.nn.init``; None for ``Normal(std=1 / sqrt(values in a row))``, and for zeros in a table
+            of integers. ``Constant(0)`` asks for zeros.
         slice: part of the id space that this table may hold; None for all of it.
 
     Raises:
@@ -67,11 +68,10 @@ class HashTable(TableModule):
         self.slice = slice or Slice(0, N_BUCKETS)
         self.seed = xxhash.xxh3_64_intdigest(name.encode("utf-8"))
         self._spec = SlotSpec(EMBEDDING, dtype_name(dtype), self.embedding_shape)
-        self.initializer = as_initializer(initializer, dtype)
+        self.initializer = as_initializer(initializer, dtype, self.embedding_shape)
         self._store = RowStore(torch.device(device))
         self._store.add_column(self._spec)
         self._gradients = Gradients()
-        self.trained_by: object = None  # the mark of the optimizer that was made for it last
 
     @property
     def store(self) -> RowStore:
@@ -210,22 +210,6 @@ class HashTable(TableModule):
             self._store.add_column(spec, initial or 0.0)
         elif initial is not None:
             self._store.set_initial(name, initial)
-
-    def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
-        """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
-        self._gradients.add(ids, grads)
-
-    def take_gradients(self) -> tuple[Int64s, Tensor] | None:
-        """Return (rows, summed gradients) of all backward passes since the last call, and forget them.
-
-        The rows are all different; None where there was no backward pass.
-        """
-        return self._gradients.take(self._store)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the backward passes so far."""
-        super().zero_grad(set_to_none)
-        self._gradients.clear()
 
     def _add(self, ids: Int64s) -> Int64s:
         """Return the rows of ``ids``, after giving the unseen ones theirs."""

@@ -16,6 +16,7 @@ from recckpt.sparse.optim import (
     SparseRowWiseAdagrad,
     SparseSGD,
 )
+from recckpt.sparse.table.initializers import Constant
 from recckpt.sparse.table.table import HashTable
 
 ALL = [SparseSGD, SparseAdagrad, SparseRowWiseAdagrad, SparseAdam, SparseAdamW]
@@ -122,7 +123,7 @@ def test_adamw_decays_touched_rows_only():
 
 
 def test_row_wise_adagrad_is_the_rule_of_fbgemm():
-    table = HashTable((2, 2), name="t")
+    table = HashTable((2, 2), name="t", initializer=Constant(0))
     optimizer = SparseRowWiseAdagrad([table], lr=0.5, eps=1e-3, initial_accumulator_value=0.1)
     grads = torch.tensor([[1.0, 2], [3, 4]])
     weights, total = torch.zeros(2, 2), 0.1

@@ -6,7 +6,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from recckpt.sparse.optim import SparseAdam
 from recckpt.sparse.table.id_random import normal_quantile
 from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform, as_initializer
 from recckpt.sparse.table.table import HashTable
@@ -174,7 +176,7 @@ def test_integer_tables_start_at_constants_only(dtype):
 @pytest.mark.parametrize("value", [1.5, 128, -129, math.inf, math.nan])
 def test_a_constant_that_does_not_fit_an_integer_table_is_refused(value):
     with pytest.raises(ValueError, match="int8"):
-        as_initializer(Constant(value), torch.int8)
+        as_initializer(Constant(value), torch.int8, (2,))
 
 
 def test_a_large_integer_constant_is_exact():
@@ -226,3 +228,51 @@ def test_parameters_of_another_type_are_refused(make):
 def test_initializers_are_values(initializer):
     assert copy.deepcopy(initializer) == pickle.loads(pickle.dumps(initializer)) == initializer
     assert repr(initializer).startswith(type(initializer).__name__)
+
+
+# Where nobody says
+
+
+@pytest.mark.parametrize("shape", [(16,), (64,), (8, 8)])
+def test_a_table_without_an_initializer_starts_ids_at_random_rows_of_length_about_1(shape):
+    rows = HashTable(shape, name="t")(torch.arange(5000))
+    assert len(rows.flatten(1).unique(dim=0)) == 5000
+    lengths = rows.detach().flatten(1).norm(dim=1)
+    torch.testing.assert_close(lengths.square().mean().item(), 1.0, atol=0.02, rtol=0)
+
+
+def test_the_default_is_a_function_of_the_id_and_the_name_of_the_table():
+    first, again, other = (HashTable(4, name=name)(torch.tensor(ids)) for name, ids in DEFAULT_CASES)
+    assert torch.equal(first.flip(0), again)
+    assert not torch.isclose(first, other).any()
+
+
+DEFAULT_CASES = [("t", [3, -9]), ("t", [-9, 3]), ("u", [3, -9])]
+
+
+def test_an_id_without_a_row_reads_the_mean_of_the_default_which_is_0():
+    assert HashTable(3, name="t").eval()(torch.tensor([5])).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
+def test_a_table_of_integers_starts_at_zero(dtype):
+    assert HashTable(2, name="t", dtype=dtype)(torch.tensor([5])).tolist() == [[0, 0]]
+
+
+def test_zeros_are_there_for_the_asking():
+    assert HashTable(2, name="t", initializer=Constant(0))(torch.tensor([5])).tolist() == [[0, 0]]
+
+
+def test_a_product_of_two_tables_trains_as_they_are_made():
+    users, items = HashTable(8, name="user"), HashTable(8, name="item")
+    optim = SparseAdam([users, items], lr=0.05)
+    ids = torch.arange(20)
+    losses = []
+    for _ in range(60):
+        optim.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits((users(ids) * items(ids)).sum(1), (ids % 2).float())
+        loss.backward()
+        optim.step()
+        losses.append(loss.item())
+    assert losses[0] < 1.5
+    assert losses[-1] < 0.1
