@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from recckpt import types
 from recckpt.sparse.optim.param_groups import Group, match, options
 from recckpt.sparse.optim.table_parameter import TableParameter
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING
 
@@ -73,11 +74,13 @@ class SparseOptimizer(Optimizer):
         for table in tables:
             table.trained_by = self._mark
 
+    @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the backward passes so far."""
         for table in self._tables.values():
             table.zero_grad(set_to_none)
 
+    @opaque
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the rows that had a gradient since the last step.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recckpt.sparse.sharded.table import ShardedHashTable, look_up_together
+from recckpt.sparse.table.opaque import opaque
 
 
 class EmbeddingCollection(nn.Module):
@@ -29,6 +30,7 @@ class EmbeddingCollection(nn.Module):
         if len({*names}) < len(names):
             raise ValueError(f"tables need names of their own, found {names}")
 
+    @opaque
     def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the embeddings for each table. Collective.
 

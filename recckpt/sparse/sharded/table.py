@@ -13,6 +13,7 @@ from recckpt.sparse.sharded.all_to_all import Exchange, exchange_of
 from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
 from recckpt.sparse.table.initializers import InitializerLike
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.table import HashTable
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class ShardedHashTable(HashTable):
         )
         self.exchange, self.gradients = exchange, gradients
 
+    @opaque
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings of ``ids``, whichever rank holds them. Collective.
 
@@ -129,6 +131,7 @@ class _RoundTrip(torch.autograd.Function):
         return trip.rows(ids)
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.trip.return_gradients(grads)
         return None, None, None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import add_rows
+from recckpt.sparse.table.opaque import opaque
 
 if TYPE_CHECKING:
     from recckpt.sparse.table.row_store import RowStore
@@ -94,6 +95,7 @@ class _Lookup(torch.autograd.Function):
         return read()
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.gradients.add(ctx.ids, grad)
         return None, None, None, None

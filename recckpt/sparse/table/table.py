@@ -23,6 +23,7 @@ from recckpt.sparse.table.checks import (
 )
 from recckpt.sparse.table.gradients import Gradients, lookup_with_grad
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.row_store import RowStore, Slots
 from recckpt.sparse.table.trained_table import TrainedTable
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
@@ -98,6 +99,7 @@ class HashTable(TrainedTable):
         """Return what ``print(model)`` shows of this table."""
         return f"{self.name!r}, rows={len(self)}, shape={self.embedding_shape}, dtype={self._spec.dtype}"
 
+    @opaque
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings of ``ids``.
 
@@ -126,6 +128,7 @@ class HashTable(TrainedTable):
         """Return the embeddings of ``ids``, shape (n,), as :meth:`forward` does, but not differentiable."""
         return self._read(self._add(ids) if self.training else self._store.find(ids))
 
+    @opaque
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
         """Set the rows of ``ids``, adding those that are new; the last of equal ids wins.
 
@@ -153,6 +156,7 @@ class HashTable(TrainedTable):
             values = {name: tensor[torch.from_numpy(last)] for name, tensor in values.items()}
         self._store.write(rows, values)
 
+    @opaque
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (embeddings, found) without inserting; unseen ids read as in eval mode.
 
@@ -163,27 +167,33 @@ class HashTable(TrainedTable):
         found = torch.from_numpy(rows >= 0).to(ids.device).view(ids.shape)
         return self._read(rows).view(*ids.shape, *self.embedding_shape), found
 
+    @opaque
     def erase(self, ids: Tensor) -> int:
         """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped."""
         return self._store.erase(flat_ids(ids))
 
+    @opaque
     def clear(self) -> None:
         """Drop all rows and pending gradients."""
         self._store.clear()
         self._gradients.clear()
 
+    @opaque
     def reserve(self, n_rows: int) -> None:
         """Make room for ``n_rows`` rows in all, 0 or more, so that inserting them allocates nothing."""
         self._store.reserve(checked_count(self.name, n_rows))
 
+    @opaque
     def ids(self) -> Tensor:
         """Return a copy of the ids, int64, shape (rows,), on the CPU."""
         return self._store.ids.to_tensor(len(self))
 
+    @opaque
     def embeddings(self) -> Tensor:
         """Return a copy of the embeddings, shape (rows, *embedding_shape), in the order of :meth:`ids`."""
         return self._store.columns[EMBEDDING].to_tensor(len(self))
 
+    @opaque
     def add_slot(
         self,
         name: str,

@@ -7,6 +7,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from recckpt.sparse.table.nn_module import TableModule
+from recckpt.sparse.table.opaque import opaque
 
 Int64s = npt.NDArray[np.int64]
 
@@ -17,11 +18,13 @@ class TrainedTable(TableModule):
     embedding_shape: tuple[int, ...]
     trained_by: object = None  # the mark of that optimizer
 
+    @opaque
     def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
         """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
         self._gradients.add(ids, grads)
 
     @property
+    @opaque
     def grad(self) -> Tensor | None:
         """The gradients that the optimizer takes next: one row for each different id, float32 or float64.
 
@@ -44,6 +47,7 @@ class TrainedTable(TableModule):
         elif grad is not present:
             present.copy_(grad)
 
+    @opaque
     def take_gradients(self) -> tuple[Int64s, Tensor] | None:
         """Return (rows, summed gradients) of all backward passes since the last call, and forget them.
 
@@ -51,6 +55,7 @@ class TrainedTable(TableModule):
         """
         return self._gradients.take(self._store)
 
+    @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the backward passes so far."""
         super().zero_grad(set_to_none)

@@ -1,0 +1,68 @@
+"""Tables inside ``torch.compile``, in processes of their own whose numba kernels have never been compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recckpt.sparse import HashTable, SparseSGD
+
+CASES = ["table", "sharded", "collection"]
+
+
+def run(backend, case, tmp_path):
+    script = Path(__file__).with_name("compiled_run.py")
+    environ = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(tmp_path / "numba"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
+    }
+    done = subprocess.run(
+        [sys.executable, script, backend, case], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "recompile_limit" not in done.stderr
+    assert any((tmp_path / "numba").rglob("*.nbi"))  # compiled there, and not before
+
+
+@pytest.mark.parametrize(("backend", "case"), [("eager", "table"), ("aot_eager", "collection")])
+def test_a_compiled_model_and_a_compiled_step_train_as_plain_ones_with_cold_kernels(backend, case, tmp_path):
+    run(backend, case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_all_tables_train_compiled_by_all_backends(backend, case, tmp_path):
+    run(backend, case, tmp_path)
+
+
+def test_what_else_a_table_does_is_done_in_a_compiled_function_too():
+    table = HashTable(2, name="t")
+    optim = SparseSGD([table], lr=1.0)
+
+    @torch.compile(backend="eager")
+    def change(ids):
+        table.reserve(100)
+        table.add_slot("count", ())
+        rows, found = table.lookup(ids)
+        table.insert(ids + 1, torch.ones_like(rows))
+        table.erase(ids)
+        table(ids).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        return found.any().item(), table.ids().tolist(), table.embeddings()
+
+    assert change(torch.tensor([1]))[:2] == (False, [2, 1])
+    found, ids, rows = change(torch.tensor([2]))
+    assert (found, ids) == (True, [3, 1, 2])
+    assert rows[0].tolist() == [1, 1]
+
+
+def test_a_graph_that_may_not_break_names_the_table():
+    table = HashTable(2, name="t")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"HashTable\.forward"):
+        torch.compile(lambda ids: table(ids) + 1, backend="eager", fullgraph=True)(torch.tensor([1]))
