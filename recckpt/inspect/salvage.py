@@ -6,17 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import xxhash
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
-from recckpt.format.buckets import N_BUCKETS
-from recckpt.format.catalog import Catalog, Part
+from recckpt.format.buckets import N_BUCKETS, bucket_of
+from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest, TableEntry
 from recckpt.output_dir.listing import read_manifest
+from recckpt.sparse.files.arrow_columns import ID, column_buffer
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
+from recckpt.sparse.files.id_check import Int64s
+from recckpt.sparse.files.shard_overlap import FormerShards
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import Sink, Storage, missing, open_parent
 from recckpt.storage.spool import mapped
@@ -61,7 +65,8 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     """Write the rows of a table that are still whole to one Arrow IPC file: ``id`` and a column a slot.
 
     A batch is whole if all of its columns have the checksums that the catalog says. Where a catalog is damaged, the
-    batches are taken whose checksums are still to be read there and hold. Needs memory for one batch.
+    batches are taken whose checksums are still to be read there and hold. Of an id that several shards have, the row of
+    the first is taken. Needs memory for one batch, and where shards overlap in their buckets, 8 bytes a row.
 
     Args:
         path: the checkpoint; any fsspec URL.
@@ -106,10 +111,12 @@ class _Table:
         self.schema = table_schema(entry.slots)
         self.rows = self.unverified_rows = 0
         self._lost: list[Lost] = []
+        self._former = FormerShards(manifest.shards)
 
     def batches(self, *, unverified: bool) -> Iterator[pa.RecordBatch]:
         """Yield what is whole, and remember what is not."""
         for number, shard in enumerate(self._manifest.shards):
+            self._former.next_shard()
             catalog, problem = self._catalog(number)
             if catalog is not None:
                 for part in catalog.parts:
@@ -166,10 +173,12 @@ class _Table:
                 named = remains.table(number) if isinstance(remains, Remains) else None
                 if named != self._entry.name:
                     found = f"rows of {named!r} by the file, of {self._entry.name!r} by a damaged catalog"
+            if not isinstance(found, str) and not _lies_in(found, part.batches[number]):
+                found = "ids of other buckets than its catalog says"
             if isinstance(found, str):
                 lost[number] = found
             else:
-                yield found
+                yield self._without_repeats(found, part.file, part.batches[number].buckets)
         ranges = _ranges(self._path(part.file), part, numbers, lost)
         self._lost += ranges if trusted else (replace(lost, rows=None) for lost in ranges)
 
@@ -194,7 +203,29 @@ class _Table:
             if layout.is_part(file.name) and file.name.startswith(prefix):
                 data = self._data(file.name)
                 if not isinstance(data, str):
-                    yield from unverified_batches(data, self._entry.name, self._entry.slots, shard.buckets)
+                    for batch in unverified_batches(data, self._entry.name, self._entry.slots, shard.buckets):
+                        yield self._without_repeats(batch, file.name, shard.buckets)
+
+    def _without_repeats(self, batch: pa.RecordBatch, file: str, buckets: tuple[int, int]) -> pa.RecordBatch:
+        """Leave out the rows whose ids a shard before has: nobody knows which of them is right."""
+        repeated = self._former.had(_ids(batch))
+        if not repeated.any():
+            return batch
+        first = _ids(batch)[repeated][0]
+        self._lost.append(
+            Lost(self._path(file), buckets, int(repeated.sum()), f"ids that another shard has, such as {first}")
+        )
+        return batch.take(pa.array(np.flatnonzero(~repeated)))
+
+
+def _ids(batch: pa.RecordBatch) -> Int64s:
+    return np.frombuffer(column_buffer(batch.column(ID)), np.int64)
+
+
+def _lies_in(batch: pa.RecordBatch, entry: Batch) -> bool:
+    """Say whether the ids of a batch are of the buckets that its catalog says."""
+    buckets = bucket_of(_ids(batch))
+    return bool(entry.buckets[0] <= buckets.min() and buckets.max() < entry.buckets[1])
 
 
 def _ranges(path: str, part: Part, numbers: Sequence[int], lost: dict[int, str]) -> Iterator[Lost]:

@@ -179,6 +179,33 @@ def test_every_zeroed_page_costs_a_few_batches_at_most(forge, tmp_path):
         assert N_USERS - len(check(done, tmp_path / f"{number}.arrow")) <= 2 * max(n for _, n, _ in batches_of(forge))
 
 
+def test_of_an_id_in_two_shards_one_row_comes_out_and_the_other_is_reported(tmp_path):
+    first, second = filled("user/1", range(100), slots=SLOTS), filled("user/1", [7, 200, 77], slots=SLOTS)
+    save_tables(storage_at(tmp_path / "runs"), [first], [second], concurrency=1, batch_bytes=1000)
+    done = salvage(str(tmp_path / "runs/ckpt_1"), "user/1", str(tmp_path / "out.arrow"))
+    assert sorted(rows(tmp_path / "out.arrow")) == [*range(100), 200]
+    assert (done.rows, done.expected, sum(lost.rows for lost in done.lost)) == (101, 103, 2)
+    for lost in done.lost:
+        assert "another shard" in lost.reason
+        assert lost.file.startswith("ckpt_1/sparse/00001-of-00002")
+
+
+def test_shards_that_share_buckets_and_no_ids_lose_nothing(tmp_path):
+    even, odd = (filled("user/1", range(n, 300, 2), slots=SLOTS) for n in (0, 1))
+    save_tables(storage_at(tmp_path / "runs"), [even], [odd], concurrency=1, batch_bytes=1000)
+    done = salvage(str(tmp_path / "runs/ckpt_1"), "user/1", str(tmp_path / "out.arrow"))
+    assert (done.rows, done.lost) == (300, ())
+    assert len(rows(tmp_path / "out.arrow")) == 300
+
+
+def test_a_batch_with_ids_of_other_buckets_than_its_catalog_says_is_lost(forge, tmp_path):
+    number, n_rows, _ = batches_of(forge)[3]
+    forge.edit_catalog(lambda values: values["parts"][0]["batches"][number].update(buckets=[0, 1]))
+    done = salvage(str(forge.directory), "user/1", str(tmp_path / "out.arrow"))
+    (lost,) = done.lost
+    assert (lost.rows, lost.reason) == (n_rows, "ids of other buckets than its catalog says")
+
+
 def test_a_part_that_is_missing_is_lost_as_a_whole(shards, tmp_path):
     shards.path(shards.parts[1]).unlink()
     done = salvage(str(shards.directory), "user/1", str(tmp_path / "out.arrow"))

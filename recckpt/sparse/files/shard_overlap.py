@@ -1,4 +1,4 @@
-"""Ids that are in two shards: read again only where the shards of a table overlap (no torch here)."""
+"""Ids that are in two shards: looked for only where the shards of a table overlap (no torch here)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import TableEntry
+from recckpt.format.manifest import ShardEntry, TableEntry
 from recckpt.sparse.files.arrow_columns import ID, column_buffer
 from recckpt.sparse.files.id_check import Int64s, repeats
 from recckpt.sparse.files.part_reader import PartReader
@@ -43,8 +44,35 @@ def _shards_overlap(catalogs: Sequence[Catalog], table: TableEntry) -> bool:
         ranges = [batch.buckets for part in catalog.parts for batch in part.batches if batch.table == table.name]
         if ranges:
             spans.append((min(begin for begin, _ in ranges), max(end for _, end in ranges)))
-    spans.sort()
-    return any(following[0] < before[1] for before, following in pairwise(spans))
+    return _overlap(spans)
+
+
+def _overlap(spans: list[tuple[int, int]]) -> bool:
+    return any(following[0] < before[1] for before, following in pairwise(sorted(spans)))
+
+
+class FormerShards:
+    """Tells which ids a shard before this one had. Keeps 8 bytes an id, and nothing where shards do not overlap."""
+
+    def __init__(self, shards: Sequence[ShardEntry]) -> None:
+        self._may_repeat = _overlap([shard.buckets for shard in shards if shard.buckets != (0, 0)])
+        self._before: list[Int64s] = []
+        self._own: list[Int64s] = []
+
+    def next_shard(self) -> None:
+        """Count the ids so far as those of former shards."""
+        if self._own:
+            self._before.append(np.sort(np.concatenate(self._own)))
+            self._own = []
+
+    def had(self, ids: Int64s) -> npt.NDArray[np.bool_]:
+        """Return a mask of the ids that former shards had, and remember all as those of this one."""
+        mask = np.zeros(len(ids), np.bool_)
+        if self._may_repeat:
+            for known in self._before:
+                mask |= known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
+            self._own.append(ids.copy())
+        return mask
 
 
 def _windows(rows: int) -> list[tuple[int, int]]:
