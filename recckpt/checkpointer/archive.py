@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from recckpt.storage import Sink
+from recckpt.storage import Sink, SinkFile
 
 _ROOT = "archive"
 _ALIGNMENT = 64  # of tensors in the file, so that it can be mapped
@@ -39,7 +38,7 @@ def write_archive(sink: Sink, contents: Contents, proceed: Callable[[], None]) -
         contents: of the file.
         proceed: called before every few megabytes; raises where the work is to be dropped.
     """
-    with zipfile.ZipFile(_Stream(sink), "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(SinkFile(sink), "w", zipfile.ZIP_STORED) as archive:
         _add(archive, sink, "data.pkl", memoryview(contents.pickle), proceed)
         _add(archive, sink, "byteorder", memoryview(sys.byteorder.encode()), proceed)
         for number, piece in enumerate(contents.pieces):
@@ -57,13 +56,3 @@ def _add(archive: zipfile.ZipFile, sink: Sink, name: str, data: memoryview, proc
         for start in range(0, len(data), _CHUNK_BYTES):
             proceed()
             file.write(data[start : start + _CHUNK_BYTES])
-
-
-class _Stream(io.RawIOBase):
-    """A sink as a file that can only be appended to."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def write(self, data: Any) -> int:
-        return self._sink.write(data)

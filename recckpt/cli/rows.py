@@ -12,7 +12,7 @@ from recckpt.format.manifest import TableEntry
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.output_dir.read_again import until_whole
 from recckpt.sparse.files.arrow_columns import ID, column_values
-from recckpt.text import cell, escaped, grid, nearest
+from recckpt.text import cell, escaped, grid
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,10 +64,10 @@ def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:
 
 
 def _table(reader: CheckpointReader, name: str) -> TableEntry:
-    entry = reader.manifest.table(name)
-    if entry is None:
-        raise CommandError(f"no table {name!r} in {reader.manifest.ckpt_id!r}{nearest(name, reader.tables())}")
-    return entry
+    try:
+        return reader.manifest.named_table(name)
+    except KeyError as error:
+        raise CommandError(error.args[0]) from error
 
 
 def _columns(reader: CheckpointReader, args: argparse.Namespace) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, parse
 from recckpt.format.manifest import Manifest, bucket_range
@@ -112,10 +112,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     if len(data) > MAX_BYTES:
         raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"at most {MAX_BYTES}")
     fields = parse(data, path)
-    if fields.text("format") != FORMAT:
-        raise fields.wrong("format", fields.text("format"), FORMAT)
-    if fields.count("version") > VERSION:
-        raise FormatVersionError(path, found=fields.count("version"), supported=VERSION)
+    fields.check_format(FORMAT, VERSION)
     expected = (manifest.save_id, shard, len(manifest.shards))
     found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
     if found != expected:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any, TypeVar, cast
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 
 MAX_DEPTH = 16  # part of the format
 _END = 2**63  # of counts
@@ -56,13 +56,21 @@ class Fields:
     ) -> None:
         self._values, self.path, self._inside, self._key = values, path, inside, key
 
+    def check_format(self, name: str, version: int) -> None:
+        """Check what kind of file this is before anything else of it is looked at.
+
+        Raises:
+            CorruptCheckpointError: ``format`` is not ``name``.
+            FormatVersionError: ``version`` is newer than the one given.
+        """
+        if self.text("format") != name:
+            raise self.wrong("format", self.text("format"), name)
+        if self.count("version") > version:
+            raise FormatVersionError(self.path, found=self.count("version"), supported=version)
+
     def text(self, key: str) -> str:
         """Return a string field."""
         return self._get(key, str)
-
-    def maybe_text(self, key: str) -> str | None:
-        """Return a string field, None where it is absent."""
-        return self._get(key, str) if key in self._values else None
 
     def checksum(self, key: str) -> int:
         """Return the value of a field of 16 hex digits."""

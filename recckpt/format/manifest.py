@@ -11,6 +11,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, first_repeat, parse
 from recckpt.format.self_checksum import check_seal, seal
+from recckpt.text import nearest
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
 FORMAT = "recckpt"  # part of the format
@@ -105,6 +106,17 @@ class Manifest:
         """Return the entry of a table, None where the checkpoint has none of that name."""
         return self._tables_by_name.get(name)
 
+    def named_table(self, name: str) -> TableEntry:
+        """Return the entry of a table that somebody asks for.
+
+        Raises:
+            KeyError: there is none of that name; says the nearest.
+        """
+        entry = self.table(name)
+        if entry is None:
+            raise KeyError(f"no table {name!r} in {self.ckpt_id!r}{nearest(name, self._tables_by_name)}")
+        return entry
+
     @cached_property
     def _files_by_name(self) -> dict[str, FileEntry]:
         return {file.name: file for file in self.files}
@@ -186,10 +198,7 @@ def _file_json(file: FileEntry) -> dict[str, Any]:
 
 
 def _check_header(fields: Fields) -> None:
-    if fields.text("format") != FORMAT:
-        raise fields.wrong("format", fields.text("format"), FORMAT)
-    if fields.count("version") > VERSION:
-        raise FormatVersionError(fields.path, found=fields.count("version"), supported=VERSION)
+    fields.check_format(FORMAT, VERSION)
     if fields.text("checksum") != CHECKSUM:
         raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
 

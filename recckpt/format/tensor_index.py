@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.dtypes import MAX_DIMS, NUMPY_DTYPES
 from recckpt.format.json_fields import Fields, parse
@@ -102,10 +102,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
         FormatVersionError: written by a newer format.
     """
     fields = parse(data, path)
-    if fields.text("format") != FORMAT:
-        raise fields.wrong("format", fields.text("format"), FORMAT)
-    if fields.count("version") > VERSION:
-        raise FormatVersionError(path, found=fields.count("version"), supported=VERSION)
+    fields.check_format(FORMAT, VERSION)
     expected = (manifest.save_id, shard, len(manifest.shards))
     found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
     if found != expected:

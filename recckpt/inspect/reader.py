@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import Manifest, TableEntry
+from recckpt.format.manifest import Manifest
 from recckpt.output_dir.listing import Checkpoint, locate_path
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
@@ -101,7 +101,7 @@ class CheckpointReader:
 
     def schema(self, name: str, columns: Collection[str] | None = None) -> pa.Schema:
         """Return the Arrow schema of the batches of a table: ``id`` and one column a slot."""
-        entry = self._entry(name)
+        entry = self.manifest.named_table(name)
         return table_schema(slot for slot in entry.slots if columns is None or slot.name in columns)
 
     def table(
@@ -166,14 +166,8 @@ class CheckpointReader:
         dense = self._dense()
         return dense.read(dense.named(name))
 
-    def _entry(self, name: str) -> TableEntry:
-        entry = self.manifest.table(name)
-        if entry is None:
-            raise KeyError(f"no table {name!r} in {self.manifest.ckpt_id!r}{nearest(name, self.tables())}")
-        return entry
-
     def _table(self, name: str, columns: Collection[str] | None) -> TableReader:
-        entry = self._entry(name)
+        entry = self.manifest.named_table(name)
         slots = [slot.name for slot in entry.slots]
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")

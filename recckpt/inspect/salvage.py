@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +21,9 @@ from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.shard_overlap import FormerShards
 from recckpt.sparse.files.table_reader import table_schema
-from recckpt.storage import Sink, Storage, missing, open_parent
+from recckpt.storage import SinkFile, Storage, missing, open_parent
 from recckpt.storage.spool import mapped
-from recckpt.text import Progress, escaped, nearest
+from recckpt.text import Progress, escaped
 
 
 @dataclass(frozen=True)
@@ -86,15 +85,12 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     manifest = read_manifest(storage, directory)
     if manifest is None:
         raise CheckpointNotFoundError(f"{path}: found no {layout.MANIFEST}; name the checkpoint's own directory")
-    entry = manifest.table(table)
-    if entry is None:
-        names = [known.name for known in manifest.tables]
-        raise KeyError(f"no table {table!r} in {manifest.ckpt_id!r}{nearest(table, names)}")
+    entry = manifest.named_table(table)
     remains = _Table(storage, directory, manifest, entry)
     target, name = open_parent(out)
     with target.create(name) as sink, Progress(f"salvaging {escaped(table)}", entry.rows * entry.row_bytes) as progress:
         # Not a context manager: it would complete the file on an error too.
-        writer = pa.ipc.new_file(pa.PythonFile(_Unclosed(sink), "w"), remains.schema)
+        writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), remains.schema)
         for batch in remains.batches(unverified=unverified):
             writer.write_batch(batch)
             progress.n_rows = remains.rows
@@ -244,24 +240,3 @@ def _ranges(path: str, part: Part, numbers: Sequence[int], lost: dict[int, str])
             run = replace(run, buckets=(run.buckets[0], batch.buckets[1]), rows=(run.rows or 0) + batch.rows)
     if run:
         yield run
-
-
-class _Unclosed:
-    """The file object that Arrow writes to: closing it is the sink's own business."""
-
-    closed = False
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-
-    def write(self, data: Any) -> int:
-        return self._sink.write(data)
-
-    def tell(self) -> int:
-        return self._sink.n_bytes
-
-    def flush(self) -> None:
-        """Do nothing: the sink is made durable once, when it closes."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, parse
 from recckpt.format.manifest import Manifest
@@ -137,10 +137,7 @@ def _read(storage: Storage, name: str, epoch: int) -> Fields:
     if len(data) > MAX_BYTES:
         raise CorruptCheckpointError(name, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
     fields = parse(data, name)
-    if fields.text("format") != FORMAT:
-        raise fields.wrong("format", fields.text("format"), FORMAT)
-    if fields.count("version") > VERSION:
-        raise FormatVersionError(name, found=fields.count("version"), supported=VERSION)
+    fields.check_format(FORMAT, VERSION)
     check_seal(data, _SEAL, name)
     if fields.count("epoch") != epoch:
         raise fields.wrong("epoch", str(fields.count("epoch")), str(epoch))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recckpt.storage.base import Draft, HashingSink, NewFiles, Sink, Storage, UnsafeLinkError, missing
+from recckpt.storage.base import Draft, NewFiles, Sink, Storage, UnsafeLinkError, missing
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.sink_file import HashingSink, SinkFile
 
 __all__ = [
     "Draft",
     "HashingSink",
     "NewFiles",
     "Sink",
+    "SinkFile",
     "Storage",
     "UnsafeLinkError",
     "missing",

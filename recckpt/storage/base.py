@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
-import xxhash
-
 from recckpt.errors import CorruptCheckpointError
 from recckpt.storage.transfer_options import Transfers
 
@@ -72,31 +70,6 @@ class Draft(Sink):
     @abstractmethod
     def seal(self) -> None:
         """Do now what may still fail: make the bytes durable, visible to nobody. Closing does it where nobody did."""
-
-
-class HashingSink:
-    """A file object over a sink that takes the checksum of all that passes."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink, self._hash = sink, xxhash.xxh3_64()
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes so far."""
-        return self._sink.n_bytes
-
-    @property
-    def xxh3(self) -> int:
-        """Checksum of the bytes so far."""
-        return self._hash.intdigest()
-
-    def write(self, data: Any) -> int:
-        """Write all of ``data``."""
-        self._hash.update(data)
-        return self._sink.write(data)
-
-    def flush(self) -> None:
-        """Do nothing: a sink is made durable once, when it closes."""
 
 
 class Files(Protocol):

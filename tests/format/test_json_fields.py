@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format.json_fields import MAX_DEPTH, Fields, parse
 
 
@@ -135,7 +135,6 @@ def test_parsing_gives_what_json_gives(value):
         ("objects", {}),
         ("scalars", {"a": []}),
         ("scalars", [1]),
-        ("maybe_text", 3),
     ],
 )
 def test_a_field_of_another_type_is_corrupt_and_named(method, value):
@@ -158,12 +157,7 @@ def test_fields_come_with_their_type():
     assert (found.text("t"), found.count("n"), found.flag("f"), found.checksum("h")) == ("x", 5, True, 255)
     assert (found.counts("l"), found.texts("s"), found.scalars("m")) == ((1, 2), ["a"], {"k": None, "x": 1.5})
     assert found.objects("o")[0].count("a") == 1
-    assert (found.maybe_text("none"), found.maybe_count("none"), found.has("t"), found.has("none")) == (
-        None,
-        None,
-        True,
-        False,
-    )
+    assert (found.maybe_count("none"), found.has("t"), found.has("none")) == (None, True, False)
 
 
 def test_a_low_bound_is_held():
@@ -196,3 +190,12 @@ def wrong(data):
     with pytest.raises(CorruptCheckpointError) as caught:
         parse(data, "f.json")
     return caught.value
+
+
+def test_what_kind_of_file_it_is_comes_before_its_version():
+    fields(format="a", version=2).check_format("a", 2)
+    with pytest.raises(CorruptCheckpointError, match="format"):
+        fields(format="b", version=3).check_format("a", 2)
+    with pytest.raises(FormatVersionError) as caught:
+        fields(format="a", version=3).check_format("a", 2)
+    assert (caught.value.found, caught.value.supported) == (3, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -139,11 +139,6 @@ class PartReader:
         if digest != expected:
             return self._corrupt(where, f"checksum {digest:016x}", f"{expected:016x}")
         return None
-
-    def read_all(self) -> Iterator[Mapping[str, pa.Array]]:
-        """Yield all batches."""
-        for number in range(len(self._part.batches)):
-            yield self.read(number)
 
     def check_frame(self) -> None:
         """Check the bytes that are no column values; with those, every byte of the file has been looked at.

@@ -13,7 +13,7 @@ import xxhash
 
 from recckpt.format.catalog import Batch, Part
 from recckpt.sparse.files.arrow_columns import TABLE, column_array, part_schema
-from recckpt.storage import Sink
+from recckpt.storage import Sink, SinkFile
 from recckpt.types import SlotSpec
 
 
@@ -58,29 +58,15 @@ class PartWriter:
         return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches))
 
 
-class _FrameSink:
+class _FrameSink(SinkFile):
     """The file object that Arrow writes to; hashes what no column checksum covers."""
 
-    closed = False
-
     def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+        super().__init__(sink)
         self.frame = xxhash.xxh3_64()
-        self.n_bytes = 0
         self.values: set[int] = set()  # addresses of the column values that are being written
 
     def write(self, data: Any) -> int:
         if not (isinstance(data, pa.Buffer) and data.address in self.values):
             self.frame.update(data)
-        size = self._sink.write(data)
-        self.n_bytes += size
-        return size
-
-    def tell(self) -> int:
-        return self.n_bytes
-
-    def flush(self) -> None:
-        """Do nothing: the sink is made durable once, when it closes."""
-
-    def close(self) -> None:
-        """Do nothing: the sink belongs to the caller."""
+        return super().write(data)

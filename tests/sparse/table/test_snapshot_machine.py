@@ -89,7 +89,8 @@ class Saving:
         ids, found = [], {}
         for part in self.parts:
             reader = PartReader(self._storage, self._directory, part, self.entry.slots)
-            for batch, columns in zip(part.batches, reader.read_all(), strict=True):
+            for number, batch in enumerate(part.batches):
+                columns = reader.read(number)
                 some = np.frombuffer(column_buffer(columns[ID]), np.int64)
                 ids += some.tolist()
                 found |= rows_as_dict(some, {s.name: column_values(columns[s.name], s) for s in self.entry.slots})
