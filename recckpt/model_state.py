@@ -25,7 +25,7 @@ from recckpt.output_dir.read_again import until_whole
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import this_rank
 from recckpt.sparse.optim.optimizer import SparseOptimizer
-from recckpt.sparse.split import split_sparse_dense_state_dict, unwrap
+from recckpt.sparse.split import parameters_of, state_of
 from recckpt.storage import Storage, open_storage
 from recckpt.types import HashTable, positive_int
 
@@ -43,7 +43,7 @@ class ModelState(OneProcess):
     def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, output_dir: str, concurrency: int) -> None:
         super().__init__()
         _check_parts(model, sparse_optim)
-        tables = split_sparse_dense_state_dict(unwrap(model).state_dict())[0]
+        tables = state_of(model)[0]
         if isinstance(sparse_optim, SparseOptimizer):
             _check_trained(sparse_optim, tables)
         self.model, self.sparse_optim = model, sparse_optim
@@ -218,7 +218,7 @@ class ModelState(OneProcess):
         """Return what stands for a registered object: dense optimizers keep their state by parameter name."""
         is_sparse = obj is self.sparse_optim or isinstance(obj, SparseOptimizer)
         if isinstance(obj, Optimizer) and not is_sparse:
-            return NamedOptimizer(obj, lambda: unwrap(self.model).named_parameters())
+            return NamedOptimizer(obj, lambda: parameters_of(self.model))
         return obj
 
 

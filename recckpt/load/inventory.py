@@ -15,7 +15,7 @@ from recckpt.storage.base import Files
 from recckpt.text import escaped
 from recckpt.types import SlotSpec
 
-_WRAPPED = "module."
+_WRAPPED, _COMPILED = "module.", "_orig_mod"  # what DistributedDataParallel and torch.compile put into names
 
 
 def checkpoint_inventory(
@@ -26,7 +26,7 @@ def checkpoint_inventory(
     Args:
         checkpoint: which.
         storage: where it lies.
-        model_dense: names of the model's tensors, for :func:`dense_prefix`.
+        model_dense: names of the model's tensors, for :func:`names_here`.
         tensors: its tensors; None where they are to be looked up.
 
     Raises:
@@ -41,8 +41,8 @@ def checkpoint_inventory(
     found = (tensors or DenseTensors(storage, checkpoint.directory, manifest)).model
     dense = dict.fromkeys(manifest.names.dense, Thing(PLAIN))
     dense |= {name: Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes) for name, tensor in found.items()}
-    strip, add = dense_prefix(dense, model_dense)
-    things |= {Name("dense", add + name.removeprefix(strip)): thing for name, thing in dense.items()}
+    here = names_here(dense, model_dense)
+    things |= {Name("dense", here[name]): thing for name, thing in dense.items()}
     things |= dict.fromkeys(registered_names(checkpoint), Thing(PLAIN))
     if manifest.step is not None:
         things[Name(GLOBAL_STEP, GLOBAL_STEP)] = Thing(PLAIN)
@@ -54,6 +54,16 @@ def registered_names(checkpoint: Checkpoint) -> list[Name]:
     names = checkpoint.manifest.names
     extra = [Name("sparse_opt" if name == SPARSE_OPTIM else "extra", name) for name in names.extra]
     return [*extra, *(Name("io_state", name) for name in names.io_state)]
+
+
+def names_here(found: Iterable[str], model: Iterable[str]) -> dict[str, str]:
+    """Return what the model calls each name in a checkpoint: wrappers that one side alone had are looked through."""
+    found, model = list(found), list(model)
+    plain = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in found}
+    if len({*plain.values()}) < len(plain) or any(_COMPILED in name.split(".") for name in model):
+        plain = {name: name for name in found}
+    strip, add = dense_prefix(plain.values(), model)
+    return {name: add + plain[name].removeprefix(strip) for name in found}
 
 
 def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:

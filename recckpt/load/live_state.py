@@ -17,7 +17,7 @@ from recckpt.load.resolve import PLAIN, Inventory, Thing
 from recckpt.load.selection import GLOBAL_STEP, ID, Name, slot_name
 from recckpt.load.source import Needs
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.sparse.split import split_sparse_dense_state_dict, unwrap
+from recckpt.sparse.split import state_of
 from recckpt.types import HashTable
 
 
@@ -38,7 +38,7 @@ class Target:
 
     @cached_property
     def _state(self) -> tuple[dict[str, HashTable], dict[str, Any]]:
-        return split_sparse_dense_state_dict(unwrap(self.model).state_dict())
+        return state_of(self.model)
 
     def needs(self) -> Needs:
         """Return what this rank reads of what each rank reads some of."""

@@ -18,7 +18,7 @@ from recckpt.load.selection import GLOBAL_STEP, ID, Name
 from recckpt.load.source import Source, open_files
 from recckpt.sparse.files.loader import CheckpointLoad, Loaded, load_tables
 from recckpt.sparse.files.table_fill import TableLoad
-from recckpt.sparse.split import unwrap
+from recckpt.sparse.split import load_dense
 from recckpt.sparse.table.table import HashTable as OurTable
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, HashTable
@@ -110,7 +110,7 @@ def _apply(
         undone_on_error.enter_context(target.io_state.loaded(other.io_state))
         loaded = _fill_tables(by_source, sources, tables, concurrency)
         if other.dense:
-            unwrap(target.model).load_state_dict(other.dense, strict=False)
+            load_dense(target.model, other.dense)
     if other.generators:
         load_rng(other.generators)
     return loaded, fresh

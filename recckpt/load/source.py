@@ -12,7 +12,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Part
 from recckpt.load.conf import Entry, parse_bank
-from recckpt.load.inventory import checkpoint_inventory, dense_prefix, registered_names
+from recckpt.load.inventory import checkpoint_inventory, names_here, registered_names
 from recckpt.load.problems import Problems
 from recckpt.load.resolve import Inventory, Offer
 from recckpt.load.selection import Name
@@ -164,8 +164,8 @@ class Source:
         path, names = layout.join(self.checkpoint.directory, layout.MODEL), self.checkpoint.manifest.names.dense
         check_indexed(found, self.tensors.model, names, path)
         found |= {name: tensor for name, tensor in self.tensors.model.items() if tensor.is_sharded}
-        strip, add = dense_prefix(found, live)
-        return {add + name.removeprefix(strip): value for name, value in found.items()}
+        here = names_here(found, live)
+        return {here[name]: value for name, value in found.items()}
 
 
 def open_files(sources: Sequence[Source], needs: Needs) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from recckpt.format.buckets import Slice
 from recckpt.parallel.ranks import Group
-from recckpt.sparse.split import split_sparse_dense_state_dict, unwrap
+from recckpt.sparse.split import state_of
 from recckpt.storage import Storage
 from recckpt.text import size
 
@@ -79,7 +79,7 @@ def _owned(model: nn.Module) -> Owned:
     """Return the names of tables by slice; those of a model that staging refuses are of no account."""
     found: dict[Slice | None, list[str]] = {}
     try:
-        tables = split_sparse_dense_state_dict(unwrap(model).state_dict())[0]
+        tables = state_of(model)[0]
     except Exception:
         return found
     for name, table in tables.items():

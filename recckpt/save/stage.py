@@ -20,7 +20,7 @@ from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
 from recckpt.save.training_state import as_scalars
 from recckpt.sparse.files.table_rows import TableSource, source_of, source_to_save
-from recckpt.sparse.split import split_sparse_dense_state_dict, unwrap
+from recckpt.sparse.split import state_of
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def stage(
     """
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"step must be an int of at least 0 or None, found {step!r}")
-    sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
+    sparse, dense = state_of(model)
     scalars = {**_learning_rates(sparse_optim), **as_scalars(state)}
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
@@ -136,7 +136,7 @@ def estimated_bytes(model: nn.Module, rank: int) -> int:
     0 where nothing can be said, of a state that staging refuses.
     """
     try:
-        sparse, dense = split_sparse_dense_state_dict(unwrap(model).state_dict())
+        sparse, dense = state_of(model)
         sources = [source_of(table) for table in sparse.values()]
         rows = sum(source.n_rows * (8 + sum(slot.row_bytes for slot in source.slots)) for source in sources)
         return rows + sum(_written_bytes(value, rank) for value in dense.values() if isinstance(value, Tensor))

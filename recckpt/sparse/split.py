@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from recckpt.types import HashTable, check_table_name, is_hashtable
@@ -45,15 +45,54 @@ def filter_out_sparse_param(model: nn.Module) -> dict[str, HashTable]:
     Raises:
         ValueError: two tables share a name.
     """
-    return split_sparse_dense_state_dict(unwrap(model).state_dict())[0]
+    return state_of(model)[0]
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, DataParallel and torch.compile, whose names are the user's."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(model, torch._dynamo.OptimizedModule):
-            model = model._orig_mod
-        else:
-            return model
+def state_of(model: nn.Module) -> tuple[dict[str, HashTable], dict[str, Any]]:
+    """Return the tables of a model by name, and its dense state by the names that it has without wrappers.
+
+    Raises:
+        ValueError: as :func:`split_sparse_dense_state_dict`.
+    """
+    state, wrappers = model.state_dict(), wrappers_in(model)
+    return split_sparse_dense_state_dict({_unwrapped(key, wrappers): value for key, value in state.items()})
+
+
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model by the names that they have without wrappers."""
+    wrappers = wrappers_in(model)
+    return ((_unwrapped(name, wrappers), parameter) for name, parameter in model.named_parameters())
+
+
+def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load dense state by the names that it has without wrappers; the rest of the model stays as it is."""
+    wrappers = wrappers_in(model)
+    model.load_state_dict({_wrapped(name, wrappers): value for name, value in state.items()}, strict=False)
+
+
+def wrappers_in(model: nn.Module) -> list[tuple[str, str]]:
+    """Return where in a model torch has wrapped a module, outer ones first, and what it put behind that in names."""
+    named = model.named_modules(remove_duplicate=False)
+    return [(f"{name}." if name else "", inner) for name, module in named if (inner := _inner(module))]
+
+
+def _inner(module: nn.Module) -> str:
+    """Return what a wrapper puts before the names of what it wraps; nothing where it is not one."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module."
+    dynamo = sys.modules.get("torch._dynamo")  # whose import takes seconds, and without which nothing is compiled
+    return "_orig_mod." if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else ""
+
+
+def _unwrapped(name: Any, wrappers: list[tuple[str, str]]) -> Any:
+    for before, inner in reversed(wrappers):
+        if isinstance(name, str) and name.startswith(before + inner):
+            name = before + name[len(before + inner) :]
+    return name
+
+
+def _wrapped(name: str, wrappers: list[tuple[str, str]]) -> str:
+    for before, inner in wrappers:
+        if name.startswith(before):
+            name = before + inner + name[len(before) :]
+    return name

@@ -8,7 +8,7 @@ from torch import nn
 
 from recckpt.errors import CorruptCheckpointError, LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.inventory import checkpoint_inventory, dense_prefix, list_inventory, listed_inventory
+from recckpt.load.inventory import checkpoint_inventory, dense_prefix, list_inventory, listed_inventory, names_here
 from recckpt.load.resolve import PLAIN, Thing
 from recckpt.load.selection import Name, slot_name
 from recckpt.output_dir.listing import locate_path
@@ -113,6 +113,21 @@ def test_a_damaged_file_is_named(tmp_path):
 )
 def test_the_prefix_of_a_wrapper_is_a_matter_of_all_names_or_none(found, model, prefix):
     assert dense_prefix(found, model) == prefix
+
+
+@pytest.mark.parametrize(
+    ("found", "model", "here"),
+    [
+        (["_orig_mod.a", "b._orig_mod.c"], ["a", "b.c"], ["a", "b.c"]),
+        (["module.b._orig_mod.c"], ["b.c"], ["b.c"]),
+        (["b._orig_mod.c"], ["module.b.c"], ["module.b.c"]),
+        (["b._orig_mod.c"], ["b._orig_mod.c"], ["b._orig_mod.c"]),
+        (["b._orig_mod.c", "b.c"], ["b.c"], ["b._orig_mod.c", "b.c"]),
+        (["b_orig_mod.c"], ["b.c"], ["b_orig_mod.c"]),
+    ],
+)
+def test_names_of_compiled_modules_are_looked_through_at_any_depth(found, model, here):
+    assert names_here(found, model) == dict(zip(found, here, strict=True))
 
 
 def test_names_may_be_listed_by_hand():

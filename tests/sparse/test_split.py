@@ -5,9 +5,9 @@ import torch
 from builders import ClickModel
 from torch import nn
 
-from recckpt import filter_out_sparse_param, split_sparse_dense_state_dict
+from recckpt import CheckpointReader, Saver, filter_out_sparse_param, split_sparse_dense_state_dict
 from recckpt.sparse import HashTable
-from recckpt.sparse.split import unwrap
+from recckpt.sparse.split import load_dense, parameters_of, state_of
 
 
 def test_tables_and_tensors_part_ways():
@@ -48,7 +48,77 @@ def test_a_key_that_is_no_name_is_refused(key):
         split_sparse_dense_state_dict({"w": torch.zeros(1), key: torch.zeros(1)})
 
 
-def test_wrappers_are_looked_through_however_deep_they_lie():
-    model = nn.Linear(2, 1)
-    assert unwrap(model) is model
-    assert unwrap(nn.DataParallel(torch.compile(model))) is model
+class Deep(nn.Module):
+    """Two levels, with a table and an own attribute named as a wrapper's."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Sequential(
+            nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict({"t": HashTable(2, name="t")})
+        )
+        self.module = nn.Linear(2, 1)
+
+
+def compile_whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def compile_parts(model):
+    model.tower[1][0] = compile_whole(model.tower[1][0])
+    model.tower = compile_whole(model.tower)
+    return model
+
+
+def wrap_parts(model):
+    model.tower = nn.DataParallel(compile_parts(model).tower)
+    model.module = nn.DataParallel(model.module)
+    return model
+
+
+def wrap_all(model):
+    return nn.DataParallel(compile_whole(wrap_parts(model)))
+
+
+WRAPPINGS = [compile_whole, compile_parts, wrap_parts, wrap_all]
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS)
+def test_wrappers_are_looked_through_however_deep_they_lie(wrap):
+    model = Deep()
+    tables, dense = state_of(model)
+    names = [name for name, _ in model.named_parameters()]
+    tensors = dict(model.named_parameters())
+    wrapped = wrap(model)
+    assert state_of(wrapped)[0] == tables
+    assert filter_out_sparse_param(wrapped) == tables
+    found = state_of(wrapped)[1]
+    assert list(found) == list(dense) == names
+    assert all(found[name].data_ptr() == dense[name].data_ptr() for name in names)
+    assert all(parameter is tensors[name] for name, parameter in parameters_of(wrapped))
+    load_dense(wrapped, {name: torch.full_like(value, 3) for name, value in dense.items()})
+    assert all(bool((parameter == 3).all()) for parameter in tensors.values())
+
+
+@pytest.mark.parametrize("loads", [Deep, *WRAPPINGS])
+@pytest.mark.parametrize("saves", [Deep, *WRAPPINGS])
+def test_a_checkpoint_knows_nothing_of_wrappers_and_goes_from_any_to_any(tmp_path, saves, loads):
+    def run(wrap):
+        inner = Deep()
+        parameters = list(inner.parameters())
+        model = inner if wrap is Deep else wrap(inner)
+        optim = torch.optim.Adam(parameters)
+        saver = Saver(model, output_dir=str(tmp_path))
+        saver.register_for_checkpointing("optim", optim)
+        return saver, optim, parameters
+
+    saver, optim, parameters = run(saves)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optim.step()
+    saver.save("c")
+    assert "tower.1.0.weight" in CheckpointReader(str(tmp_path)).tensor_names()
+    other, other_optim, other_parameters = run(loads)
+    other.load()
+    for one, two in zip(parameters, other_parameters, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(optim.state[one]["exp_avg"], other_optim.state[two]["exp_avg"])
