@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from recckpt.dense.named_optimizer import NamedOptimizer
 from recckpt.dense.registered import extra_registry, io_registry
+from recckpt.dense.zero_optimizer import ZeroOptimizer, is_zero
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.load import load as loading
 from recckpt.load.conf import parse_load_conf
@@ -59,19 +60,21 @@ class ModelState(OneProcess):
         """Where checkpoints go."""
         return self.storage.url
 
-    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+    def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
         """Save an object beside the model, such as a dense optimizer or a scheduler.
 
         Args:
             name: unique name.
             obj: has ``state_dict`` and ``load_state_dict``, or is a plain value. A tensor, an array, a list, dict or
                 set is loaded in place; of another value :meth:`get_extra_data` gives what was loaded.
+            per_rank: whether each rank saves and gets back a state of its own, on the same number of ranks; else that
+                of rank 0 is saved, for all. A ``ZeroRedundancyOptimizer`` is saved by all ranks, for any number.
 
         Raises:
             ValueError: the name is taken, or the value could not be loaded back.
         """
         with self._turn():
-            self._extra.add(name, obj)
+            self._extra.add(name, obj, per_rank=per_rank)
 
     def register_io_state(self, name: str, obj: Any) -> None:
         """Save the position of a dataset, one state a shard.
@@ -218,7 +221,8 @@ class ModelState(OneProcess):
         """Return what stands for a registered object: dense optimizers keep their state by parameter name."""
         is_sparse = obj is self.sparse_optim or isinstance(obj, SparseOptimizer)
         if isinstance(obj, Optimizer) and not is_sparse:
-            return NamedOptimizer(obj, lambda: parameters_of(self.model))
+            wrapper = ZeroOptimizer if is_zero(obj) else NamedOptimizer
+            return wrapper(obj, lambda: parameters_of(self.model))
         return obj
 
 

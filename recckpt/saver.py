@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.dense.buffers import DenseBuffers
+from recckpt.dense.rank_digests import RankDigests
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
@@ -46,10 +47,8 @@ class Saver(ModelState):
         concurrency: threads that read and write tables.
         timeout_sec: how long a rank waits for the others, at each of the places where they agree: at least as long as
             the slowest rank writes longer than the fastest.
-        min_free_bytes: a save that would leave less room than this, by an estimate, is refused before it begins;
-            where the storage knows its room.
-        max_uploads: how many files go up to the output dir at once from one host, over all its ranks; None for as many
-            as there are threads.
+        min_free_bytes: a save that would leave less room, by an estimate, is refused; where the storage knows its room.
+        max_uploads: how many files one host sends to the output dir at once, over all its ranks; None: one a thread.
         work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
             once they are there, though they still have to go up. Empty but while a save or load is at work.
         pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
@@ -98,10 +97,10 @@ class Saver(ModelState):
         )
         super().__init__(model, sparse_optim, output_dir, concurrency)  # last: it makes the output dir
         self.storage.transfers = transfers
-        self.max_keep = max_keep
-        self._min_free_bytes = min_free_bytes
+        self.max_keep, self._min_free_bytes = max_keep, min_free_bytes
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
+        self._digests = RankDigests()
         self._is_in_save = False
         self._runner = SaveRunner(self.storage, self._concurrency, on_save, self.made_at)
 
@@ -290,6 +289,7 @@ class Saver(ModelState):
                 state=state,
                 buffers=self._buffers if info.background else None,
                 rank=group.rank,
+                digest=self._digests.begin() if group.size > 1 else None,
             )
 
     def _ranks(self, shard_id: int, shard_num: int) -> Groups:

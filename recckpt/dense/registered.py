@@ -1,16 +1,13 @@
-"""Registered objects and random generators: their state taken and given back."""
+"""Registered objects: their state taken and given back."""
 
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,6 +16,7 @@ from recckpt.dense.buffers import Copy, as_it_is
 from recckpt.dense.named_optimizer import NamedOptimizer
 from recckpt.dense.plain_values import fill, is_filled, misfit
 from recckpt.dense.portable import portable
+from recckpt.dense.zero_optimizer import ZeroOptimizer
 from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.text import nearest
@@ -50,11 +48,17 @@ class Registry:
     ) -> None:
         self._what, self._methods, self._plain, self._adapter = what, methods, plain, adapter
         self._objects: dict[str, Any] = {}
+        self._of_ranks: set[str] = set()
         self._unclaimed: dict[str, Any] = {}  # states that were loaded for names that nobody registered
         self._has_warned = False
 
-    def add(self, name: str, obj: Any) -> None:
+    def add(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
         """Register an object.
+
+        Args:
+            name: unique name.
+            obj: the object.
+            per_rank: whether each rank saves a state of its own; so it is of an optimizer that ZeRO spreads over them.
 
         Raises:
             ValueError: the name is empty, reserved or taken, or the object has no state to take.
@@ -69,6 +73,8 @@ class Registry:
                 raise ValueError(f"{self._what}: {name!r} has neither {pairs}; give it one of these pairs of methods")
             portable(name, obj)
         self._objects[name] = obj
+        if per_rank or self.gathers(name):
+            self._of_ranks.add(name)
 
     def get(self, name: str) -> Any:
         """Return the object of a name, or what was last loaded for it; None, and a log line, where there is neither."""
@@ -88,10 +94,19 @@ class Registry:
     def __iter__(self) -> Iterator[str]:
         return iter(self._objects)
 
-    def dump(self, copy: Copy = as_it_is) -> dict[str, Any]:
+    def is_of_ranks(self, name: str) -> bool:
+        """Say whether each rank has a state of its own under a name."""
+        return name in self._of_ranks
+
+    def gathers(self, name: str) -> bool:
+        """Say whether the object of a name takes what it needs from the states of any number of ranks."""
+        return name in self._objects and isinstance(self._adapter(self._objects[name]), ZeroOptimizer)
+
+    def dump(self, copy: Copy = as_it_is, *, of_ranks: bool = False) -> dict[str, Any]:
         """Return the state of all objects as portable data.
 
         Args:
+            of_ranks: take those of which each rank has a state of its own, in place of the others.
             copy: what the tensors in it pass through, such as :meth:`recckpt.dense.buffers.DenseBuffers.copying`.
 
         Raises:
@@ -100,7 +115,18 @@ class Registry:
         return {
             name: portable(f"{self._what} {name!r}", copy((self._what, name), self._state(obj)))
             for name, obj in self._objects.items()
+            if (name in self._of_ranks) == of_ranks
         }
+
+    def gathered(self, name: str, states: Iterable[Any]) -> Any:
+        """Return what an object needs of the states of several ranks, its own first; see :meth:`gathers`.
+
+        Raises:
+            StateMismatchError: they are of another kind of object.
+        """
+        obj = self._adapter(self._objects[name])
+        with _refusals_named(name, obj, "gathered"):
+            return obj.gathered(states)
 
     def merged(self, name: str, states: list[Any], index: int, count: int) -> Any:
         """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards.
@@ -218,6 +244,10 @@ def _refusals_named(name: str, obj: Any, method: str) -> Iterator[None]:
         yield
     except Exception as error:
         refusal = f"{type(obj).__qualname__}.{method} refused it: {type(error).__name__}: {error}"
+        if callable(
+            getattr(getattr(obj, "optimizer", None), "init_state", None)
+        ):  # TorchRec's, which fills what it has
+            refusal += "; an optimizer that fills the state it has needs init_state() before the load"
         raise StateMismatchError(f"the state of {name!r}", remedy=refusal) from error
 
 
@@ -231,44 +261,3 @@ def io_registry() -> Registry:
     """Return a registry of dataset positions."""
     methods = (("dump_io_state", "load_io_state"), ("state_dict", "load_state_dict"))
     return Registry("register_io_state", methods, plain=False)
-
-
-def dump_rng() -> dict[str, Any]:
-    """Return the state of the random generators of this process: torch, CUDA, numpy and Python."""
-    kind, keys, *rest = np.random.get_state()
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking must not start CUDA
-    cuda = torch.cuda.get_rng_state_all() if initialized else []
-    states = {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        "numpy": [kind, keys, *rest],
-        "python": random.getstate(),
-    }
-    return {name: portable(f"random state of {name}", state) for name, state in states.items()}
-
-
-def check_rng(states: Mapping[str, Any]) -> None:
-    """Raise ValueError where :func:`load_rng` could not take the states; the generators are left alone."""
-    try:
-        torch.Generator().set_state(states["torch"])
-        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-        for number, state in enumerate(states["cuda"]):
-            if state.dtype != torch.uint8:
-                raise TypeError(f"the state of CUDA device {number} is of {state.dtype}")
-            for device in devices[number : number + 1]:
-                torch.Generator(device).set_state(state)
-        kind, keys, *rest = states["numpy"]
-        np.random.RandomState().set_state((kind, keys.numpy(), *rest))
-        random.Random().setstate(states["python"])
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def load_rng(states: Mapping[str, Any]) -> None:
-    """Give the random generators of this process back their state; those of absent devices are left out."""
-    torch.set_rng_state(states["torch"])
-    for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
-        torch.cuda.set_rng_state(state, device)
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy(), *rest))
-    random.setstate(states["python"])

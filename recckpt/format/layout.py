@@ -32,7 +32,7 @@ _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE})
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _OURS = re.compile(
-    r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng)_\d+\.pt"
+    r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
 )
 
@@ -127,6 +127,11 @@ def io_state(shard: int) -> str:
     return f"io_state_{shard}.pt"
 
 
+def extra_of(shard: int) -> str:
+    """Return the name of the states of registered objects that are a shard's own."""
+    return f"extra_{shard}.pt"
+
+
 def rng(shard: int) -> str:
     """Return the name of a shard's random generators."""
     return f"rng_{shard}.pt"
@@ -163,8 +168,8 @@ def has_tensors(name: str) -> bool:
 
 
 def is_of_rank(name: str) -> bool:
-    """Say whether a file is one of those of which a rank reads only some: rows, positions and random states."""
-    return name.startswith((f"{SPARSE_DIR}/", "io_state_", "rng_"))
+    """Say whether a file is one of those of which a rank reads only some, such as rows and positions."""
+    return name.startswith((f"{SPARSE_DIR}/", "io_state_", "rng_", "extra_"))
 
 
 def is_part(name: str) -> bool:

@@ -62,11 +62,13 @@ class Names:
         dense: the model's tensors, and its plain values in ``model.pt``.
         extra: registered objects.
         io_state: datasets, on any rank.
+        extra_of_ranks: registered objects of which each rank has a state of its own.
     """
 
     dense: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     io_state: tuple[str, ...] = ()
+    extra_of_ranks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             for table in manifest.tables
         ],
         "files": [_file_json(file) for file in manifest.files],
-        "names": {group: list(names) for group, names in asdict(manifest.names).items()},
+        "names": {
+            group: list(names) for group, names in asdict(manifest.names).items() if names or group != "extra_of_ranks"
+        },
         "state": dict(manifest.state),
         "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
         "writer": dict(manifest.writer),
@@ -226,10 +230,10 @@ def _from_fields(fields: Fields) -> Manifest:
 
 
 def _names(fields: Fields) -> Names:
-    names = {group: tuple(fields.texts(group)) for group in ("dense", "extra", "io_state")}
+    groups = ("dense", "extra", "io_state", *(["extra_of_ranks"] if fields.has("extra_of_ranks") else []))
+    names = {group: tuple(fields.texts(group)) for group in groups}
     for group, listed in names.items():
-        twice = first_repeat(listed)
-        if twice is not None:
+        if (twice := first_repeat(listed)) is not None:
             raise fields.wrong(group, f"{twice!r} twice", "different names")
     return Names(**names)
 

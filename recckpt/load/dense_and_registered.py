@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from recckpt.dense.registered import check_rng
+from recckpt.dense.generators import check_rng
 from recckpt.dense.sharded import is_sharded, may_be_sharded
 from recckpt.dense.sharded_loader import as_live, fitted, has_stand_ins
 from recckpt.dense.tiling import StoredTensor
@@ -110,7 +110,7 @@ def _extra_state(target: Target, by_source: Sequence[Sequence[Planned]], sources
 
 def _fitted(target: Target, item: Planned, source: Source) -> Any:
     """Return the state of a registered object, its sharded tensors as they lie here."""
-    name, saved = item.name.text, source.value(layout.EXTRA, item.source)
+    name, saved = item.name.text, _saved_extra(target, item, source)
     try:
         if not (may_be_sharded() or has_stand_ins(saved)):
             return saved
@@ -119,14 +119,27 @@ def _fitted(target: Target, item: Planned, source: Source) -> Any:
         return saved
 
 
+def _saved_extra(target: Target, item: Planned, source: Source) -> Any:
+    if item.source not in source.extras_of_ranks:
+        return source.value(layout.EXTRA, item.source)
+    if not target.extra.gathers(item.name.text):
+        return _own_state(source, layout.extra_of, item.source, target.shard)
+    order = sorted(range(source.shards), key=lambda shard: shard != target.shard)  # there it all is, most often
+    files = (source.read_once(layout.extra_of(shard)) for shard in order)
+    return target.extra.gathered(item.name.text, (file[item.source] for file in files if item.source in file))
+
+
 def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any]:
     """Return states of names that nobody registered, for ``Saver.get_extra_data``."""
-    return {
-        name.text: source.value(layout.EXTRA, name.text)
-        for source in sources
-        for name in source.registered
-        if name.group == "extra" and name.text not in target.extra and source.entry.wants(name)
-    }
+    found: dict[str, Any] = {}
+    for source in sources:
+        names = [name for name in source.registered if name.group == "extra" and source.entry.wants(name)]
+        for name in (name.text for name in names if name.text not in target.extra):
+            if name not in source.extras_of_ranks:
+                found[name] = source.value(layout.EXTRA, name)
+            elif source.shards in (1, target.shards):
+                found[name] = _own_state(source, layout.extra_of, name, target.shard)
+    return found
 
 
 def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
@@ -135,7 +148,7 @@ def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: S
         for item in (item for item in items if item.name.group == "io_state"):
             name = item.name.text
             if source.shards == target.shards:
-                states[name] = _own_position(source, item.source, target.shard)
+                states[name] = _own_state(source, layout.io_state, item.source, target.shard)
             else:
                 files = [source.state(layout.io_state(shard)) for shard in range(source.shards)]
                 of_all = [found[item.source] for found in files if item.source in found]
@@ -143,17 +156,17 @@ def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: S
     return states
 
 
-def _own_position(source: Source, name: str, shard: int) -> Any:
+def _own_state(source: Source, file_of: Callable[[int], str], name: str, shard: int) -> Any:
     """Return the state of this rank; where it had none, that of rank 0, or of the first that had one."""
-    own = source.state(layout.io_state(shard))
+    own = source.state(file_of(shard))
     if name in own:
         return own[name]
     for other in range(source.shards):
-        found = source.state(layout.io_state(other))
+        found = source.state(file_of(other))
         if name in found:
-            log.warning("%s: rank %d had no io state %r, it takes that of rank %d", source.label, shard, name, other)
+            log.warning("%s: rank %d had no state of %r, it takes that of rank %d", source.label, shard, name, other)
             return found[name]
-    return source.value(layout.io_state(shard), name)  # an error: the manifest says that a rank has one
+    return source.value(file_of(shard), name)  # an error: the manifest says that a rank has one
 
 
 def _generators(target: Target, sources: Sequence[Source]) -> Mapping[str, Any]:

@@ -53,6 +53,7 @@ def registered_names(checkpoint: Checkpoint) -> list[Name]:
     """Return the names of registered objects, and of the sparse optimizer's scalars, whose state a checkpoint has."""
     names = checkpoint.manifest.names
     extra = [Name("sparse_opt" if name == SPARSE_OPTIM else "extra", name) for name in names.extra]
+    extra += [Name("extra", name) for name in names.extra_of_ranks]
     return [*extra, *(Name("io_state", name) for name in names.io_state)]
 
 

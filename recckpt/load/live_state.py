@@ -44,7 +44,8 @@ class Target:
         """Return what this rank reads of what each rank reads some of."""
         tables = self.state()[0]
         slices = {name: getattr(tables[name.table], "slice", None) for name in self.inventory() if name.is_slot}
-        return Needs(self.shard, self.shards, slices, positions=len(self.io_state) > 0)
+        gathers = any(map(self.extra.gathers, self.extra))
+        return Needs(self.shard, self.shards, slices, positions=len(self.io_state) > 0, gathers=gathers)
 
     def inventory(self) -> Inventory:
         """Return the names that can be loaded."""

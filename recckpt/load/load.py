@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
-from recckpt.dense.registered import load_rng
+from recckpt.dense.generators import load_rng
 from recckpt.load.dense_and_registered import OtherState, read_other_state
 from recckpt.load.live_state import Target
 from recckpt.load.model_bank import plan_load
@@ -164,6 +164,20 @@ def _check_shards(target: Target, sources: Sequence[Source], items: Iterable[Pla
                     "'exclude': ['io_state']"
                 )
                 problems.mismatched[f"io state {item.name.text}"] = (found, expected)
+        if item.name.group == "extra" and item.offer is not None:
+            _check_own_state(target, sources[item.offer], item, problems)
+
+
+def _check_own_state(target: Target, source: Source, item: Planned, problems: Problems) -> None:
+    """A state that each rank has saved of its own goes to as many ranks again; one of a single rank goes to all."""
+    name, registry = item.name.text, target.extra
+    is_for_all = item.source not in source.extras_of_ranks or source.shards == 1 or registry.gathers(name)
+    if is_for_all or (registry.is_of_ranks(name) and source.shards == target.shards):
+        return
+    what = f"states of {target.shards} ranks" if registry.is_of_ranks(name) else "one for all ranks"
+    hint = "" if registry.is_of_ranks(name) else "register it with per_rank=True, or "
+    expected = f"{what}: {hint}leave it out with 'exclude': [{name!r}]"
+    problems.mismatched[name] = (f"states of {source.shards} ranks, one each", expected)
 
 
 def _check_foreign(target: Target, items: Iterable[Planned], problems: Problems) -> None:

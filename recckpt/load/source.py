@@ -31,12 +31,14 @@ class Needs:
         shards: number of ranks.
         slices: slot of a table of the model -> the ids that this rank owns, None for all.
         positions: whether it has positions in the data.
+        gathers: whether a registered object takes what it needs from the states of all ranks that saved.
     """
 
     shard: int
     shards: int
     slices: Mapping[Name, Slice | None]
     positions: bool
+    gathers: bool
 
 
 @dataclass
@@ -85,6 +87,8 @@ class Source:
         """
         there = range(self.shards) if needs.positions and self.shards != needs.shards else {0, needs.shard}
         of_ranks = [layout.rng(needs.shard), *(layout.io_state(shard) for shard in there)]
+        there = range(self.shards) if needs.gathers and self.shards != needs.shards else {0, needs.shard}
+        of_ranks += [layout.extra_of(shard) for shard in there]
         self.files.hold(name for name in of_ranks if self.checkpoint.manifest.file(name))
         slices = {own for name, own in needs.slices.items() if self.entry.wants(name)}
         if slices and self._parts is None:
@@ -126,6 +130,11 @@ class Source:
         return registered_names(self.checkpoint)
 
     @property
+    def extras_of_ranks(self) -> tuple[str, ...]:
+        """The names of objects of which each rank has saved a state of its own."""
+        return self.checkpoint.manifest.names.extra_of_ranks
+
+    @property
     def parts(self) -> list[Part]:
         """The parts with rows for the rank that :meth:`hold` was called for."""
         return self._parts or []
@@ -133,12 +142,16 @@ class Source:
     def state(self, name: str) -> Mapping[str, Any]:
         """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
         if name not in self._states:
-            from recckpt.dense.loader import load_state  # torch, which a plan does without
-
-            entry = self.checkpoint.manifest.file(name)
-            self._states[name] = load_state(self.files, self.checkpoint.directory, entry) if entry else {}
-            self.bytes_read += entry.n_bytes if entry else 0
+            self._states[name] = self.read_once(name)
         return self._states[name]
+
+    def read_once(self, name: str) -> dict[str, Any]:
+        """Return what :meth:`state` does, and do not keep it."""
+        from recckpt.dense.loader import load_state  # torch, which a plan does without
+
+        entry = self.checkpoint.manifest.file(name)
+        self.bytes_read += entry.n_bytes if entry else 0
+        return load_state(self.files, self.checkpoint.directory, entry) if entry else {}
 
     def value(self, name: str, key: str) -> Any:
         """Return what a ``.pt`` file has under a key.

@@ -118,9 +118,9 @@ class CheckpointManager(OneProcess):
         """What became of the saves so far."""
         return self._autosave.counts
 
-    def register_for_checkpointing(self, name: str, obj: Any) -> None:
+    def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
         """Save an object beside the model; see :meth:`recckpt.Saver.register_for_checkpointing`."""
-        self._saver.register_for_checkpointing(name, obj)
+        self._saver.register_for_checkpointing(name, obj, per_rank=per_rank)
 
     def register_io_state(self, name: str, obj: Any) -> None:
         """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""

@@ -73,6 +73,8 @@ class ShardWriter:
         catalogs_written: list[Catalog] = []
         files: list[FileEntry] = []
         states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
+        if staged.own_extra:
+            states[layout.extra_of(self._rank)] = staged.own_extra
         if self._rank == 0:
             states[layout.EXTRA] = staged.extra
         pieces: list[Callable[[], None]] = [

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
-from recckpt.dense.sharded_state import check_shares, is_whole, model_names
 from recckpt.errors import (
     CommitNotDurableError,
     RankLostError,
@@ -31,6 +31,7 @@ from recckpt.parallel.ranks import Group, on_rank_0, together
 from recckpt.policies.keep import Keep
 from recckpt.save import save_info
 from recckpt.save.rank_files import ShardRecord, ShardWriter
+from recckpt.save.rank_states import compared
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
@@ -147,19 +148,14 @@ def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> t
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
         writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
-        parts = _on_all_ranks(group, info, lambda: (staged.sharded.summary, tuple(staged.io_state)))
-        shares = [staged.sharded.shares]
-        if not is_whole([summary for summary, _ in parts]):
-            shares = _on_all_ranks(group, info, lambda: staged.sharded.shares)
-            _on_rank_0(group, info, lambda: check_shares(shares))
+        names = compared(staged, group.rank, partial(_on_all_ranks, group, info), partial(_on_rank_0, group, info))
         records = _on_all_ranks(group, info, lambda: writer.write(staged, progress))
         seconds = [record.seconds for record in records]
         info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
         info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])
     info.n_rows = sum(table.rows for record in records for table in record.tables)
     info.kept_rows = sum(record.n_kept for record in records)
-    positions = dict.fromkeys(name for _, names in parts for name in names)
-    return records, Names((*staged.dense, *model_names(shares)), tuple(staged.extra), tuple(positions))
+    return records, names
 
 
 def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group) -> Staged:

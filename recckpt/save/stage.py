@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.dense.buffers import Copy, DenseBuffers, as_it_is, without_values
+from recckpt.dense.generators import dump_rng
 from recckpt.dense.portable import portable
-from recckpt.dense.registered import Registry, dump_rng
+from recckpt.dense.rank_digests import RankDigest
+from recckpt.dense.registered import Registry
 from recckpt.dense.sharded import is_sharded, local_bytes
 from recckpt.dense.sharded_state import ShardedState, ShardedTensors
 from recckpt.format.dtypes import NUMPY_DTYPES
@@ -31,11 +33,13 @@ class Staged:
         tables: rows that this rank writes.
         dense: tensor name -> tensor; written by rank 0, empty elsewhere.
         extra: registered name -> state; written by rank 0, empty elsewhere.
+        own_extra: registered name -> state of this rank.
         io_state: registered name -> state of this shard.
         rng: generator -> state of this rank.
         step: global step, None where the caller counts none.
         state: what readers without torch want to know of the training.
         sharded: this rank's pieces of sharded tensors.
+        digest: what other ranks compare with theirs; None where there are none.
     """
 
     tables: list[TableSource]
@@ -46,6 +50,8 @@ class Staged:
     step: int | None
     state: Mapping[str, Scalar]
     sharded: ShardedState = field(default_factory=ShardedState)
+    own_extra: dict[str, Any] = field(default_factory=dict)
+    digest: RankDigest | None = None
 
     @property
     def sparse_bytes(self) -> int:
@@ -73,6 +79,7 @@ def stage(
     state: Mapping[str, Scalar] | None = None,
     buffers: DenseBuffers | None = None,
     rank: int = 0,
+    digest: RankDigest | None = None,
 ) -> Staged:
     """Take the state of a model and its companions as it is now.
 
@@ -87,6 +94,7 @@ def stage(
         state: what readers without torch want to know.
         buffers: where all other tensors are copied to; None where nothing changes before all is written.
         rank: of those that stage together; what is the same on all is looked at by each, and taken by the first.
+        digest: takes digests of that; None where there is one rank.
 
     Raises:
         ValueError: two tables of one name, or a value that could not be loaded back safely; names it. Or a step that
@@ -101,7 +109,8 @@ def stage(
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
-        common = _common(dense, extra, sparse_optim, sharded, copy if rank == 0 else without_values)
+        copy_common = copy if rank == 0 else without_values
+        common = _common(dense, extra, sparse_optim, sharded, digest.noting(copy_common) if digest else copy_common)
         tensors, extras = common if rank == 0 else ({}, {})
         staged = Staged(
             tables=[],
@@ -112,6 +121,8 @@ def stage(
             step=step,
             state=scalars,
             sharded=sharded.staged(copy),
+            own_extra=extra.dump(copy, of_ranks=True),
+            digest=digest,
         )
     staged.tables.extend(source_to_save(table, detached=buffers is not None) for table in sparse.values())
     return staged

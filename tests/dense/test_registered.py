@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from recckpt.dense.generators import check_rng, dump_rng, load_rng
 from recckpt.dense.portable import portable
-from recckpt.dense.registered import check_rng, dump_rng, extra_registry, io_registry, load_rng
+from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.errors import StateMismatchError
 
 

@@ -1,0 +1,117 @@
+"""What ranks compare of the state that one of them saves for all: a digest for each name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from recckpt.dense.buffers import Copy
+
+log = logging.getLogger("recckpt")
+
+_EVERY = 20  # saves; of what costs time
+_SMALL_BYTES = 1 << 20
+
+
+class RankDigests:
+    """Digests of the state of one rank, taken while it is staged; one object for all saves of a saver.
+
+    Small registered objects are looked at in every save, large ones and dense tensors in the first and every 20th.
+    """
+
+    def __init__(self) -> None:
+        self._n_saves = 0
+        self._known: set[str] = set()  # names that differ, which has been said
+
+    def begin(self) -> RankDigest:
+        """Return what takes the digests of the next save."""
+        self._n_saves += 1
+        return RankDigest(self._known, is_whole=self._n_saves % _EVERY == 1)
+
+
+class RankDigest:
+    """The digests of one save."""
+
+    def __init__(self, known: set[str], *, is_whole: bool) -> None:
+        self._known, self._is_whole = known, is_whole
+        self.by_name: dict[str, int] = {}
+
+    def noting(self, copy: Copy) -> Copy:
+        """Return a copy function that takes the digest of each state first."""
+
+        def noted(place: tuple[Any, ...], state: Any) -> Any:
+            name = " ".join([*map(str, place[:-1]), repr(place[-1])])
+            is_dense = place[0] == "dense"
+            if name not in self._known and (self._is_whole or (not is_dense and _n_bytes(state) <= _SMALL_BYTES)):
+                self.by_name[name] = digest(state)
+            return copy(place, state)
+
+        return noted
+
+    @property
+    def summary(self) -> int:
+        """What is compared first: equal where all digests are."""
+        return xxhash.xxh3_64_intdigest(repr(sorted(self.by_name.items())).encode())
+
+    def warn(self, ranks: Sequence[Mapping[str, int]], own: int) -> None:
+        """Say what differs between the ranks, each name once; all ranks must call it, and rank 0 says it."""
+        for name in sorted({name for digests in ranks for name in digests}):
+            others = [rank for rank, digests in enumerate(ranks) if digests.get(name) != ranks[0].get(name)]
+            if others and name not in self._known:
+                self._known.add(name)
+                if own == 0:
+                    log.warning("%s", _difference(name, others, is_saved=name in ranks[0]))
+
+
+def digest(state: Any) -> int:
+    """Return a number that is another one for another state; 0 for one that a save refuses."""
+    hasher = xxhash.xxh3_64()
+    try:
+        _feed(hasher, state)
+    except Exception:  # of a kind that is refused by its name where it is saved
+        return 0
+    return hasher.intdigest()
+
+
+def _difference(name: str, others: Sequence[int], *, is_saved: bool) -> str:
+    ranks = (
+        f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:5]))}{', ...' if len(others) > 5 else ''}"
+    )
+    if not is_saved:
+        return f"{name} is known to {ranks} and not to rank 0, and is not saved: let all ranks have it"
+    mend = "register it with per_rank=True" if not name.startswith("dense ") else "keep it equal on all ranks"
+    kept = "the state of rank 0 is saved, and all ranks get it back"
+    return f"{name} differs on {ranks}: {kept}; if that is not meant, {mend}"
+
+
+def _feed(hasher: Any, value: Any) -> None:
+    hasher.update(type(value).__name__.encode())
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor):
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        hasher.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        hasher.update(plain.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            hasher.update(repr(key).encode())
+            _feed(hasher, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _feed(hasher, item)
+    else:
+        hasher.update(repr(sorted(value, key=repr) if isinstance(value, set) else value).encode())
+
+
+def _n_bytes(value: Any) -> int:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_n_bytes, value.values()))
+    return sum(map(_n_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,97 @@
+"""Ranks say once, by name, what differs of the state that rank 0 saves for all."""
+
+import numpy as np
+import pytest
+import torch
+
+from recckpt.dense.buffers import as_it_is
+from recckpt.dense.rank_digests import RankDigests, digest
+
+SAME = [
+    {"a": 1, "b": [torch.arange(3), (None, 2.5)], "c": {1, 2}},
+    torch.arange(6).reshape(2, 3).t(),
+    np.arange(3, dtype=np.int16),
+    torch.tensor(1.5),
+    torch.empty(0),
+]
+
+
+@pytest.mark.parametrize("state", SAME, ids=str)
+def test_equal_states_have_one_digest(state):
+    def copied(value):
+        if isinstance(value, torch.Tensor):
+            return value.clone(memory_format=torch.contiguous_format)
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+    assert digest(state) == digest(copied(state))
+
+
+def test_states_that_differ_have_other_digests():
+    states = [
+        *SAME,
+        {"a": 2, "b": [torch.arange(3), (None, 2.5)], "c": {1, 2}},
+        {"a": 1, "b": [torch.tensor([0, 1, 3]), (None, 2.5)], "c": {1, 2}},
+        torch.arange(6).reshape(2, 3),
+        torch.arange(6),
+        torch.arange(6, dtype=torch.int32),
+        np.arange(3, dtype=np.int32),
+        torch.tensor([1.5]),
+        1,
+        True,
+        1.0,
+        "1",
+        [1],
+        (1,),
+        [[1], 2],
+        [1, [2]],
+    ]
+    assert len({digest(state) for state in states}) == len(states)
+
+
+def test_what_a_save_refuses_has_a_digest_all_the_same():
+    assert digest(torch.ones(2).to_sparse()) == 0
+    assert digest(torch.empty(2, device="meta")) == 0
+
+
+def taken(digests, dense=0, small=0, large=0):
+    now = digests.begin()
+    copy = now.noting(as_it_is)
+    copy(("dense", "top.weight"), torch.full((2,), float(dense)))
+    copy(("register_for_checkpointing", "small"), {"n": small})
+    copy(("register_for_checkpointing", "large"), torch.full((1 << 19,), float(large)))
+    return now
+
+
+def test_what_costs_time_is_looked_at_in_the_first_save_and_in_every_twentieth():
+    digests = RankDigests()
+    looked_at = [set(taken(digests).by_name) for _ in range(41)]
+    small = {"register_for_checkpointing 'small'"}
+    everything = small | {"dense 'top.weight'", "register_for_checkpointing 'large'"}
+    assert [number for number, names in enumerate(looked_at) if names == everything] == [0, 20, 40]
+    assert all(names == small for number, names in enumerate(looked_at) if number % 20)
+
+
+def test_what_differs_is_said_once_and_by_name(caplog):
+    ranks = [RankDigests(), RankDigests()]
+    for _ in range(3):
+        first, second = taken(ranks[0]), taken(ranks[1], dense=1, small=1)
+        if first.summary == second.summary:
+            continue
+        for rank, own in enumerate((first, second)):
+            own.warn([first.by_name, second.by_name], rank)
+    dense, small = [record.getMessage() for record in caplog.records]
+    assert dense.startswith(
+        "dense 'top.weight' differs on rank 1: the state of rank 0 is saved, and all ranks get it back"
+    )
+    assert small.startswith("register_for_checkpointing 'small' differs on rank 1: ")
+    assert "per_rank=True" in small
+
+
+def test_what_rank_0_does_not_have_is_said_not_to_be_saved(caplog):
+    ranks = [RankDigests().begin(), RankDigests().begin()]
+    ranks[1].noting(as_it_is)(("dense", "stage_2.weight"), torch.ones(1))
+    ranks[0].warn([rank.by_name for rank in ranks], 0)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("dense 'stage_2.weight' is known to rank 1 and not to rank 0, and is not saved")
