@@ -44,7 +44,8 @@ from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.attempt import Intent
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.listing import Checkpoint, read_manifest
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.manifests import read_manifest
 from recckpt.save import save as saving
 from recckpt.save.rank_files import ShardRecord
 from recckpt.save.save_info import SaveInfo

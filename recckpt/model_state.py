@@ -21,7 +21,8 @@ from recckpt.load.live_state import Target
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.source import Source, located_bank
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, locate_path, newest, open_checkpoint
+from recckpt.output_dir.at_path import locate_path, open_checkpoint
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
 from recckpt.output_dir.read_again import until_whole
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import this_rank

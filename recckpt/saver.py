@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 
 from recckpt.dense.buffers import DenseBuffers
 from recckpt.dense.rank_digests import RankDigests
-from recckpt.format import layout
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, is_over, this_rank, twin_of
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.save.background_save import Groups, OnSave, SaveHandle, SaveRunner
-from recckpt.save.preflight import check_owners, check_rooms
+from recckpt.save.preflight import check_name, check_owners, check_rooms
 from recckpt.save.save import lost_ranks_named
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged, estimated_bytes, stage
@@ -174,8 +173,8 @@ class Saver(ModelState):
             The manifest of the committed checkpoint, or the handle of a save that is under way.
 
         Raises:
-            ValueError: the id is none, or something in the state could not be loaded back, or several ranks own the
-                same ids of a table; names it, nothing was written.
+            ValueError: the id or the step cannot be one, or something in the state could not be loaded back, or several
+                ranks own the same ids of a table; names it, nothing was written.
             CheckpointExistsError: the id is committed and ``overwrite`` is false.
             SaveFailedError: a rank failed, or is missing; nothing was committed, where the message does not say
                 otherwise. Where a rank is missing, so is it for all saves and restores to come: restart the job.
@@ -183,7 +182,7 @@ class Saver(ModelState):
             WriterFencedError: another process has taken the output dir over by saving to it.
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
         """
-        layout.encode_id(ckpt_id)
+        check_name(ckpt_id, step)
         with self._turn(), self._one_save():
             rank, size = this_rank(shard_id, shard_num)
             info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)

@@ -8,7 +8,8 @@ from typing import Any
 from recckpt.cli.result import CommandError, Outcome, usage_checked
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.output_dir.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints, open_checkpoint
+from recckpt.output_dir.at_path import open_checkpoint
+from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.pins import pinned_ids
 from recckpt.storage import Storage, open_storage
 from recckpt.text import count, escaped, grid, one_line, plural, size
@@ -21,9 +22,9 @@ def ls(args: argparse.Namespace) -> Outcome:
     """List committed checkpoints, oldest first, then what is damaged or was never finished."""
     with usage_checked():
         storage = open_storage(args.dir)
-    listing = list_checkpoints(storage)
+    listing = look_around(storage)
     leftovers, pinned = _leftovers(storage, listing), pinned_ids(storage)
-    if not listing.committed and not listing.damaged:
+    if not listing.committed and not listing.damaged and not listing.unreadable:
         _refuse_checkpoint(args.dir)
     current = {checkpoint.directory for checkpoint in listing.current}
     newest = listing.current[-1].directory if listing.current else None
@@ -35,6 +36,7 @@ def ls(args: argparse.Namespace) -> Outcome:
         checkpoints.append(_data(checkpoint, marks))
         rows.append(_row(checkpoint, marks))
     others = {directory: f"damaged: {one_line(str(error))}" for directory, error in listing.damaged.items()}
+    others |= {directory: f"unreadable: {one_line(str(error))}" for directory, error in listing.unreadable.items()}
     others |= {directory: f"fenced: {one_line(reason)}" for directory, reason in listing.fenced.items()}
     others |= dict.fromkeys(leftovers, f"no {layout.MANIFEST}: a save that died, or still runs")
     rows += [(escaped(directory), *"-----", text) for directory, text in others.items()]
@@ -42,6 +44,7 @@ def ls(args: argparse.Namespace) -> Outcome:
         "output_dir": storage.url,
         "checkpoints": checkpoints,
         "damaged": [{"directory": name, "reason": str(reason)} for name, reason in listing.damaged.items()],
+        "unreadable": [{"directory": name, "reason": str(reason)} for name, reason in listing.unreadable.items()],
         "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
         "leftovers": leftovers,
     }
@@ -49,10 +52,12 @@ def ls(args: argparse.Namespace) -> Outcome:
 
 
 def _problems(storage: Storage, listing: Listing) -> list[str]:
-    if listing.damaged:
-        total = plural(len(listing.committed) + len(listing.damaged), "checkpoint")
-        return [f"{storage.url}: {len(listing.damaged)} of {total} damaged; run `recckpt verify` to see all of it"]
-    return [] if listing.committed else [f"{storage.url}: found no committed checkpoint"]
+    n_bad = len(listing.damaged) + len(listing.unreadable)
+    if n_bad:
+        total = plural(len(listing.committed) + n_bad, "checkpoint")
+        what = "damaged or unreadable" if listing.unreadable else "damaged"
+        return [f"{storage.url}: {n_bad} of {total} {what}; run `recckpt verify` to see all of it"]
+    return [] if listing.committed else [f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}"]
 
 
 def _refuse_checkpoint(path: str) -> None:
@@ -66,9 +71,7 @@ def _refuse_checkpoint(path: str) -> None:
 
 def _leftovers(storage: Storage, listing: Listing) -> list[str]:
     """Return the directories that a save began and did not finish, or that are half removed."""
-    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys() | listing.fenced.keys()
-    rest = sorted(set(attempt_dirs(storage)) - known)
-    return [name for name in rest if any(map(layout.is_ours, storage.list_files(name)))]
+    return [name for name in listing.uncommitted if any(map(layout.is_ours, storage.list_files(name)))]
 
 
 def _marks(checkpoint: Checkpoint, current: bool, newest: bool, pinned: bool) -> list[str]:

@@ -11,7 +11,8 @@ from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, TableEntry
-from recckpt.output_dir.listing import Checkpoint, locate_path
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
 from recckpt.storage import Storage

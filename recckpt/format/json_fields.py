@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 
 MAX_DEPTH = 16  # part of the format
-_END = 2**63  # of counts
+MAX_COUNT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
 _MAX_DIGITS = 40  # 63 bits have 19, and what is longer is no count; Python may take a day for a million of them
 _HEX = re.compile(r"[0-9a-f]+")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
@@ -92,10 +92,10 @@ class Fields:
         return self._get(key, bool)
 
     def count(self, key: str, low: int = 0) -> int:
-        """Return an int field of at least ``low`` that fits 63 bits."""
+        """Return an int field of at least ``low``, below :data:`MAX_COUNT`."""
         value = self._get(key, int)
-        if not low <= value < _END:
-            raise self.wrong(key, repr(value), f"an int of at least {low}")
+        if not low <= value < MAX_COUNT:
+            raise self.wrong(key, repr(value), f"an int of at least {low}, below 10^18")
         return value
 
     def maybe_count(self, key: str) -> int | None:
@@ -106,8 +106,8 @@ class Fields:
         """Return a field that is a list of ints."""
         values = self._get(key, list)
         for i, value in enumerate(values):
-            if type(value) is not int or not low <= value < _END:
-                raise self.wrong(f"{key}[{i}]", repr(value), f"an int of at least {low}")
+            if type(value) is not int or not low <= value < MAX_COUNT:
+                raise self.wrong(f"{key}[{i}]", repr(value), f"an int of at least {low}, below 10^18")
         return tuple(values)
 
     def texts(self, key: str) -> list[str]:

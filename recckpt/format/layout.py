@@ -95,10 +95,10 @@ def takeover(epoch: int) -> str:
     return f"{OWNER_DIR}/{epoch}.list.json"
 
 
-def parse_owner_file(name: str) -> tuple[int, bool] | None:
-    """Return the epoch of a file in the owner directory and whether it is a takeover's list, None for others."""
+def parse_owner_file(name: str) -> int | None:
+    """Return the epoch of a claim or list in the owner directory, None for others."""
     found = _OWNER_FILE.fullmatch(name)
-    return (int(found[1]), found[2] is not None) if found else None
+    return int(found[1]) if found else None
 
 
 def pin(ckpt_id: str) -> str:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.output_dir.listing import Checkpoint, locate_path
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
 from recckpt.storage import Storage, open_parent
 from recckpt.text import Progress
+
+_OTHER_KINDS = frozenset({".safetensors", ".arrow", ".npz", ".npy", ".h5", ".onnx", ".json", ".parquet"})
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,11 @@ def consolidate(path: str, out: str) -> Consolidated:
         FormatVersionError: written by a newer format.
         FileExistsError: there is a file ``out``.
         OSError: ``out`` cannot be written; nothing is left of it.
+        ValueError: ``out`` has the name of a file of another kind, such as ``x.safetensors``.
     """
+    kind = PurePosixPath(out).suffix
+    if kind in _OTHER_KINDS:
+        raise ValueError(f"{out}: consolidate writes a torch file, found the name of a {kind} file; name it model.pt")
     return until_whole(lambda: locate_path(path), lambda found: _write(*found, out))
 
 

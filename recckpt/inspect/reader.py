@@ -15,7 +15,8 @@ import pyarrow as pa
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir.listing import Checkpoint, locate_path
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
 from recckpt.sparse.files.arrow_columns import ID

@@ -15,7 +15,8 @@ from recckpt.output_dir.attempt import read_intent
 from recckpt.output_dir.claims import last_takeover, read_claim
 from recckpt.output_dir.commit import write_index
 from recckpt.output_dir.index_file import index_problem
-from recckpt.output_dir.listing import Checkpoint, Listing, attempt_dirs, list_checkpoints, read_manifest
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.manifests import read_manifest
 from recckpt.storage import Storage, open_storage
 
 _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that runs has one for an instant
@@ -85,7 +86,8 @@ def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
     found = list(_leftovers(storage, listing))
     is_output_dir = listing.committed or listing.damaged or layout.OWN_DIR in storage.list_dirs()
     if not is_output_dir and not any(left.is_dead for left, _ in found):
-        raise CheckpointNotFoundError(f"{storage.url}: found no checkpoint, expected an output dir")
+        what = storage.why_empty() or "found no checkpoint"
+        raise CheckpointNotFoundError(f"{storage.url}: {what}, expected an output dir")
     problem = index_problem(storage, [checkpoint.ckpt_id for checkpoint in listing.current])
     if problem and not dry_run:
         write_index(storage, listing)
@@ -111,8 +113,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         alive = 0  # then nobody is known to be dead
     for directory, reason in listing.fenced.items():
         yield Leftover(directory, f"a late commit, {reason}", True), partial(_remove_fenced, storage, directory)
-    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys() | listing.fenced.keys()
-    for directory in sorted(set(attempt_dirs(storage)) - known):
+    for directory in listing.uncommitted:
         names = storage.list_files(directory)
         if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
             continue  # committed meanwhile, or not ours

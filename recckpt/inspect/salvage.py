@@ -15,13 +15,13 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest, TableEntry
-from recckpt.output_dir.listing import read_manifest
+from recckpt.output_dir.manifests import read_manifest
 from recckpt.sparse.files.arrow_columns import ID, column_buffer
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.shard_overlap import FormerShards
 from recckpt.sparse.files.table_reader import table_schema
-from recckpt.storage import SinkFile, Storage, missing, open_parent
+from recckpt.storage import NOT_READABLE, SinkFile, Storage, missing, open_parent, open_storage
 from recckpt.storage.spool import mapped
 from recckpt.text import Progress, escaped
 
@@ -84,7 +84,8 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     storage, directory = open_parent(path)
     manifest = read_manifest(storage, directory)
     if manifest is None:
-        raise CheckpointNotFoundError(f"{path}: found no {layout.MANIFEST}; name the checkpoint's own directory")
+        what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
+        raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
     entry = manifest.named_table(table)
     remains = _Table(storage, directory, manifest, entry)
     target, name = open_parent(out)
@@ -151,7 +152,7 @@ class _Table:
         try:
             data = self._storage.read(path, min(file.n_bytes, catalogs.MAX_BYTES) + 1)
             catalog = catalogs.decode(data, path, self._manifest, number)
-        except FileNotFoundError as error:
+        except NOT_READABLE as error:
             return None, missing(path, error, "").found
         except (CorruptCheckpointError, FormatVersionError, OSError) as error:
             return None, f"unreadable ({getattr(error, 'found', error)})"
@@ -186,7 +187,7 @@ class _Table:
         """Return the bytes of a file, or why there are none."""
         try:
             return mapped(self._storage, self._path(name))
-        except FileNotFoundError as error:
+        except NOT_READABLE as error:
             return missing(name, error, "").found
         except OSError as error:
             return f"an error: {error}"

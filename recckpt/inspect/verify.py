@@ -9,11 +9,13 @@ from functools import partial
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
-from recckpt.inspect.verify_checkpoint import Checkup, newer
+from recckpt.inspect.verify_checkpoint import Checkup, newer, unreadable
+from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
-from recckpt.output_dir.listing import locate_path
+from recckpt.output_dir.listing import attempt_dirs
+from recckpt.output_dir.manifests import has_manifest
 from recckpt.parallel.threads import run_all
-from recckpt.storage import Storage, UnsafeLinkError, open_parent, open_storage
+from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.text import Progress
 
 _THREADS = 8
@@ -60,8 +62,9 @@ class Report:
 def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[Problem]:
     """Look for damage in a checkpoint, or in all checkpoints of an output dir.
 
-    Deep reads every byte: the checksums of all files, columns and Arrow frames, and for each table that its
-    ids are where the catalogs say, that none is there twice, and that its rows add up.
+    Deep reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against what the manifest
+    says, and for each table that its ids are where the catalogs say, that none is there twice, and that its rows add
+    up. Files that the manifest does not list are not read.
 
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
@@ -101,10 +104,10 @@ def find_checkpoints(path: str) -> Found:
         CheckpointNotFoundError: there is none.
     """
     storage, directory = open_parent(path)
-    if _has_manifest(storage, directory):
+    if has_manifest(storage, directory):
         return Found(storage, [directory])
     inside = open_storage(path)
-    directories = sorted(name for name in inside.list_dirs() if _has_manifest(inside, name))
+    directories = sorted(name for name in attempt_dirs(inside) if _may_have_manifest(inside, name))
     if directories:
         return Found(inside, directories, is_output_dir=True)
     storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
@@ -126,7 +129,7 @@ def verify_found(found: Found, *, deep: bool = True, threads: int | None = None)
     looks = run_all(lambda name: Checkup(storage, name), found.directories, n_threads)
     if deep:
         _look_deep([look for look in looks if look.manifest], n_threads)
-    reports = [_report(look) for look in looks if not look.errors or _has_manifest(storage, look.directory)]
+    reports = [_report(look) for look in looks if not look.errors or _may_have_manifest(storage, look.directory)]
     if not reports:
         raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {', '.join(found.directories)}")
     owner = [_problem(layout.OWNER_DIR, error) for error in _owner_errors(storage)] if found.is_output_dir else []
@@ -142,6 +145,8 @@ def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:
             check()
         except FileNotFoundError:
             continue  # removed meanwhile
+        except OSError as error:
+            yield unreadable(layout.OWNER_DIR, error, "a file of one that writes here")
         except CorruptCheckpointError as error:
             yield error
         except FormatVersionError as error:
@@ -168,11 +173,9 @@ def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
     return Problem(directory, error.path, error.where, error.found, error.expected)
 
 
-def _has_manifest(storage: Storage, directory: str) -> bool:
+def _may_have_manifest(storage: Storage, directory: str) -> bool:
+    """Say whether a directory has a manifest, or does not let that be known: it is a checkpoint to report then."""
     try:
-        storage.size(layout.join(directory, layout.MANIFEST))
-    except UnsafeLinkError:
+        return has_manifest(storage, directory)
+    except OSError:
         return True
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True

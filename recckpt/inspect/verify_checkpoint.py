@@ -18,12 +18,12 @@ from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import FileEntry, Manifest, TableEntry
 from recckpt.format.tensor_index import TensorIndex
-from recckpt.output_dir.attempt import read_intent
+from recckpt.output_dir.attempt import Intent, encode_intent, read_intent
 from recckpt.output_dir.checked import read_checked
-from recckpt.output_dir.listing import file_problems, read_manifest
+from recckpt.output_dir.manifests import file_problems, read_manifest
 from recckpt.sparse.files.shard_overlap import repeated_between_shards
 from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
-from recckpt.storage import Storage, missing
+from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 
 log = logging.getLogger("recckpt")
 
@@ -56,8 +56,10 @@ class Checkup:
             self.errors.append(error)
         except FormatVersionError as error:
             self.errors.append(newer(error))
+        except OSError as error:  # one that cannot be read does not keep the others from being looked at
+            self.errors.append(unreadable(path, error, "a manifest"))
         if self.manifest:
-            self.errors += self._foreign(self.manifest)
+            self.errors += self._check_intent(self.manifest)
             self.errors += file_problems(storage, directory, self.manifest)
         elif not self.errors:
             self.errors.append(CorruptCheckpointError(path, "", found="no such file", expected="a manifest"))
@@ -109,12 +111,23 @@ class Checkup:
     def _catalogs(self) -> list[Catalog]:
         return [self._shards[number] for number in sorted(self._shards)]
 
-    def _foreign(self, manifest: Manifest) -> Errors:
-        """Check that the manifest is of the attempt that made the directory, where that can be told."""
-        intent = read_intent(self._storage, self.directory)
-        if intent is not None and intent.save_id != manifest.save_id:
-            path, expected = self._path(layout.MANIFEST), f"{intent.save_id}, as {layout.INTENT} says"
-            yield CorruptCheckpointError(path, "save_id", found=manifest.save_id, expected=expected)
+    def _check_intent(self, manifest: Manifest) -> Errors:
+        """Check what the attempt wrote that made the directory: it is in no list of files, and says what it must."""
+        path, expected = self._path(layout.INTENT), f"that of save {manifest.save_id}, as in {layout.MANIFEST}"
+        own = encode_intent(Intent(self.directory, manifest.epoch, manifest.save_id, manifest.step))
+        try:
+            data = self._storage.read(path, len(own) + 1)
+            intent = read_intent(self._storage, self.directory)
+        except ABSENT:  # a copy of the listed files is a checkpoint, too
+            return
+        except NotPlainError as error:
+            yield missing(path, error, expected)
+        except OSError as error:
+            yield unreadable(path, error, expected)
+        else:
+            if data != own:
+                found = f"{data[:60]!r}" if intent is None else f"that of save {intent.save_id}"
+                yield CorruptCheckpointError(path, "", found=found, expected=expected)
 
     def _log_unlisted(self, manifest: Manifest) -> None:
         if log.isEnabledFor(logging.DEBUG):
@@ -211,10 +224,15 @@ def _read(path: str, check: Job) -> Errors:
         yield from check()
     except CorruptCheckpointError as error:
         yield error
-    except FileNotFoundError as error:
+    except NOT_READABLE as error:
         yield missing(path, error, "a file that can be read")
     except OSError as error:
-        yield CorruptCheckpointError(path, "", found=f"an error: {error}", expected="a file that can be read")
+        yield unreadable(path, error, "a file that can be read")
+
+
+def unreadable(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
+    """Return the error for a file that the storage does not let be read."""
+    return CorruptCheckpointError(path, "", found=f"an error: {error}", expected=expected)
 
 
 def newer(error: FormatVersionError) -> CorruptCheckpointError:

@@ -16,7 +16,8 @@ from recckpt.load.inventory import checkpoint_inventory, names_here, registered_
 from recckpt.load.problems import Problems
 from recckpt.load.resolve import Inventory, Offer
 from recckpt.load.selection import Name
-from recckpt.output_dir.listing import Checkpoint, locate_path
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.catalogs import met_shards, read_parts
 from recckpt.storage import Storage

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.json_fields import parse
-from recckpt.storage import Storage
+from recckpt.storage import NOT_READABLE, Storage
 
 _MAX_BYTES = 1 << 16
 
@@ -37,14 +37,18 @@ def write_intent(storage: Storage, intent: Intent) -> None:
     Raises:
         FileExistsError: it is another's.
     """
-    data = json.dumps({"epoch": intent.epoch, "save_id": intent.save_id, "step": intent.step}).encode()
-    storage.put_if_absent(layout.join(intent.directory, layout.INTENT), data)
+    storage.put_if_absent(layout.join(intent.directory, layout.INTENT), encode_intent(intent))
+
+
+def encode_intent(intent: Intent) -> bytes:
+    """Return the bytes of the file that marks an attempt's directory."""
+    return json.dumps({"epoch": intent.epoch, "save_id": intent.save_id, "step": intent.step}).encode()
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
     """Return whose attempt a directory is, by a file in it, None where that cannot be told."""
     name = layout.join(directory, file)
-    with suppress(FileNotFoundError, NotADirectoryError, CorruptCheckpointError):
+    with suppress(*NOT_READABLE, CorruptCheckpointError):
         fields = parse(storage.read(name, _MAX_BYTES), name)
         return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))
     return None

@@ -7,7 +7,7 @@ import xxhash
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
-from recckpt.storage import missing
+from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files
 
 
@@ -28,7 +28,7 @@ def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | N
         raise CorruptCheckpointError(path, "its size", found=f"{entry.n_bytes} bytes", expected=f"at most {most}")
     try:
         data = storage.read(path, entry.n_bytes + 1)
-    except FileNotFoundError as error:
+    except NOT_READABLE as error:
         raise missing(path, error, f"{entry.n_bytes} bytes") from error
     if len(data) != entry.n_bytes:
         raise CorruptCheckpointError(path, "its size", found=len(data), expected=f"{entry.n_bytes} bytes")

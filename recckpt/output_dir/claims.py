@@ -5,6 +5,7 @@ Follows "Readers" of the commit protocol (docs/format.md, section 8).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from recckpt.errors import CorruptCheckpointError
@@ -12,7 +13,7 @@ from recckpt.format import layout
 from recckpt.format.json_fields import Fields, parse
 from recckpt.format.manifest import Manifest
 from recckpt.format.self_checksum import check_seal, seal
-from recckpt.storage import Storage
+from recckpt.storage import NotPlainError, Storage, missing
 
 FORMAT = "recckpt-owner"  # part of the format
 VERSION = 1  # part of the format
@@ -70,8 +71,9 @@ NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset())  # nobody took over, or 
 
 
 def claimed_epochs(storage: Storage) -> list[int]:
-    """Return the epochs that were claimed, ascending."""
-    return sorted(epoch for epoch, is_list in _owner_files(storage) if not is_list)
+    """Return the epochs that any claim or list names, ascending: a list whose claim is gone excludes commits, too."""
+    epochs = map(layout.parse_owner_file, storage.list_files(layout.OWNER_DIR))
+    return sorted({epoch for epoch in epochs if epoch is not None})
 
 
 def last_takeover(storage: Storage) -> Takeover:
@@ -81,17 +83,16 @@ def last_takeover(storage: Storage) -> Takeover:
         CorruptCheckpointError: its list is damaged.
         FormatVersionError: it was written by a newer format.
     """
-    published = [epoch for epoch, is_list in _owner_files(storage) if is_list]
-    if not published:
-        return NO_TAKEOVER
-    epoch = max(published)
-    fields = _read(storage, layout.takeover(epoch), epoch)
-    return Takeover(
-        epoch,
-        frozenset(fields.texts("committed")),
-        fields.count("highest_step", low=-1),
-        frozenset(fields.texts("directories")),
-    )
+    for epoch in reversed(claimed_epochs(storage)):
+        with suppress(FileNotFoundError):  # a claim without a list
+            fields = _read(storage, layout.takeover(epoch), epoch)
+            return Takeover(
+                epoch,
+                frozenset(fields.texts("committed")),
+                fields.count("highest_step", low=-1),
+                frozenset(fields.texts("directories")),
+            )
+    return NO_TAKEOVER
 
 
 def read_claim(storage: Storage, epoch: int) -> Claim:
@@ -127,13 +128,11 @@ def _head(epoch: int) -> dict[str, str | int]:
     return {"format": FORMAT, "version": VERSION, "epoch": epoch}
 
 
-def _owner_files(storage: Storage) -> list[tuple[int, bool]]:
-    names = storage.list_files(layout.OWNER_DIR)
-    return [found for name in names if (found := layout.parse_owner_file(name))]
-
-
 def _read(storage: Storage, name: str, epoch: int) -> Fields:
-    data = storage.read(name, MAX_BYTES + 1)
+    try:
+        data = storage.read(name, MAX_BYTES + 1)
+    except NotPlainError as error:
+        raise missing(name, error, "a file of one that writes here") from error
     if len(data) > MAX_BYTES:
         raise CorruptCheckpointError(name, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
     fields = parse(data, name)

@@ -9,12 +9,14 @@ import secrets
 
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
+from recckpt.format.json_fields import MAX_COUNT
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.attempt import Intent, write_intent
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.index_file import encode_index
 from recckpt.output_dir.late_files import Lookout
-from recckpt.output_dir.listing import Listing, list_checkpoints, listed_sizes, read_manifest
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.manifests import listed_files, read_manifest
 from recckpt.storage import Storage
 
 
@@ -28,16 +30,18 @@ def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, ove
     """
     layout.encode_id(ckpt_id)
     fence.hold()
-    listing = list_checkpoints(storage)
+    listing = fence.listing
+    if listing.next_seq >= MAX_COUNT:
+        found = f"a manifest of number {listing.highest_seq}, after which there is none"
+        raise CorruptCheckpointError(storage.url, "seq", found=found, expected="one that a next commit can follow")
     present = listing.find(ckpt_id)
     if present and not overwrite:
         raise CheckpointExistsError(
             f"{storage.url}: checkpoint {ckpt_id!r} is committed already, in {present.directory}/; save under another "
             "id, or pass overwrite=True to supersede it"
         )
-    taken = set(storage.list_dirs())
     for directory in layout.attempt_dirs(ckpt_id, fence.epoch):
-        if directory not in taken and not fence.is_spent(directory):
+        if directory not in listing.directories and not fence.is_spent(directory):
             intent = Intent(directory, fence.epoch, secrets.token_hex(16), step)
             try:
                 storage.make_dir(directory)
@@ -75,6 +79,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> 
             fence.check()  # whoever has taken over has removed this attempt: that is the reason then
             raise
         raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
+    fence.listing = fence.listing.plus(Checkpoint(directory, record))
     return record
 
 
@@ -85,9 +90,9 @@ def check_files(storage: Storage, directory: str, record: Manifest) -> None:
         OSError: a file is not there, or has another size.
     """
     lookout = Lookout(storage, is_patient=len(record.shards) > 1)
-    listed = listed_sizes(storage, directory)
+    listed = listed_files(storage, directory)
     for file in record.files:
-        if listed.get(file.name) != file.n_bytes:
+        if file.name not in listed or listed[file.name].n_bytes != file.n_bytes:
             lookout.check_size(layout.join(directory, file.name), file.n_bytes)
 
 

@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
 from recckpt.format import layout
+from recckpt.format.json_fields import MAX_COUNT
 from recckpt.output_dir import rotation
 from recckpt.output_dir.claims import (
     NO_TAKEOVER,
@@ -26,7 +27,8 @@ from recckpt.output_dir.claims import (
     read_claim,
 )
 from recckpt.output_dir.index_file import warn_of_index
-from recckpt.output_dir.listing import Listing, attempt_dirs, list_checkpoints
+from recckpt.output_dir.listing import Listing, list_checkpoints
+from recckpt.output_dir.manifests import Manifests
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
@@ -40,10 +42,16 @@ class Fence:
     Args:
         storage: the output dir.
         made_at: where in the program the writer was made, for a later one of this process that takes over from it.
+
+    Attributes:
+        listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
     """
+
+    listing = Listing((), {}, {})
 
     def __init__(self, storage: Storage, made_at: str | None = None) -> None:
         self._storage, self._made_at = storage, made_at
+        self._known = Manifests()
         self._claim: Claim | None = None
         self._takeover = NO_TAKEOVER
         self._lost: WriterFencedError | None = None
@@ -54,25 +62,32 @@ class Fence:
         return self._claim.epoch if self._claim else 0
 
     def hold(self) -> None:
-        """Take the output dir over, or check that it is still held.
+        """Take the output dir over, or check that it is still held, and list what is committed.
 
         Raises:
             WriterFencedError: somebody has taken it over since.
         """
         if self._claim is None:
-            claim = _claim_next(self._storage)
-            listing = list_checkpoints(self._storage)
-            left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
-            self._takeover = _publish(self._storage, claim, listing)
-            if self._made_at is not None:
-                _made_at[claim.nonce] = self._made_at
-            self._claim = claim  # only now: a claim without a list is harmless, and is followed by another
-            self.check()  # whoever has taken over since may have listed what was committed too late for this list
-            for intent in left:
-                rotation.remove_leftover(self._storage, intent.directory)
-            warn_of_index(self._storage, [checkpoint.ckpt_id for checkpoint in listing.current])
-        else:
-            self.check()
+            self._take_over()
+            return
+        self.check()
+        self.listing = list_checkpoints(self._storage, self._known)
+        if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
+            self._take_over()
+
+    def _take_over(self) -> None:
+        claim = _claim_next(self._storage, self._known)
+        listing = list_checkpoints(self._storage, self._known)
+        left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
+        self._takeover = _publish(self._storage, claim, listing)
+        if self._made_at is not None:
+            _made_at[claim.nonce] = self._made_at
+        self._claim = claim  # only now: a claim without a list is harmless, and is followed by another
+        self.check()  # whoever has taken over since may have listed what was committed too late for this list
+        for intent in left:
+            rotation.remove_leftover(self._storage, intent.directory)
+        warn_of_index(self._storage, [checkpoint.ckpt_id for checkpoint in listing.current])
+        self.listing = listing
 
     def is_spent(self, directory: str) -> bool:
         """Say whether an earlier writer may be at work in a directory of this name, though it is gone by now."""
@@ -107,12 +122,16 @@ class Fence:
         return WriterFencedError(f"{self._storage.url}: {what}; this process writes nothing more there")
 
 
-def _claim_next(storage: Storage) -> Claim:
+def _claim_next(storage: Storage, known: Manifests) -> Claim:
     for directory in (layout.OWN_DIR, layout.OWNER_DIR):
         with suppress(FileExistsError):
             storage.make_dir(directory)
     while True:
-        highest = max([*claimed_epochs(storage), list_checkpoints(storage).highest_epoch])
+        highest = max([*claimed_epochs(storage), list_checkpoints(storage, known).highest_epoch])
+        if highest + 1 >= MAX_COUNT:
+            found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
+            remedy = "remove what no recckpt wrote, or give this run another output dir"
+            raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
         time = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
         claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time)
         try:
@@ -126,7 +145,7 @@ def _claim_next(storage: Storage) -> Claim:
 
 def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
     """Say what is committed: from now on late commits of older writers are ignored."""
-    steps = {directory: layout.parse_step(directory) for directory in attempt_dirs(storage)}
+    steps = {directory: layout.parse_step(directory) for directory in listing.directories}
     before = NO_TAKEOVER
     with suppress(CorruptCheckpointError):  # what the list before this one knew of directories is lost then
         before = last_takeover(storage)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from recckpt.format import layout
-from recckpt.storage import Storage
+from recckpt.storage import NotPlainError, Storage
 
 log = logging.getLogger("recckpt")
 
@@ -33,6 +33,8 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
         found = storage.read(layout.INDEX_FILE, 2 * len(expected) + layout.MAX_ID_BYTES)
     except FileNotFoundError:
         return _MISSING if expected else ""
+    except NotPlainError as error:
+        return error.found
     if found == expected:
         return ""
     if not found.endswith(b"\n"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from recckpt.format import layout
 from recckpt.output_dir.attempt import Intent, read_intent
-from recckpt.storage import Storage, UnsafeLinkError
+from recckpt.storage import Storage
 from recckpt.storage.backend_errors import TryAgainError
 from recckpt.storage.retry import Retries
 
@@ -41,7 +41,7 @@ class Lookout:
                 found = self._storage.size(name)
             except OSError as error:
                 is_outdated = self._is_patient and error.errno == errno.ESTALE
-                if isinstance(error, UnsafeLinkError) or not (is_outdated or error.errno in _MISSING):
+                if not (is_outdated or error.errno in _MISSING):
                     raise
                 problem = f"found no such file, {n_bytes} bytes were written"
                 raise TryAgainError(errno.ENOENT, problem) from error

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format import layout, manifest
+from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
-from recckpt.storage import Storage, UnsafeLinkError, missing, open_parent, open_storage
+from recckpt.output_dir.manifests import Manifests, file_problems, read_manifest
+from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
 
@@ -43,6 +43,8 @@ class Listing:
         highest_seq: the highest sequence number that was seen, of a damaged one, it may be; 0 where there is none.
         highest_epoch: the same.
         save_ids: of all whose manifest counts, whether their files are whole or not.
+        directories: all that there are, committed or not, but for recckpt's own.
+        unreadable: directory -> error, of those that cannot be read; only :func:`look_around` returns any.
     """
 
     committed: tuple[Checkpoint, ...]
@@ -51,6 +53,30 @@ class Listing:
     highest_seq: int = 0
     highest_epoch: int = 0
     save_ids: frozenset[str] = frozenset()
+    directories: tuple[str, ...] = ()
+    unreadable: dict[str, OSError] = field(default_factory=dict)
+
+    @property
+    def uncommitted(self) -> list[str]:
+        """The directories of which no manifest is known: attempts that died or still run, and what is not ours."""
+        known = {checkpoint.directory for checkpoint in self.committed}
+        known |= self.damaged.keys() | self.fenced.keys() | self.unreadable.keys()
+        return sorted(set(self.directories) - known)
+
+    def plus(self, checkpoint: Checkpoint) -> Listing:
+        """Return the listing with a checkpoint that was committed since."""
+        return replace(
+            self,
+            committed=(*self.committed, checkpoint),
+            highest_seq=max(self.highest_seq, checkpoint.manifest.seq),
+            highest_epoch=max(self.highest_epoch, checkpoint.manifest.epoch),
+            save_ids=self.save_ids | {checkpoint.manifest.save_id},
+            directories=(*self.directories, checkpoint.directory),
+        )
+
+    def minus(self, directories: Collection[str]) -> Listing:
+        """Return the listing without checkpoints that were removed since."""
+        return replace(self, committed=tuple(c for c in self.committed if c.directory not in directories))
 
     @property
     def current(self) -> list[Checkpoint]:
@@ -73,13 +99,31 @@ class Listing:
         return next((c for c in reversed(self.committed) if c.ckpt_id == ckpt_id), None)
 
 
-def list_checkpoints(storage: Storage) -> Listing:
-    """Read all manifests of an output dir and check that their files are there."""
+def list_checkpoints(storage: Storage, known: Manifests | None = None) -> Listing:
+    """Read all manifests of an output dir and check that their files are there.
+
+    Args:
+        storage: the output dir.
+        known: the manifests that its writer has read before; None reads all of them.
+
+    Raises:
+        OSError: the storage failed, or does not let a checkpoint be read.
+    """
+    listing = look_around(storage, known)
+    for error in listing.unreadable.values():
+        raise error
+    return listing
+
+
+def look_around(storage: Storage, known: Manifests | None = None) -> Listing:
+    """Return the listing of an output dir whose checkpoints need not all be readable."""
     for _ in range(_TRIES):
         directories = attempt_dirs(storage)
-        listing = _list(storage, directories)
+        listing = _list(storage, directories, known)
         if listing.committed or not directories:
             break
+    if known:
+        known.forget_others(directories)
     return listing
 
 
@@ -88,26 +132,36 @@ def attempt_dirs(storage: Storage) -> list[str]:
     return [name for name in storage.list_dirs() if not layout.is_own(name)]
 
 
-def _list(storage: Storage, directories: Sequence[str]) -> Listing:
+def _list(storage: Storage, directories: Sequence[str], known: Manifests | None) -> Listing:
     damaged: dict[str, CorruptCheckpointError | FormatVersionError] = {}
+    unreadable: dict[str, OSError] = {}
     found: list[Checkpoint] = []
+    files: dict[str, dict[str, Listed]] = {}
     for directory in directories:
         try:
-            record = read_manifest(storage, directory)
+            if known is None:
+                record = read_manifest(storage, directory)
+            else:
+                record, files[directory] = known.read(storage, directory)
         except (CorruptCheckpointError, FormatVersionError) as error:
             damaged[directory] = error
-            continue
-        if record is not None:
-            found.append(Checkpoint(directory, record))
+        except OSError as error:
+            unreadable[directory] = error
+        else:
+            found += [Checkpoint(directory, record)] if record is not None else []
     takeover = _takeover(storage, damaged)  # after the manifests: what is committed meanwhile is only not seen yet
     fenced = {c.directory: reason for c in found if (reason := takeover.excludes(c.manifest))}
     counted, committed = [c for c in found if c.directory not in fenced], []
     for checkpoint in counted:
-        problem = next(file_problems(storage, checkpoint.directory, checkpoint.manifest), None)
-        if problem is None:
-            committed.append(checkpoint)
-        elif read_manifest(storage, checkpoint.directory) is not None:  # or it has just been removed
-            damaged[checkpoint.directory] = problem
+        directory, record = checkpoint.directory, checkpoint.manifest
+        try:
+            problem = next(file_problems(storage, directory, record, files.get(directory)), None)
+            if problem is None:
+                committed.append(checkpoint)
+            elif read_manifest(storage, directory) is not None:  # or it has just been removed
+                damaged[directory] = problem
+        except OSError as error:
+            unreadable[directory] = error
     return Listing(
         committed=tuple(sorted(committed, key=lambda c: (c.manifest.order, layout.is_attempt(c.directory, c.ckpt_id)))),
         damaged=damaged,
@@ -115,6 +169,8 @@ def _list(storage: Storage, directories: Sequence[str]) -> Listing:
         highest_seq=max((c.manifest.seq for c in found), default=0),
         highest_epoch=max((c.manifest.epoch for c in found), default=0),
         save_ids=frozenset(c.manifest.save_id for c in counted),
+        directories=tuple(directories),
+        unreadable=unreadable,
     )
 
 
@@ -125,68 +181,6 @@ def _takeover(storage: Storage, damaged: dict[str, CorruptCheckpointError | Form
     except (CorruptCheckpointError, FormatVersionError) as error:
         damaged[error.path] = error
         return NO_TAKEOVER
-
-
-def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the committed checkpoint in a directory, None where there is no manifest.
-
-    Raises:
-        CheckpointNotFoundError: a writer committed it after it had lost the output dir.
-        CorruptCheckpointError: the manifest is damaged, or a file that it lists is not there with its size.
-        FormatVersionError: written by a newer format.
-    """
-    found = read_manifest(storage, directory)
-    if found is None:
-        return None
-    reason = last_takeover(storage).excludes(found)
-    if reason is not None:
-        raise CheckpointNotFoundError(f"{storage.url}/{directory}: {reason}")
-    for problem in file_problems(storage, directory, found):
-        if read_manifest(storage, directory) is None:  # its writer has just removed it
-            return None
-        raise problem
-    return Checkpoint(directory, found)
-
-
-def read_manifest(storage: Storage, directory: str) -> Manifest | None:
-    """Return the manifest in a directory, None where there is none; its files are not looked at.
-
-    Raises:
-        CorruptCheckpointError: the manifest is damaged.
-        FormatVersionError: written by a newer format.
-    """
-    path = layout.join(directory, layout.MANIFEST)
-    try:
-        data = storage.read(path, manifest.MAX_BYTES + 1)
-    except UnsafeLinkError as error:
-        raise missing(path, error, "a manifest") from error
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return manifest.decode(data, path)
-
-
-def file_problems(storage: Storage, directory: str, record: Manifest) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each listed file that is not there with its size."""
-    listed = listed_sizes(storage, directory)
-    for file in record.files:
-        if listed.get(file.name) == file.n_bytes:
-            continue
-        name = layout.join(directory, file.name)
-        try:
-            size = storage.size(name)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            yield missing(name, error, f"{file.n_bytes} bytes")
-            continue
-        if size != file.n_bytes:
-            yield CorruptCheckpointError(name, "its size", found=f"{size} bytes", expected=f"{file.n_bytes} bytes")
-
-
-def listed_sizes(storage: Storage, directory: str) -> dict[str, int]:
-    """Return the sizes of files that one listing tells, {} where there is none: each has to be asked for then."""
-    try:
-        return storage.sizes(directory)
-    except OSError:  # of a bucket or directory that may be entered but not listed
-        return {}
 
 
 def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
@@ -204,7 +198,9 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
             if directory == encoded or directory.startswith(f"{encoded}."):
                 raise error
         raise CheckpointNotFoundError(
-            f"{storage.url}: found no committed checkpoint {ckpt_id!r}; {describe(listing.current)}"
+            f"{storage.url}: {storage.why_empty()}"
+            if storage.why_empty()
+            else f"{storage.url}: found no committed checkpoint {ckpt_id!r}; {describe(listing.current)}"
         )
     return found
 
@@ -237,57 +233,8 @@ def newest(storage: Storage) -> Checkpoint:
     """
     found = newest_first(storage)
     if not found:
-        raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint")
+        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}")
     return found[0]
-
-
-def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
-    """Return the storage around one checkpoint's directory or URL, and the checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is no committed checkpoint.
-        CorruptCheckpointError: there is one, and it is damaged.
-    """
-    storage, directory = open_parent(path)
-    checkpoint = read_checkpoint(storage, directory)
-    if checkpoint is None:
-        raise CheckpointNotFoundError(
-            f"{path}: found no {layout.MANIFEST}, expected a committed checkpoint; name the checkpoint's own directory"
-        )
-    return storage, checkpoint
-
-
-def locate_path(path: str) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint at ``path``, or the newest one where ``path`` is an output dir.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: there are only damaged ones.
-        FormatVersionError: there are only such as a newer recckpt wrote.
-    """
-    storage, directory = open_parent(path)
-    checkpoint = read_checkpoint(storage, directory)
-    if checkpoint is not None:
-        return storage, checkpoint
-    inside = open_storage(path)
-    try:
-        return inside, newest(inside)
-    except CheckpointNotFoundError:
-        checkpoint = _later_attempt(storage, directory)
-        if checkpoint is None:
-            raise
-    return storage, checkpoint
-
-
-def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the newest checkpoint in ``<directory>.<epoch>``, where the id of a crashed attempt lives on."""
-    attempt = re.compile(re.escape(directory) + r"(\.[1-9]\d*){1,2}")
-    try:
-        names = [name for name in attempt_dirs(storage) if attempt.fullmatch(name)]
-    except OSError:  # of a bucket or directory that may be entered but not listed
-        return None
-    found = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
-    return max(found, key=lambda checkpoint: checkpoint.manifest.order, default=None)
 
 
 def describe(checkpoints: Sequence[Checkpoint]) -> str:

@@ -11,7 +11,7 @@ from typing import BinaryIO, TypeVar, cast
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.parallel.threads import run_all
-from recckpt.storage.base import Storage, UnsafeLinkError, missing
+from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 from recckpt.storage.spool import map_copy
 
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
@@ -111,15 +111,15 @@ class HeldFiles:
     def _reached(self, path: str, reach: Callable[[str], _T]) -> _T:
         try:
             return reach(path)
-        except FileNotFoundError as error:
+        except NOT_READABLE as error:
             raise self._missing(path, error) from error
 
-    def _missing(self, path: str, error: FileNotFoundError) -> RecckptError:
+    def _missing(self, path: str, error: OSError) -> RecckptError:
         """Say why a file is not there: rotation removes the manifest first, so that one without it was removed."""
         try:
-            if not isinstance(error, UnsafeLinkError):
+            if not isinstance(error, NotPlainError):
                 self._storage.size(layout.join(self._directory, layout.MANIFEST))
-        except (FileNotFoundError, NotADirectoryError):
+        except ABSENT:
             return CheckpointRemovedError(layout.join(self.url.removesuffix("/"), self._directory))
         n_bytes = self._sizes.get(path)
         return missing(path, error, "a file" if n_bytes is None else f"{n_bytes} bytes")
@@ -157,7 +157,7 @@ class _MappedFile(io.RawIOBase):
 class _RemovableFile(io.RawIOBase):
     """A file of a storage that may be gone in the middle of it."""
 
-    def __init__(self, file: BinaryIO, missing: Callable[[FileNotFoundError], RecckptError]) -> None:
+    def __init__(self, file: BinaryIO, missing: Callable[[OSError], RecckptError]) -> None:
         self._file, self._missing = file, missing
 
     def readable(self) -> bool:

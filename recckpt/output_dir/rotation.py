@@ -8,7 +8,8 @@ from datetime import datetime, timezone
 
 from recckpt.format import layout
 from recckpt.output_dir.attempt import Intent, read_intent
-from recckpt.output_dir.listing import Checkpoint, Listing, attempt_dirs
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.manifests import has_manifest
 from recckpt.parallel.threads import run_all
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import Storage
@@ -48,20 +49,25 @@ def leftovers(storage: Storage, listing: Listing, epoch: int) -> list[Intent]:
 
     Those writers must be dead, or be the caller between two saves.
     """
-    known = {checkpoint.directory for checkpoint in listing.committed} | listing.damaged.keys() | listing.fenced.keys()
-    intents = (read_intent(storage, directory) for directory in sorted(set(attempt_dirs(storage)) - known))
+    intents = (read_intent(storage, directory) for directory in listing.uncommitted)
     found = [intent for intent in intents if intent is not None and intent.epoch <= epoch]
-    return [intent for intent in found if not _has_manifest(storage, intent.directory)]
+    return [intent for intent in found if not has_manifest(storage, intent.directory)]
 
 
-def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int = 1) -> None:
-    """Remove what recckpt wrote of a checkpoint, with several threads; a failure is logged and never fails a save."""
+def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int = 1) -> bool:
+    """Remove what recckpt wrote of a checkpoint, with several threads, and say whether it is a checkpoint no more.
+
+    A failure is logged and never fails a save.
+    """
+    is_gone = False
     try:
         storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: a crash leaves what nobody trusts
+        is_gone = True
         storage.sync_dir(checkpoint.directory)
         _remove_files(storage, checkpoint.directory, {file.name for file in checkpoint.manifest.files}, concurrency)
     except OSError as error:
         log.warning("could not remove all of %s/%s: %s", storage.url, checkpoint.directory, error)
+    return is_gone
 
 
 def remove_leftover(storage: Storage, directory: str, concurrency: int = 1) -> None:
@@ -95,11 +101,3 @@ def _remove_files(storage: Storage, directory: str, listed: Collection[str], con
     if layout.INTENT in names:
         storage.remove(layout.join(directory, layout.INTENT))
     storage.remove_empty_dirs(directory)
-
-
-def _has_manifest(storage: Storage, directory: str) -> bool:
-    try:
-        storage.size(layout.join(directory, layout.MANIFEST))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True

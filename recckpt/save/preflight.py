@@ -8,7 +8,9 @@ from itertools import pairwise
 
 from torch import nn
 
+from recckpt.format import layout
 from recckpt.format.buckets import Slice
+from recckpt.format.json_fields import MAX_COUNT
 from recckpt.parallel.ranks import Group
 from recckpt.sparse.split import state_of
 from recckpt.storage import Storage
@@ -53,6 +55,17 @@ def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:
             f"found {size(free)} free, expected {size(n_bytes)} for the save{kept}; make room, or lower max_keep",
             storage.url,
         )
+
+
+def check_name(ckpt_id: str, step: int | None) -> None:
+    """Refuse what no directory can be called, and what no manifest can hold as its step.
+
+    Raises:
+        ValueError: the id cannot be one, or the step is not an int between 0 and 10^18.
+    """
+    layout.encode_id(ckpt_id)
+    if step is not None and (type(step) is not int or not 0 <= step < MAX_COUNT):
+        raise ValueError(f"step must be an int of at least 0, below 10^18, or None, found {step!r}")
 
 
 Owned = Mapping[Slice | None, Sequence[str]]

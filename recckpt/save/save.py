@@ -25,7 +25,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.attempt import Intent
 from recckpt.output_dir.commit import begin, commit, write_index
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.pins import pinned_ids
 from recckpt.parallel.ranks import Group, on_rank_0, together
 from recckpt.policies.keep import Keep
@@ -242,20 +242,20 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
     storage, fence = to.storage, to.fence
     try:
         with info.timed("rotate"):
-            listing = list_checkpoints(storage)
+            listing = fence.listing
             for directory, error in listing.damaged.items():
                 log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-            expired = _expired(listing, to.max_keep, pinned_ids(storage))
-            # What somebody has moved or copied to another name is that one's.
-            victims = [c for c in expired if layout.is_attempt(c.directory, c.ckpt_id)]
-            for victim in victims:
+            for victim in _expired(listing, to.max_keep, pinned_ids(storage)):
+                if not layout.is_attempt(victim.directory, victim.ckpt_id):
+                    continue  # what somebody has moved or copied to another name is that one's
                 fence.check()
-                rotation.remove(storage, victim, to.concurrency)
+                if rotation.remove(storage, victim, to.concurrency):
+                    fence.listing = fence.listing.minus([victim.directory])
             for left in rotation.leftovers(storage, listing, fence.epoch):
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
             fence.check()
-            write_index(storage, list_checkpoints(storage) if victims else listing)
+            write_index(storage, fence.listing)
         save_info.append(storage, info)
     except OSError as error:
         log.warning("%s: could not bring the index file up to date: %s", storage.url, error)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recckpt.storage.base import Draft, NewFiles, Sink, Storage, UnsafeLinkError, missing
+from recckpt.storage.base import ABSENT, NOT_READABLE, Draft, Listed, NewFiles, Sink, Storage, missing
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.plain_files import NotPlainError
 from recckpt.storage.sink_file import HashingSink, SinkFile
 
 __all__ = [
+    "ABSENT",
+    "NOT_READABLE",
     "Draft",
     "HashingSink",
+    "Listed",
     "NewFiles",
+    "NotPlainError",
     "Sink",
     "SinkFile",
     "Storage",
-    "UnsafeLinkError",
     "missing",
     "open_parent",
     "open_storage",
 ]
+
+_LOCAL = ("file://", "local://")
 
 
 def open_storage(url: str) -> Storage:
@@ -30,7 +36,7 @@ def open_storage(url: str) -> Storage:
     """
     if not isinstance(url, str) or not url:
         raise ValueError(f"an output dir is a path or URL, found {url!r}")
-    if "://" not in url or url.startswith(("file://", "local://")):
+    if "://" not in url or url.startswith(_LOCAL):
         return LocalStorage(url.split("://", 1)[-1])
     # fsspec takes as long to import as a small look-up
     if url.startswith(("sftp://", "ssh://")):
@@ -43,9 +49,10 @@ def open_storage(url: str) -> Storage:
 
 
 def open_parent(path: str) -> tuple[Storage, str]:
-    """Return the storage around a directory or URL, and its name in it."""
-    if "://" not in path:
-        path = str(Path(path).expanduser().absolute())
+    """Return the storage around a directory or URL, and its name in it; a local path that is a link is followed."""
+    if "://" not in path or path.startswith(_LOCAL):
+        place = Path(path.split("://", 1)[-1]).expanduser().absolute()
+        path = str(place.resolve() if place.is_symlink() and place.exists() else place)
     head, separator, rest = path.rpartition("://")
     parent, _, name = rest.rstrip("/").rpartition("/")
     root = "/" if rest.startswith("/") else ""

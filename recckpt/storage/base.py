@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.storage.plain_files import NotPlainError
 from recckpt.storage.transfer_options import Transfers
 
-
-class UnsafeLinkError(FileNotFoundError):
-    """A symbolic link leads out of the directory it is in, or nowhere; it is not followed."""
+ABSENT = (FileNotFoundError, NotADirectoryError)  # what reaching for a file raises where there is none
+NOT_READABLE = (*ABSENT, NotPlainError)  # or where it is not one that may be read
 
 
 def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
@@ -22,8 +22,7 @@ def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
         error: what reaching for it raised.
         expected: what should be there.
     """
-    unsafe = isinstance(error, UnsafeLinkError)
-    found = "unsafe path: a symbolic link out of its directory" if unsafe else "no such file"
+    found = error.found if isinstance(error, NotPlainError) else "no such file"
     return CorruptCheckpointError(path, "", found=found, expected=expected)
 
 
@@ -70,6 +69,18 @@ class Draft(Sink):
     @abstractmethod
     def seal(self) -> None:
         """Do now what may still fail: make the bytes durable, visible to nobody. Closing does it where nobody did."""
+
+
+class Listed(NamedTuple):
+    """A file as a listing shows it.
+
+    Attributes:
+        n_bytes: its size.
+        stamp: differs from that of any other content of this name (time, inode, entity tag); "" where none is told.
+    """
+
+    n_bytes: int
+    stamp: str = ""
 
 
 class Files(Protocol):
@@ -147,7 +158,12 @@ class Storage(ABC):
 
     @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """Open a file for seeking and reading; FileNotFoundError where there is none."""
+        """Open a file for seeking and reading.
+
+        Raises:
+            FileNotFoundError: there is none.
+            NotPlainError: it is something else, or a link leads out of its directory.
+        """
 
     @abstractmethod
     def map(self, name: str) -> memoryview | None:
@@ -155,7 +171,7 @@ class Storage(ABC):
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Return the bytes of a file; FileNotFoundError where there is none or it leads out of the root."""
+        """Return the bytes of a file; errors as of :meth:`open`."""
 
     @abstractmethod
     def list_dirs(self) -> list[str]:
@@ -166,8 +182,8 @@ class Storage(ABC):
         """Return the names of all files below a directory, relative to it; [] where there is none."""
 
     @abstractmethod
-    def sizes(self, directory: str) -> dict[str, int]:
-        """Return the bytes of plain files below a directory by name, as far as one listing tells; ask ``size`` beyond.
+    def listed(self, directory: str) -> dict[str, Listed]:
+        """Return the plain files below a directory by name, as far as one listing tells; ask ``size`` beyond.
 
         {} where there is no such directory.
         """
@@ -179,6 +195,10 @@ class Storage(ABC):
     @abstractmethod
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a directory and those below it; OSError where files are left in it."""
+
+    def why_empty(self) -> str:
+        """Say why nothing is found here, "" where nothing more is known."""
+        return ""
 
     def free_bytes(self) -> int | None:
         """Return how many bytes may still be written, None where nobody knows."""

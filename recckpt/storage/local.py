@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from recckpt.storage.base import Draft, Sink, Storage, UnsafeLinkError
+from recckpt.storage.base import Draft, Listed, Sink, Storage
 from recckpt.storage.mapped_files import map_file
+from recckpt.storage.plain_files import directory as real_directory
+from recckpt.storage.plain_files import new_place, open_plain, plain_file
 
 
 class LocalStorage(Storage):
@@ -34,20 +35,20 @@ class LocalStorage(Storage):
 
     def make_dir(self, name: str) -> None:
         """Make a directory exclusively; its parent's entry is durable afterwards."""
-        path = self._root / name
-        with _doing("making a directory", path):
+        with _doing("making a directory", self._root / name):
+            path = new_place(self._root, name)
             path.mkdir()
         _sync_dir(path.parent)
 
     def create(self, name: str) -> Sink:
         """Open a new file, making the directory it is in."""
-        path = self._root / name
+        path = self._new(name)
         _make_dirs(path.parent)
         return _LocalSink(path)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         """Link a finished, synced file to its name, which fails where the name is taken."""
-        path = self._root / name
+        path = self._new(name)
         temporary = _write_beside(path, data)
         try:
             with _doing("linking", path):
@@ -58,8 +59,8 @@ class LocalStorage(Storage):
         _sync_dir(path.parent)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Rename a finished, synced file over its name."""
-        path = self._root / name
+        """Rename a finished, synced file over its name; a link there is replaced, not followed."""
+        path = self._new(name)
         temporary = _write_beside(path, data)
         try:
             with _doing("renaming", path):
@@ -71,13 +72,19 @@ class LocalStorage(Storage):
 
     def draft(self, name: str) -> Draft:
         """Open a temporary file beside the older one, making the directory it is in."""
-        path = self._root / name
+        path = self._new(name)
         _make_dirs(path.parent)
         return _LocalDraft(path)
 
     def sync_dir(self, name: str) -> None:
         """Fsync a directory."""
         _sync_dir(self._root / name)
+
+    def why_empty(self) -> str:
+        """Say whether there is no such directory."""
+        if self._root.is_dir():
+            return ""
+        return "not a directory" if self._root.exists() else "does not exist"
 
     def free_bytes(self) -> int | None:
         """Return what the file system has left for this user; quotas are not seen."""
@@ -92,11 +99,11 @@ class LocalStorage(Storage):
     def open(self, name: str) -> BinaryIO:
         """Open a file inside the root."""
         with _doing("opening", self._root / name):
-            return self._inside(name).open("rb")
+            return open_plain(plain_file(self._root, name))
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return at most ``max_bytes`` of a file; room is made for what is there, not for what may be asked for."""
-        with _doing("reading", self._root / name), self._inside(name).open("rb") as file:
+        with _doing("reading", self._root / name), open_plain(plain_file(self._root, name)) as file:
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size + 1))
 
     def map(self, name: str) -> memoryview | None:
@@ -107,7 +114,7 @@ class LocalStorage(Storage):
     def size(self, name: str) -> int:
         """Return the bytes of a file inside the root."""
         with _doing("looking up", self._root / name):
-            return self._inside(name).stat().st_size
+            return plain_file(self._root, name).stat().st_size
 
     def list_dirs(self) -> list[str]:
         """Return the directories of the root that are no links."""
@@ -121,63 +128,35 @@ class LocalStorage(Storage):
 
     def list_files(self, directory: str) -> list[str]:
         """Return all files below a directory; links are listed, never followed."""
-        top = self._root / directory
         found = []
-        with _doing("listing", top):
+        with _doing("listing", self._root / directory):
+            top = real_directory(self._root, directory)
             for base, dirs, names in os.walk(top, followlinks=False, onerror=_unless_missing):
                 links = [name for name in dirs if Path(base, name).is_symlink()]
                 found += [Path(base, name) for name in (*names, *links)]
         return sorted(path.relative_to(top).as_posix() for path in found)
 
-    def sizes(self, directory: str) -> dict[str, int]:
-        """Return the bytes of plain files below a directory; those of links, and what goes meanwhile, are left out."""
+    def listed(self, directory: str) -> dict[str, Listed]:
+        """Return the plain files below a directory; links, and what goes meanwhile, are left out."""
         with _doing("listing", self._root / directory):
-            return dict(_plain_files(self._root / directory))
+            return dict(_plain_files(real_directory(self._root, directory)))
 
     def remove(self, name: str) -> None:
         """Unlink a name; what a link points to stays."""
-        path = self._root / name
-        with _doing("removing", path):
-            path.unlink(missing_ok=True)
+        with _doing("removing", self._root / name):
+            new_place(self._root, name).unlink(missing_ok=True)
 
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a tree of empty directories."""
-        for base, _, _ in os.walk(self._root / name, topdown=False, followlinks=False):
+        with _doing("removing", self._root / name):
+            top = real_directory(self._root, name)
+        for base, _, _ in os.walk(top, topdown=False, followlinks=False):
             with _doing("removing", base):
                 Path(base).rmdir()
 
-    def _inside(self, name: str) -> Path:
-        """Return the path of a plain file; one that a link leads out of its checkpoint is not found."""
-        path = self._root / name
-        if self._is_plain(name):
-            return path
-        try:
-            target = Path(os.path.realpath(path, strict=True))
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise UnsafeLinkError(errno.ENOENT, "a link that leads nowhere", str(path)) from error
-            self._check_inside(name, Path(os.path.realpath(path)))
-            raise
-        self._check_inside(name, target)
-        if not target.is_file():
-            raise FileNotFoundError(errno.ENOENT, "not a plain file", str(path))
-        return target
-
-    def _check_inside(self, name: str, target: Path) -> None:
-        if not target.is_relative_to((self._root / name.split("/", maxsplit=1)[0]).resolve()):
-            problem = "a link that leads out of its directory; it is not followed"
-            raise UnsafeLinkError(errno.ENOENT, problem, str(self._root / name))
-
-    def _is_plain(self, name: str) -> bool:
-        """Say whether a name is a file in a directory of the root that no link within it leads to."""
-        directory, *segments = name.split("/")
-        place, mode = f"{self._root}/{directory}", 0
-        for segment in segments:
-            place = f"{place}/{segment}"
-            mode = os.lstat(place).st_mode
-            if stat.S_ISLNK(mode) or segment == "..":
-                return False
-        return stat.S_ISREG(mode)
+    def _new(self, name: str) -> Path:
+        with _doing("creating", self._root / name):
+            return new_place(self._root, name)
 
 
 class _LocalSink(Sink):
@@ -264,7 +243,7 @@ def _sync_dir(path: Path) -> None:
             os.close(fd)
 
 
-def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, int]]:
+def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, Listed]]:
     try:
         entries = list(os.scandir(f"{top}/{below}"))
     except (FileNotFoundError, NotADirectoryError):
@@ -274,7 +253,8 @@ def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, int]]:
             yield from _plain_files(top, f"{below}{entry.name}/")
         elif entry.is_file(follow_symlinks=False):
             with suppress(FileNotFoundError):
-                yield f"{below}{entry.name}", entry.stat(follow_symlinks=False).st_size
+                found = entry.stat(follow_symlinks=False)
+                yield f"{below}{entry.name}", Listed(found.st_size, f"{found.st_mtime_ns} {found.st_ino}")
 
 
 def _unless_missing(error: OSError) -> None:

@@ -12,13 +12,14 @@ from typing import Any, BinaryIO, TypeVar, cast
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from recckpt.storage.backend_errors import TryAgainError, is_conflict
-from recckpt.storage.base import Draft, Sink
+from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.upload import Put, Upload, UploadDraft
 
 log = logging.getLogger("recckpt")
 _UploadT = TypeVar("_UploadT", bound=Upload)
 
+_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "created")  # as backends call them
 _PREPARE_SEC = 60.0  # a wrong address is better known soon
 
 
@@ -90,10 +91,11 @@ class ObjectStorage(RemoteStorage):
         """Return the names of all objects below a prefix."""
         return sorted(self._find(directory))
 
-    def sizes(self, directory: str) -> dict[str, int]:
-        """Return the bytes of all objects below a prefix: one request for a thousand of them."""
+    def listed(self, directory: str) -> dict[str, Listed]:
+        """Return all objects below a prefix: one request for a thousand of them."""
         found = self._find(directory).items()
-        return {n: e["size"] for n, e in found if e.get("type") == "file" and isinstance(e.get("size"), int)}
+        sized = {n: e for n, e in found if e.get("type") == "file" and isinstance(e.get("size"), int)}
+        return {name: Listed(entry["size"], _stamp(entry)) for name, entry in sized.items()}
 
     def remove_empty_dirs(self, name: str) -> None:
         """Do nothing, where there is nothing left: a prefix goes with its last object."""
@@ -154,3 +156,8 @@ class ObjectStorage(RemoteStorage):
             return bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
+
+
+def _stamp(entry: dict[str, Any]) -> str:
+    """Return what tells the content of an object from what had its name before, "" where the store says nothing."""
+    return " ".join(str(entry[key]) for key in _STAMPS if entry.get(key))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from recckpt.storage.backend_errors import is_transient, os_error
+from recckpt.storage.plain_files import NotPlainError
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -68,7 +69,7 @@ class Retries:
             began = self._policy.clock()
             try:
                 return work()
-            except MemoryError:
+            except (MemoryError, NotPlainError):
                 raise
             except Exception as error:
                 n_failures += 1

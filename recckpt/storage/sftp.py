@@ -17,7 +17,7 @@ from threading import RLock
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 from weakref import finalize
 
-from recckpt.storage.base import Draft, Sink
+from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import Retries, RetryPolicy
 from recckpt.storage.sftp_files import SftpDraft, SftpSink, file_size, is_there, taken, temporary_name
@@ -105,9 +105,10 @@ class SftpStorage(RemoteStorage):
         """Return all files below a directory; links are listed, never followed."""
         return sorted(name for name, entry in self._walk(directory) if not stat.S_ISDIR(entry.st_mode))
 
-    def sizes(self, directory: str) -> dict[str, int]:
-        """Return the bytes of plain files below a directory: one request for a hundred of them."""
-        return {name: entry.st_size for name, entry in self._walk(directory) if stat.S_ISREG(entry.st_mode)}
+    def listed(self, directory: str) -> dict[str, Listed]:
+        """Return the plain files below a directory: one request for a hundred of them."""
+        plain = {name: entry for name, entry in self._walk(directory) if stat.S_ISREG(entry.st_mode)}
+        return {name: Listed(entry.st_size, str(entry.st_mtime or "")) for name, entry in plain.items()}
 
     def remove(self, name: str) -> None:
         """Unlink a name."""

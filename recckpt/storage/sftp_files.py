@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from recckpt.storage.base import Draft, Sink
+from recckpt.storage.plain_files import kind_of, refused
 from recckpt.storage.retry import Retries
 
 _EXTENDED = 200  # SSH_FXP_EXTENDED of the protocol
@@ -100,7 +101,7 @@ def file_size(fs: Any, path: str) -> int:
     """Return the bytes of a plain file; links are not followed."""
     found = fs.ftp.lstat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise FileNotFoundError(errno.ENOENT, "not a plain file", path)
+        raise refused(kind_of(found.st_mode), path)
     return int(found.st_size)
 
 

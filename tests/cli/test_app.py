@@ -53,7 +53,7 @@ def test_wrong_usage_ends_with_2_and_a_message(recckpt, args):
 def test_what_is_not_there_ends_with_1_and_one_line(recckpt, tmp_path, args):
     answer = recckpt(args[0], tmp_path / "nowhere", *args[1:])
     assert (answer.code, answer.out) == (1, "")
-    assert answer.err == f"recckpt: {tmp_path / 'nowhere'}: found no committed checkpoint\n"
+    assert answer.err == f"recckpt: {tmp_path / 'nowhere'}: does not exist\n"
 
 
 def test_help_and_version_end_with_0(recckpt):

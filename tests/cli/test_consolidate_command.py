@@ -1,3 +1,6 @@
+import io
+import zipfile
+
 import pytest
 import torch
 from builders import Run, flip_bit, tree
@@ -76,7 +79,7 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(recckpt, tmp_path):
     (tmp_path / "mine").write_text("mine")
     before = tree(tmp_path)
     for args, message in [
-        ((tmp_path / "nowhere",), "found no committed checkpoint"),
+        ((tmp_path / "nowhere",), "does not exist"),
         ((forge.directory, "--out", tmp_path / "mine"), "exists"),
     ]:
         answer = recckpt("consolidate", *args)
@@ -89,3 +92,37 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(recckpt, tmp_path):
     flip_bit(forge.path("dense/00000-of-00001.bin"))
     assert recckpt("consolidate", "nosuch://x/y").code == 2
     assert tree(tmp_path) == before
+
+
+def test_a_file_of_another_kind_is_refused_by_its_name(recckpt, tmp_path):
+    save_chunked(tmp_path / "runs", [chunk_of("w", WHOLE["w"])])
+    answer = recckpt("consolidate", tmp_path / "runs", "--out", tmp_path / "x.safetensors")
+    assert (answer.code, answer.out) == (2, "")
+    assert "found the name of a .safetensors file; name it model.pt" in answer.err
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def deeply_nested(depth: int) -> bytes:
+    """Return a torch file with a list in a list in a list."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        pickled = b"\x80\x02}X\x01\0\0\0a" + b"]" * depth + b"a" * (depth - 1) + b"s."
+        for name, data in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little"}.items():
+            archive.writestr(f"model/{name}", data)
+    return file.getvalue()
+
+
+def test_plain_data_that_is_nested_too_deep_is_one_line(recckpt, tmp_path):
+    forge = save_chunked(tmp_path / "runs", [chunk_of("w", WHOLE["w"])])
+
+    def add_plain(values):
+        values["files"].append({"name": "model.pt", "bytes": 0, "xxh3": "0" * 16})
+        values["names"]["dense"].append("a")
+
+    forge.edit_manifest(add_plain)
+    forge.write("model.pt", deeply_nested(50_000))
+    answer = recckpt("consolidate", tmp_path / "runs", "--out", tmp_path / "model.pt")
+    assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)
+    assert "model.pt" in answer.err
+    assert "nested too deep" in answer.err
+    assert not (tmp_path / "model.pt").exists()

@@ -79,10 +79,12 @@ def test_superseded_and_flagged_checkpoints_are_marked_and_their_directory_is_na
 
 
 def test_where_nothing_was_saved_nothing_is_found(recckpt, tmp_path):
-    for path in (tmp_path, tmp_path / "nowhere"):
-        answer = recckpt("ls", path)
+    (tmp_path / "file").touch()
+    places = {"": "found no committed checkpoint", "nowhere": "does not exist", "file": "not a directory"}
+    for name, what in places.items():
+        answer = recckpt("ls", tmp_path / name)
         assert (answer.code, answer.out) == (1, "")
-        assert answer.err == f"recckpt: {path}: found no committed checkpoint\n"
+        assert answer.err == f"recckpt: {tmp_path / name}: {what}\n"
     assert recckpt("ls", tmp_path, "--json").json["checkpoints"] == []
 
 

@@ -1,3 +1,8 @@
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from builders import Run, flip_bit
 from forge import Forge
 
@@ -85,4 +90,42 @@ def test_a_manifest_that_cannot_be_read_is_a_problem(recckpt, tmp_path):
 def test_where_there_is_no_checkpoint_none_is_found(recckpt, tmp_path):
     answer = recckpt("verify", tmp_path / "nowhere")
     assert (answer.code, answer.out) == (1, "")
-    assert "found no committed checkpoint" in answer.err
+    assert "nowhere: does not exist" in answer.err
+
+
+def test_one_checkpoint_that_cannot_be_read_does_not_end_the_look_at_the_others(recckpt, tmp_path):
+    with readable_by_none_but_root() as runs:
+        Run(runs, max_keep=3).train(30)
+        (runs / "ckpt_10" / "manifest.json").chmod(0)
+        (runs / "ckpt_20").chmod(0)
+        with another_user():
+            verified, listed = recckpt("verify", runs, "--json"), recckpt("ls", runs, "--json")
+            shown = recckpt("ls", runs)
+    assert (verified.code, listed.code, shown.code) == (1, 1, 1)
+    good = {report["directory"]: report["good"] for report in verified.json["checkpoints"]}
+    assert good == {"ckpt_10": False, "ckpt_20": False, "ckpt_30": True}
+    assert "Permission denied" in str(verified.json)
+    assert [checkpoint["id"] for checkpoint in listed.json["checkpoints"]] == ["ckpt_30"]
+    assert [item["directory"] for item in listed.json["unreadable"]] == ["ckpt_10", "ckpt_20"]
+    assert "2 of 3 checkpoints damaged or unreadable" in shown.err
+
+
+@contextmanager
+def readable_by_none_but_root():
+    """Make a directory that another user can enter, which tests of root cannot do in theirs."""
+    with TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        yield Path(place, "runs")
+
+
+@contextmanager
+def another_user():
+    """Be a user whose rights are checked."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

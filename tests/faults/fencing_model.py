@@ -24,6 +24,7 @@ class Rules:
     """
 
     objects: bool = False
+    claim_above_lists: bool = True
     claim_before_list: bool = True
     list_before_sweep: bool = True
     check_before_sweep: bool = True
@@ -47,11 +48,13 @@ class Model:
         rules: what they keep to.
         scripts: the steps that each saves; it may have restored any before.
         failures: how many saves may fail in all, with an error that their writer survives.
+        orphan: the number of a list that is there, of which the claim is gone.
     """
 
     rules: Rules
     scripts: tuple[tuple[int, ...], ...]
     failures: int = 0
+    orphan: int = 0
 
     def check(self) -> int:
         """Go through all states, those of the fewest steps first, and return how many there are.
@@ -59,7 +62,9 @@ class Model:
         Raises:
             Lost: in one of them something is lost.
         """
-        start = State(0, Takeover(), (), tuple(Writer(len(steps)) for steps in self.scripts), failures=self.failures)
+        writers = tuple(Writer(len(steps)) for steps in self.scripts)
+        before = self.orphan if self.rules.claim_above_lists else 0
+        start = State(before, Takeover(self.orphan), (), writers, failures=self.failures, before=before)
         came_from: dict[State, tuple[State, str] | None] = {start: None}
         states = [start]
         for state in states:  # which grow
@@ -80,7 +85,7 @@ class Model:
         checks = {"hold", "verify", "idle"}
         checks |= {"acknowledge"} if self.rules.check_after_commit else set()
         for number, writer in enumerate(state.writers):
-            if writer.at == "next" or (writer.at in checks and state.claims > number + 1):
+            if writer.at == "next" or (writer.at in checks and state.claims > state.before + number + 1):
                 return [number]
         return [number for number, writer in enumerate(state.writers) if writer.at != "stopped"]
 
@@ -117,7 +122,7 @@ class Model:
         yield turn.go("look_for_leftovers", found=found)
 
     def _look_for_leftovers(self, turn: Turn) -> Iterator[State]:
-        left = _leftovers(turn.state, turn.epoch - 1 if self.rules.sweep_dead_epochs_only else len(self.scripts))
+        left = _leftovers(turn.state, turn.epoch - 1 if self.rules.sweep_dead_epochs_only else self._highest(turn))
         steps = [name.step for name in turn.dirs]
         if self.rules.hand_on_steps:
             steps.append(turn.state.takeover.highest_step)
@@ -236,10 +241,13 @@ class Model:
         yield turn.remove("look", "manifest")
 
     def _tidy(self, turn: Turn) -> Iterator[State]:
-        left = _leftovers(turn.state, turn.epoch if self.rules.sweep_dead_epochs_only else len(self.scripts))
+        left = _leftovers(turn.state, turn.epoch if self.rules.sweep_dead_epochs_only else self._highest(turn))
         if self.rules.tidy_own_epoch_only and self.rules.sweep_dead_epochs_only:
             left = tuple(name for name in left if (intent := turn.dirs[name].intent) and intent.epoch == turn.epoch)
         yield turn.go("next", todo=left, then="idle")
+
+    def _highest(self, turn: Turn) -> int:
+        return turn.state.before + len(self.scripts)
 
     def _next(self, turn: Turn) -> Iterator[State]:
         yield turn.go("look" if turn.writer.todo else turn.writer.then)

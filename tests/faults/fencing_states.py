@@ -70,6 +70,7 @@ class State(NamedTuple):
     writers: tuple[Writer, ...]
     acknowledged: tuple[int, int] = (0, 0)
     failures: int = 0  # that may still come
+    before: int = 0  # the number above which writers claim
 
 
 class Lost(AssertionError):  # noqa: N818
@@ -80,7 +81,7 @@ class Turn:
     """A state in which it is one writer's turn."""
 
     def __init__(self, state: State, number: int) -> None:
-        self.state, self.number, self.epoch = state, number, number + 1
+        self.state, self.number, self.epoch = state, number, state.before + number + 1
         self.writer, self.dirs = state.writers[number], dict(state.dirs)
 
     @property

@@ -69,7 +69,7 @@ PLANTS = {
     "rotation before the commit": Plant(
         COMMIT,
         PUT,
-        "        for checkpoint in list_checkpoints(storage).committed:\n"
+        "        for checkpoint in fence.listing.committed:\n"
         f"            __import__('recckpt.output_dir.rotation').output_dir.rotation.remove(storage, checkpoint)\n{PUT}",
     ),
     "the index file in place": Plant(
@@ -106,8 +106,8 @@ PLANTS = {
     ),
     "no fence check before a removal": Plant(
         "recckpt.save.save:_tidy",
-        "                fence.check()\n                rotation.remove(",
-        "                rotation.remove(",
+        "                fence.check()\n                if rotation.remove(",
+        "                if rotation.remove(",
     ),
     "late commits count": Plant(
         "recckpt.output_dir.listing:_list", "takeover = _takeover(storage, damaged)", "takeover = NO_TAKEOVER"

@@ -15,8 +15,9 @@ ONE_EACH = ((1,), (1,), (1,))
 TWO_OF_TWO = ((1, 2), (1, 2))
 ONE_ID = ((NO_STEP, NO_STEP), (NO_STEP, NO_STEP))
 
-# rule -> what the writers save when it is dropped, and what becomes of it
+# rule -> what the writers save when it is dropped, what becomes of it, and the number of a list without its claim
 NEEDED = {
+    "claim_above_lists": (((1,), (1,)), "was acknowledged, and readers get", 7),
     "claim_before_list": (((1,), (1,)), "was acknowledged, and readers get"),
     "list_before_sweep": (((1,), (1,)), "counts, and its data is None"),
     "check_before_sweep": (ONE_EACH, "counts, and its data is None"),
@@ -37,9 +38,9 @@ def check(figures, scripts, failures, objects):
     figures.add("model", states=Model(Rules(objects=objects), scripts, failures).check(), lost=0)
 
 
-def is_caught(figures, rule, scripts, what):
+def is_caught(figures, rule, scripts, what, orphan=0):
     with pytest.raises(Lost, match=what) as lost:
-        Model(replace(Rules(), **{rule: False}), scripts).check()
+        Model(replace(Rules(), **{rule: False}), scripts, orphan=orphan).check()
     figures.add("model, a rule dropped", rules=1, steps_to_the_loss=len(str(lost.value).splitlines()) - 1)
 
 
@@ -51,6 +52,11 @@ def is_caught(figures, rule, scripts, what):
 )
 def test_nothing_is_lost_however_writers_come_between_each_other(figures, scripts, failures, objects):
     check(figures, scripts, failures, objects)
+
+
+def test_nothing_is_lost_beside_a_list_whose_claim_is_gone(figures):
+    states = Model(Rules(), ((1,), (1, 2)), orphan=7).check()
+    figures.add("model", states=states, lost=0)
 
 
 @pytest.mark.parametrize("rule", NEEDED)

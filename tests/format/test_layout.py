@@ -63,8 +63,8 @@ def test_the_step_of_a_directory_is_told_where_its_id_is_that_of_a_step():
 
 
 def test_the_files_of_the_owner_and_of_pins_are_told_apart():
-    assert layout.parse_owner_file(layout.claim(12).rpartition("/")[2]) == (12, False)
-    assert layout.parse_owner_file(layout.takeover(12).rpartition("/")[2]) == (12, True)
+    assert layout.parse_owner_file(layout.claim(12).rpartition("/")[2]) == 12
+    assert layout.parse_owner_file(layout.takeover(12).rpartition("/")[2]) == 12
     for name in ("12.json.0f.tmp", "0.json", "-1.json", "x.json", "1.lists.json", "\u0661.json"):
         assert layout.parse_owner_file(name) is None
     assert layout.parse_pin(layout.pin("a/b").rpartition("/")[2]) == "a/b"

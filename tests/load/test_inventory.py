@@ -11,7 +11,7 @@ from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.load.inventory import checkpoint_inventory, dense_prefix, list_inventory, listed_inventory, names_here
 from recckpt.load.resolve import PLAIN, Thing
 from recckpt.load.selection import Name, slot_name
-from recckpt.output_dir.listing import locate_path
+from recckpt.output_dir.at_path import locate_path
 
 
 def inventory(url, *model_dense):

@@ -333,3 +333,45 @@ def test_a_restart_resumes_and_goes_on_under_plain_names(tmp_path):
     assert third.restore() == 3
     assert third.restore(3) == 3
     assert torch.equal(third.saver.model.weight, second.saver.model.weight)
+
+
+def orphaned_list(storage, epoch) -> None:
+    """Leave a list without its claim, as a partial copy of an output dir does."""
+    with storage.create(f".recckpt/owner/{epoch}.list.json") as sink:
+        sink.write(seal(LIST | {"epoch": epoch}, "owner_xxh3"))
+
+
+LIST = {"format": "recckpt-owner", "version": 1, "epoch": 0, "nonce": "0" * 32, "committed": []}
+LIST |= {"highest_step": -1, "directories": []}
+
+
+def test_a_claim_is_above_a_list_whose_claim_is_gone(url):
+    saver = writer(url)
+    orphaned_list(saver.storage, 7)
+    saver.save("a")
+    assert (newest(saver.storage).ckpt_id, newest(saver.storage).manifest.epoch) == ("a", 8)
+
+
+def test_a_commit_that_a_list_excludes_is_not_acknowledged(url):
+    saver = writer(url)
+    saver.save("a")
+    real = saver.storage.put_if_absent
+
+    def late(name, data):
+        real(name, data)
+        if name.endswith("manifest.json"):
+            saver.storage.put_if_absent = real
+            orphaned_list(saver.storage, 7)
+
+    saver.storage.put_if_absent = late
+    with pytest.raises(WriterFencedError, match="epoch 7"):
+        saver.save("b")
+    assert list(list_checkpoints(saver.storage).fenced) == ["a", "b"]
+
+
+def test_a_number_after_which_there_is_none_is_refused_and_not_tried_for_ever(url):
+    saver = writer(url)
+    with saver.storage.create(".recckpt/owner/999999999999999999.json") as sink:
+        sink.write(b"{}")
+    with pytest.raises(CorruptCheckpointError, match=r"epoch 999999999999999999.*another output dir"):
+        saver.save("a")

@@ -9,7 +9,7 @@ from rotating_run import N_ROWS, Run
 from recckpt import CheckpointReader
 from recckpt.cli import main
 from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError
-from recckpt.output_dir.listing import locate_path
+from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.read_again import until_whole
 from recckpt.storage.objects import ObjectStorage
 
@@ -158,15 +158,15 @@ def test_a_checkpoint_that_was_asked_for_by_name_is_not_replaced_by_another(rota
 
 @pytest.mark.parametrize("read", [locate_path, CheckpointReader])
 def test_a_checkpoint_that_goes_while_its_files_are_counted_is_not_damaged(rotates, memory_url, monkeypatch, read):
-    sizes = ObjectStorage.sizes
+    listed = ObjectStorage.listed
 
     def save_and_look(storage, directory):
         if directory == "ckpt_1" and rotates.times:
             rotates.times -= 1
             rotates.run.save()
-        return sizes(storage, directory)
+        return listed(storage, directory)
 
-    monkeypatch.setattr(ObjectStorage, "sizes", save_and_look)
+    monkeypatch.setattr(ObjectStorage, "listed", save_and_look)
     rotates.times = 1
     with pytest.raises(CheckpointNotFoundError):
         read(f"{memory_url}/ckpt_1")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from recckpt.storage import HashingSink, Storage, open_parent, open_storage
+from recckpt.storage import NOT_READABLE, HashingSink, Storage, open_parent, open_storage
 
 
 @pytest.fixture(params=["local", "memory", "s3", "sftp", "azure", pytest.param("radosgw", marks=pytest.mark.slow)])
@@ -180,7 +180,7 @@ def test_a_map_is_the_whole_file_or_there_is_none(storage):
 @pytest.mark.parametrize("name", ["nothing", "d/nothing", "no/dir/x", "d"])
 def test_what_is_not_there_is_not_found(storage, method, name):
     write(storage, "d/x")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NOT_READABLE):
         getattr(storage, method)(name)
 
 
@@ -208,10 +208,12 @@ def test_the_sizes_of_many_files_are_told_at_once(storage):
     for name, data in contents.items():
         write(storage, f"a/{name}", data)
     write(storage, "ab/x")
-    assert storage.sizes("a") == {name: len(data) for name, data in contents.items()}
-    assert storage.sizes("nothing") == {}
+    assert {name: file.n_bytes for name, file in storage.listed("a").items()} == {
+        name: len(data) for name, data in contents.items()
+    }
+    assert storage.listed("nothing") == {}
     storage.remove("a/x")
-    assert "x" not in open_storage(storage.url).sizes("a")
+    assert "x" not in open_storage(storage.url).listed("a")
 
 
 def test_a_listing_is_never_stale(storage):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from forge import filled, save_tables
 
-from recckpt.storage import open_storage
+from recckpt.storage import NotPlainError, open_parent, open_storage
 from recckpt.storage.local import LocalStorage
 
 
@@ -172,12 +172,12 @@ def test_a_link_that_leads_out_is_not_followed(storage, tmp_path, method):
     (root / "d" / "sub").symlink_to(tmp_path / "dir")
     (root / "d" / "sibling").symlink_to("../other/x")
     for name in ("d/link", "d/sub/x", "d/sibling"):
-        with pytest.raises(FileNotFoundError, match="leads out"):
+        with pytest.raises(NotPlainError, match="found a symbolic link out of its directory"):
             getattr(storage, method)(name)
 
 
 @pytest.mark.parametrize("method", ["open", "size", "map"])
-def test_links_that_lead_nowhere_and_other_odd_files_are_not_found(storage, method):
+def test_links_that_lead_nowhere_and_other_odd_files_are_refused_by_what_they_are(storage, method):
     storage.make_dir("d")
     directory = Path(storage.url, "d")
     (directory / "loop").symlink_to("loop")
@@ -186,9 +186,67 @@ def test_links_that_lead_nowhere_and_other_odd_files_are_not_found(storage, meth
     (directory / "dangling").symlink_to("nothing")
     (directory / "sub").mkdir()
     os.mkfifo(directory / "fifo")
-    for name in ("d/loop", "d/one", "d/dangling", "d/sub", "d/fifo"):
-        with pytest.raises(FileNotFoundError):
-            getattr(storage, method)(name)
+    for name, what in {"loop": "link", "one": "link", "sub": "directory", "fifo": "FIFO"}.items():
+        with pytest.raises(NotPlainError, match=f"found a (symbolic )?{what}"):
+            getattr(storage, method)(f"d/{name}")
+    with pytest.raises(FileNotFoundError):
+        getattr(storage, method)("d/dangling")
+
+
+def outside_of(storage, tmp_path) -> Path:
+    outside = tmp_path / "outside"
+    (outside / "sub").mkdir(parents=True)
+    (outside / "x").write_text("precious")
+    Path(storage.url, "d").symlink_to(outside)
+    Path(storage.url, "top").symlink_to(outside / "x")
+    return outside
+
+
+READS = {
+    "open": lambda storage, name: storage.open(name),
+    "read": lambda storage, name: storage.read(name, 10),
+    "size": lambda storage, name: storage.size(name),
+    "map": lambda storage, name: storage.map(name),
+}
+CHANGES = {
+    "create": lambda storage: storage.create("d/new"),
+    "put": lambda storage: storage.put_if_absent("d/new", b"x"),
+    "replace": lambda storage: storage.replace("d/x", b"x"),
+    "draft": lambda storage: storage.draft("d/x"),
+    "make_dir": lambda storage: storage.make_dir("d/new"),
+    "remove": lambda storage: storage.remove("d/x"),
+    "remove_empty_dirs": lambda storage: storage.remove_empty_dirs("d"),
+    "list_files": lambda storage: storage.list_files("d"),
+    "listed": lambda storage: storage.listed("d"),
+}
+
+
+@pytest.mark.parametrize("name", ["d/x", "top"])
+@pytest.mark.parametrize("read", READS)
+def test_a_link_at_the_top_is_not_followed_by_reads(storage, tmp_path, read, name):
+    outside_of(storage, tmp_path)
+    with pytest.raises(NotPlainError, match=r"found a symbolic link.*recckpt does not follow links"):
+        READS[read](storage, name)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_link_at_the_top_is_not_followed_by_writes_removals_and_listings(storage, tmp_path, change):
+    outside = outside_of(storage, tmp_path)
+    with pytest.raises(NotPlainError, match="found a symbolic link"):
+        CHANGES[change](storage)
+    assert (outside / "x").read_text() == "precious"
+    assert sorted(path.name for path in outside.iterdir()) == ["sub", "x"]
+
+
+def test_the_root_itself_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    storage = open_storage(str(tmp_path / "link"))
+    storage.prepare()
+    write(storage, "d/x", b"data")
+    assert (storage.read("d/x", 10), storage.list_files("d")) == (b"data", ["x"])
+    parent, name = open_parent(str(tmp_path / "link"))
+    assert (parent.url, name) == (str(tmp_path), "real")
 
 
 def test_a_link_that_stays_inside_is_followed(storage):

@@ -25,9 +25,9 @@ class LateStorage(LocalStorage):
         seen = self._look(name)
         return super().size(name) if seen is None else seen
 
-    def sizes(self, directory):
-        found = super().sizes(directory)
-        return {name: size for name, size in found.items() if not self.late.get(f"{directory}/{name}")}
+    def listed(self, directory):
+        found = super().listed(directory)
+        return {name: file for name, file in found.items() if not self.late.get(f"{directory}/{name}")}
 
     def read(self, name, max_bytes):
         self._look(name)

@@ -13,7 +13,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format.catalog import Part
 from recckpt.sparse.files.arrow_columns import DTYPE_KEY, ID, TABLE, column_buffer, column_items, part_schema
 from recckpt.sparse.files.compression_check import Messages, check_message
-from recckpt.storage import missing
+from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
 
@@ -79,7 +79,7 @@ class PartReader:
         try:
             mapped = storage.map(self.path) if mapped is None else mapped
             found = len(mapped) if mapped is not None else storage.size(self.path)
-        except FileNotFoundError as error:
+        except NOT_READABLE as error:
             raise missing(self.path, error, f"{part.n_bytes} bytes") from error
         if found != part.n_bytes:
             raise self._corrupt("its size", f"{found} bytes", f"{part.n_bytes} bytes")

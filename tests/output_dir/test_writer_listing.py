@@ -1,0 +1,102 @@
+"""What a writer looks at: one listing a save, each manifest once, and nothing that an old look could get wrong."""
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from recckpt import Saver
+from recckpt.output_dir.listing import list_checkpoints, newest
+from recckpt.output_dir.manifests import Manifests
+from recckpt.storage import open_storage
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Count the listings of an output dir and the readings of each manifest."""
+    counts = Counter()
+
+    def counted(saver):
+        storage = saver.storage
+        list_dirs, read = storage.list_dirs, storage.read
+
+        def count_listing():
+            counts["listings"] += 1
+            return list_dirs()
+
+        def count_reading(name, max_bytes):
+            counts[name] += name.endswith("manifest.json")
+            return read(name, max_bytes)
+
+        monkeypatch.setattr(storage, "list_dirs", count_listing)
+        monkeypatch.setattr(storage, "read", count_reading)
+        return counts
+
+    return counted
+
+
+def test_a_save_lists_the_output_dir_once_and_reads_each_manifest_once_in_its_life(url, looks):
+    earlier = Saver(nn.Linear(1, 1), output_dir=url, max_keep=None)
+    for step in range(4):
+        earlier.save(f"ckpt_{step}")
+    saver = Saver(nn.Linear(1, 1), output_dir=url, max_keep=6)
+    counts = looks(saver)
+    saver.save("ckpt_4")
+    assert counts.pop("listings") == 2  # before its claim and after it
+    for step in range(5, 10):
+        saver.save(f"ckpt_{step}")
+        assert counts.pop("listings") == 1
+    assert max(counts.values()) == 1
+    assert [c.ckpt_id for c in list_checkpoints(open_storage(url)).current] == [f"ckpt_{n}" for n in range(4, 10)]
+
+
+def test_a_checkpoint_that_was_put_in_the_place_of_another_is_read(tmp_path):
+    storage, known = open_storage(str(tmp_path / "runs")), Manifests()
+    for place in ("runs", "elsewhere"):
+        saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / place))
+        saver.save("a")
+    before = list_checkpoints(storage, known).committed[0].manifest
+    shutil.rmtree(tmp_path / "runs" / "a")
+    shutil.copytree(tmp_path / "elsewhere" / "a", tmp_path / "runs" / "a")
+    after = list_checkpoints(storage, known).committed[0].manifest
+    assert (before.save_id, after.save_id) == (before.save_id, newest(storage).manifest.save_id)
+    assert before.save_id != after.save_id
+
+
+def test_damage_that_a_writer_does_not_see_is_seen_by_the_next_reader(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), max_keep=None)
+    saver.save("a")
+    saver.save("b")
+    path = tmp_path / "a" / "manifest.json"
+    stat = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'"seq": 1', b'"seq": 3'))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    saver.save("c")
+    assert list(list_checkpoints(saver.storage).damaged) == ["a"]
+
+
+def test_a_save_never_removes_what_it_has_just_acknowledged_for_one_that_was_copied_in(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    for _ in range(3):
+        Saver(nn.Linear(1, 1), output_dir=str(elsewhere)).save("x", overwrite=True)
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "runs"), max_keep=1)
+    saver.save("a")
+    shutil.copytree(elsewhere / "x.3", tmp_path / "runs" / "x")
+    saver.save("b")
+    assert newest(saver.storage).ckpt_id == "b"
+    assert newest(saver.storage).manifest.epoch == 4
+
+
+def test_a_manifest_of_another_program_is_ignored(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "runs"))
+    foreign = Path(tmp_path, "runs", "static")
+    foreign.mkdir()
+    (foreign / "manifest.json").write_text('{"name": "a web app", "icons": []}')
+    (tmp_path / "runs" / "manifest.json").write_text("{}")
+    assert list_checkpoints(saver.storage).is_empty
+    saver.save("a")
+    assert newest(saver.storage).ckpt_id == "a"
+    assert (foreign / "manifest.json").exists()
