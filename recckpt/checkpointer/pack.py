@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,14 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # part of the format: torch.save refers to them
 
-from recckpt.checkpointer.archive import Contents
+from recckpt.dense.placed_tensors import Placed, Record, pickled
 from recckpt.dense.portable import plain_tensor, portable
-from recckpt.dense.stored_tensor import STORAGES
+from recckpt.dense.torch_archive import Contents
 
 MAX_DEPTH = 100  # of containers in containers; what is saved can be walked again when it is loaded
-_STORAGE_OF = {dtype: name.removeprefix("torch.") for name, dtype in STORAGES.items() if name.count(".") == 1}
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,7 @@ def pack(state_dict: Mapping[str, Any]) -> Packed:
     tensors: list[_Reference] = []
     tree = _walk("", state_dict, tensors, 0)
     pieces = [_piece(number, members) for number, members in enumerate(_stored_together(tensors))]
-    data = io.BytesIO()
-    _Pickler(data, protocol=2).dump(tree)
-    return Packed(data.getvalue(), pieces)
+    return Packed(pickled(tree, lambda obj: obj.placed() if type(obj) is _Reference else None), pieces)
 
 
 class _Reference:
@@ -67,14 +61,11 @@ class _Reference:
         self.tensor, self.dtype = tensor, str(tensor.dtype).removeprefix("torch.")
         self.begin = int(tensor.storage_offset())
         self.end = self.begin + span(tensor)
-        self.storage: _Storage | None = None
-        self.offset = 0
+        self.record, self.offset = Record(0, 0), 0  # known when all have been seen
 
-
-@dataclass(frozen=True)
-class _Storage:
-    number: int
-    n_bytes: int
+    def placed(self) -> Placed:
+        """Return where the tensor lies."""
+        return Placed(self.dtype, self.record, self.offset, tuple(self.tensor.shape), self.tensor.stride())
 
 
 def span(tensor: Tensor) -> int:
@@ -133,11 +124,11 @@ def _piece(number: int, members: list[_Reference]) -> Tensor:
         for member in members:
             member.tensor, member.begin = tensor, 0
     item_bytes = tensor.element_size()
-    storage = _Storage(number, (end - begin) * item_bytes)
+    record = Record(number, (end - begin) * item_bytes)
     for member in members:
-        member.storage, member.offset = storage, member.begin - begin
+        member.record, member.offset = record, member.begin - begin
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return memory.set_(tensor.untyped_storage(), begin * item_bytes, (storage.n_bytes,), (1,))
+    return memory.set_(tensor.untyped_storage(), begin * item_bytes, (record.n_bytes,), (1,))
 
 
 def _stored_together(tensors: list[_Reference]) -> Iterator[list[_Reference]]:
@@ -176,26 +167,3 @@ def _overlapping(tensors: list[_Reference]) -> Iterator[list[_Reference]]:
             group.append(member)
             end = max(end, member.end)
         yield group
-
-
-class _Pickler(pickle.Pickler):
-    """Writes references as torch.save writes tensors."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not tuple or len(obj) != 2 or type(obj[0]) is not _Storage:
-            return None
-        storage, dtype = obj
-        if dtype in _STORAGE_OF:
-            n_items = storage.n_bytes // getattr(torch, dtype).itemsize
-            return ("storage", getattr(torch, _STORAGE_OF[dtype]), str(storage.number), "cpu", n_items)
-        return ("storage", torch.UntypedStorage, str(storage.number), "cpu", storage.n_bytes)
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not _Reference:
-            return NotImplemented
-        tensor, storage = obj.tensor, (obj.storage, obj.dtype)
-        hooks: OrderedDict[Any, Any] = OrderedDict()
-        args = (storage, obj.offset, tuple(tensor.shape), tensor.stride(), False, hooks)
-        if obj.dtype in _STORAGE_OF:
-            return _rebuild_tensor_v2, args
-        return _rebuild_tensor_v3, (*args, tensor.dtype)

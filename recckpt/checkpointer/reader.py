@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from recckpt.checkpointer.filler import Filler
 from recckpt.checkpointer.rank import RankInfo
+from recckpt.checkpointer.stored_state import StoredState
 from recckpt.checkpointer.template import Comparison, fill
-from recckpt.checkpointer.tree import read_tree
-from recckpt.checkpointer.values import Values
 from recckpt.checkpointer.writer import storage_at
-from recckpt.dense.torch_zip import TorchZip
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from recckpt.storage import Storage
 
@@ -49,13 +48,12 @@ class StateReader:
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(self._missing(storage, place)) from error
         with file, _remedy_of_a_state():
-            archive = TorchZip(file, place)
-            tree = read_tree(archive, place)
-            asked = Comparison(state_dict, tree)
+            stored = StoredState(file, place)
+            asked = Comparison(state_dict, stored.tree)
             if asked.mismatched or (strict and asked.missing):
                 remedy = "pass strict=False to load what is there" if not asked.mismatched else ""
                 raise StateMismatchError(place, missing=asked.missing, mismatched=asked.mismatched, remedy=remedy)
-            state = fill("", state_dict, tree, Values(archive, asked.wholes, map_location))
+            state = fill("", state_dict, stored.tree, Filler(stored, asked.wholes, map_location))
         if asked.missing:
             shown = ", ".join(asked.missing[:_MAX_SHOWN]) + (", ..." if len(asked.missing) > _MAX_SHOWN else "")
             _log.warning("%s: %d keys are missing and stay as they are: %s", place, len(asked.missing), shown)

@@ -8,13 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recckpt.checkpointer.filler import Filler
 from recckpt.checkpointer.pack import child, span
-from recckpt.checkpointer.values import Values
-from recckpt.dense.stored_tensor import StoredTensor
 
 
 class Comparison:
-    """What a template asks of a tree, as :func:`~recckpt.checkpointer.tree.read_tree` returns it.
+    """What a template asks of a tree, as a :class:`~recckpt.checkpointer.stored_state.StoredState` has it.
 
     Args:
         template: a state dict; None takes what is in the tree, whatever it is.
@@ -50,7 +49,7 @@ class Comparison:
                 self.mismatched[name] = found, expected
 
 
-def fill(name: str, template: Any, tree: Any, values: Values) -> Any:
+def fill(name: str, template: Any, tree: Any, values: Filler) -> Any:
     """Return a template with the values of a tree that it was compared with; containers and tensors stay the same.
 
     A tuple that holds more than tensors is made anew.
@@ -79,8 +78,8 @@ def _are_sequences(template: Any, tree: Any) -> bool:
 
 
 def _found(tree: Any) -> str:
-    if isinstance(tree, StoredTensor):
-        return f"{tree.dtype} {tree.shape}"
+    if isinstance(tree, Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')} {tuple(tree.shape)}"
     if type(tree) in (list, tuple):
         return f"a {type(tree).__name__} of {len(tree)}"
     return "a dict" if isinstance(tree, dict) else f"a value of type {type(tree).__name__}"

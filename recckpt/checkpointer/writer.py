@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from recckpt.checkpointer.archive import Contents, write_archive
 from recckpt.checkpointer.barrier import Alone, Barrier
 from recckpt.checkpointer.failures import PartlyCommittedError, RankFailedError, describe
 from recckpt.checkpointer.hook import WriterHook
 from recckpt.checkpointer.rank import RankInfo
+from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.errors import SaveFailedError
 from recckpt.storage import Storage, open_storage
 

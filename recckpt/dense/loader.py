@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -23,8 +23,25 @@ def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, An
         CorruptCheckpointError: damaged, no torch file, or one that needs code to run.
     """
     data, path = read_checked(storage, directory, entry), layout.join(directory, entry.name)
+    return loaded(io.BytesIO(data), path, "cpu")
+
+
+def loaded(file: BinaryIO, path: str, device: str) -> dict[Any, Any]:
+    """Return the dict in a file of torch.save, without running any code from it.
+
+    Args:
+        file: what was written: its bytes have been checked.
+        path: what messages call it.
+        device: where its tensors go.
+
+    Raises:
+        CorruptCheckpointError: no torch file, or one that needs code to run.
+        OSError: it cannot be read.
+    """
     try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location=device, weights_only=True)
+    except OSError:
+        raise
     except Exception as error:  # its bytes are those that were written, so whoever wrote them meant harm
         found, remedy = f"not loadable ({_reason(error)})", "do not load this file with weights_only=False"
         raise CorruptCheckpointError(
@@ -37,8 +54,9 @@ def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, An
 
 def _reason(error: Exception) -> str:
     """Return what torch says is wrong, without its advice to load the file all the same."""
-    said = [line.strip() for line in str(error).splitlines()]
-    said = [line.partition(" Please ")[0] for line in said if line and "weights_only" not in line]
+    said = [line.strip().partition("WeightsUnpickler error: ")[-1] or line.strip() for line in str(error).splitlines()]
+    advice = ("weights_only", "Weights only load failed")
+    said = [line.partition(" Please ")[0] for line in said if line and not any(words in line for words in advice)]
     return f"{type(error).__name__}: {said[0]:.200}" if said else type(error).__name__
 
 

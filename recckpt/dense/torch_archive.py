@@ -9,10 +9,10 @@ import zipfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from recckpt.format.tensor_index import ALIGNMENT
 from recckpt.storage import HashingSink, Sink
 
 ROOT = "archive"
+_ALIGNMENT = 64  # of tensors in the file, so that it can be mapped
 _HEADER_BYTES, _ZIP64_BYTES = 30, 20
 _PADDING_ID = 0x4246  # torch's own
 _LARGE_BYTES = 1 << 30  # from here on an entry has sizes of 64 bits; well below the 2 GiB where it must
@@ -42,7 +42,7 @@ def write_archive(
         proceed: called before every few megabytes; raises where the work is to be dropped.
 
     Returns:
-        The first byte of each record, a multiple of the alignment.
+        The first byte of each record, a multiple of 64.
     """
     with zipfile.ZipFile(_Stream(sink), "w", zipfile.ZIP_STORED) as archive:
         _add(archive, sink, "data.pkl", memoryview(contents.pickle), proceed)
@@ -60,7 +60,7 @@ def _add(
     entry = zipfile.ZipInfo(f"{ROOT}/{name}")  # dated 1980
     large = len(data) >= _LARGE_BYTES
     begin = sink.n_bytes + _HEADER_BYTES + len(entry.filename) + 4 + (_ZIP64_BYTES if large else 0)
-    padding = -begin % ALIGNMENT
+    padding = -begin % _ALIGNMENT
     entry.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
     with archive.open(entry, "w", force_zip64=large) as file:
         at = sink.n_bytes

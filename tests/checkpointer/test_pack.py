@@ -4,8 +4,8 @@ import pytest
 import torch
 from checkpointing import everything
 
-from recckpt.checkpointer.archive import Contents, write_archive
 from recckpt.checkpointer.pack import pack
+from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.storage import open_storage
 
 

@@ -1,5 +1,7 @@
-"""The index of dense tensors against the reader of pickles that it takes the place of, and against torch."""
+"""What the index says of the tensors in ``model.pt``, against what torch loads from it."""
 
+import subprocess
+import sys
 import warnings
 from collections import OrderedDict
 
@@ -12,9 +14,11 @@ from hypothesis import strategies as st
 
 from recckpt import CheckpointReader
 from recckpt.dense.portable import portable
-from recckpt.dense.torch_file import TorchFile
+from recckpt.dense.tensors import DenseTensors
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.inspect.verify import verify
+from recckpt.output_dir.listing import locate
+from recckpt.storage import open_storage
 
 TORCH_DTYPES = [name for name in NUMPY_DTYPES if hasattr(torch, name)]
 
@@ -24,21 +28,20 @@ def bits(value):
 
 
 def check_equal(root, state):
-    """Save a state as ``model.pt``, and read it in three ways."""
+    """Save a state as ``model.pt``, and read it by the index and with torch."""
     state = {name: portable(name, value) for name, value in state.items()}
     path = save_chunked(root, [], model=state).path("model.pt")
     by_torch = torch.load(path, weights_only=True)
     assert list(by_torch) == list(state)
     tensors = {name: value for name, value in by_torch.items() if isinstance(value, torch.Tensor)}
-    with path.open("rb") as content, CheckpointReader(str(root)) as reader:
-        old = TorchFile(content, "model.pt")
-        assert old.names() == reader.tensor_names() == list(tensors)
+    with CheckpointReader(str(root)) as reader:
+        assert reader.tensor_names() == list(tensors)
         for name, value in tensors.items():
             found = reader.read_tensor(name)
-            assert found.dtype == old.read(name).dtype
-            assert reader.tensor_dtype(name) == old.dtype(name) == str(value.dtype).removeprefix("torch.")
-            assert found.shape == reader.tensor_shape(name) == old.shape(name) == tuple(value.shape)
-            assert found.tobytes() == old.read(name).tobytes() == bits(value) == bits(state[name])
+            assert reader.tensor_dtype(name) == str(value.dtype).removeprefix("torch.")
+            assert found.dtype == NUMPY_DTYPES[reader.tensor_dtype(name)]
+            assert found.shape == reader.tensor_shape(name) == tuple(value.shape)
+            assert found.tobytes() == bits(value) == bits(state[name])
             assert found.flags.c_contiguous
             assert found.flags.writeable
     assert verify(str(root)) == []
@@ -120,6 +123,41 @@ def test_plain_values_stand_beside_the_tensors(tmp_path):
     found["nested"]["groups"][0].pop("t")
     plain["nested"]["groups"][0].pop("t")
     assert {name: found[name] for name in plain} == plain
+
+
+def test_a_model_pt_whose_pickle_is_large_is_saved_and_loaded(tmp_path):
+    plain = {"plain": "x" * (40 << 20), "w": torch.ones(3)}
+    assert check_equal(tmp_path, plain)["plain"] == plain["plain"]
+
+
+@pytest.mark.slow
+def test_a_model_of_very_many_tensors_is_saved_and_loaded(tmp_path):
+    shared = torch.arange(3.0)
+    names = [f"a.rather.long.name.of.a.layer.{number}.weight" for number in range(200_000)]
+    path = save_chunked(tmp_path, [], model=dict.fromkeys(names, shared + 1)).path("model.pt")
+    assert len(torch.load(path, weights_only=True)) == len(names)
+    with CheckpointReader(str(tmp_path)) as reader:
+        assert reader.tensor_names() == names
+        assert reader.read_tensor(names[-1]).tolist() == [1, 2, 3]
+
+
+def test_only_the_blocks_of_a_tensor_are_read(tmp_path):
+    save_chunked(tmp_path, [], model={"large": torch.zeros(4 << 20), "small": torch.ones(10)})
+    storage = open_storage(str(tmp_path))
+    dense = DenseTensors(storage, "ckpt_1", locate(storage, "ckpt_1").manifest)
+    before = dense.bytes_read
+    assert dense.read(dense.named("small")).tolist() == [1] * 10
+    assert dense.bytes_read - before == 40
+
+
+def test_torch_is_not_imported_to_read_a_tensor(tmp_path):
+    save_chunked(tmp_path, [], model={"w": torch.arange(3.0)})
+    code = (
+        "import sys; from recckpt import CheckpointReader\n"
+        f"print(CheckpointReader({str(tmp_path)!r}).read_tensor('w').tolist(), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[0.0, 1.0, 2.0] False"
 
 
 @st.composite

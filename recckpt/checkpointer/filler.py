@@ -1,45 +1,42 @@
-"""The tensors of a ``.pt`` file: read into new ones, or into those that are there."""
+"""The values of a stored state: read into new tensors, or into those that are there."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recckpt.checkpointer.pack import span
-from recckpt.checkpointer.tree import tensors_in
-from recckpt.dense.stored_tensor import StoredTensor
-from recckpt.dense.torch_zip import TorchZip
+from recckpt.checkpointer.stored_state import StoredState
 
 _ALIGNMENT = 64  # where a part of a storage begins, so that it suits every dtype
 
 
-class Values:
+class Filler:
     """Reads tensors, and no bytes that none of them needs.
 
     Args:
-        archive: the file.
+        stored: the state.
         wholes: the parts of its tree that :meth:`whole` will be asked for.
         map_location: where new tensors go, as ``torch.load`` takes it.
     """
 
-    def __init__(self, archive: TorchZip, wholes: list[Any], map_location: Any) -> None:
-        self._archive = archive
+    def __init__(self, stored: StoredState, wholes: Iterable[Any], map_location: Any) -> None:
+        self._stored = stored
         self._place = _placing(map_location)
-        self._ranges: dict[str, tuple[int, int]] = {}
-        for tensor in tensors_in(wholes):
-            begin, end = _bytes_of(tensor)
-            lowest, highest = self._ranges.get(tensor.storage_key, (begin, end))
-            self._ranges[tensor.storage_key] = (min(lowest, begin), max(highest, end))
-        self._storages: dict[str, Any] = {}
+        self._ranges: dict[int, tuple[int, int]] = {}
+        seen: set[int] = set()
+        for part in wholes:
+            self._find_ranges(part, seen)
+        self._storages: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
 
     def whole(self, tree: Any) -> Any:
         """Return a part of the tree with its tensors; those that shared memory when they were saved do so again."""
-        if isinstance(tree, StoredTensor):
+        if isinstance(tree, Tensor):
             return self._new(tree)
         if not isinstance(tree, dict | list) and type(tree) is not tuple:
             return tree
@@ -51,48 +48,60 @@ class Values:
                 self._made[id(tree)] = type(tree)([self.whole(item) for item in tree])
         return self._made[id(tree)]
 
-    def fill(self, target: Tensor, stored: StoredTensor, where: str) -> None:
+    def fill(self, target: Tensor, stored: Tensor, where: str) -> None:
         """Read the values of a tensor into another one of its shape and dtype."""
         begin, end = _bytes_of(stored)
         target = target.detach()
         if _is_same_order(target, stored):
             flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
-            self._archive.fill(flat.numpy(), stored, begin, where)
+            self._stored.read(stored, begin, flat.numpy(), where)
         else:
             target.copy_(_view(self._read(stored, begin, end, where).untyped_storage(), stored, begin))
 
-    def _new(self, stored: StoredTensor) -> Tensor:
-        key = stored.storage_key
+    def _find_ranges(self, tree: Any, seen: set[int]) -> None:
+        """Note which bytes of each storage the tensors of a part need."""
+        if isinstance(tree, Tensor):
+            begin, end = _bytes_of(tree)
+            key = self._stored.storage(tree)
+            lowest, highest = self._ranges.get(key, (begin, end))
+            self._ranges[key] = (min(lowest, begin), max(highest, end))
+        elif (isinstance(tree, dict | list) or type(tree) is tuple) and id(tree) not in seen:
+            seen.add(id(tree))
+            for item in tree.values() if isinstance(tree, dict) else tree:
+                self._find_ranges(item, seen)
+
+    def _new(self, stored: Tensor) -> Tensor:
+        key = self._stored.storage(stored)
         begin, end = self._ranges[key]
         begin -= begin % _ALIGNMENT
         if key not in self._storages:
-            self._storages[key] = self._place(self._read(stored, begin, end, f"storage {key}"))
+            self._storages[key] = self._place(self._read(stored, begin, end, "a tensor"))
         return _view(self._storages[key], stored, begin)
 
-    def _read(self, stored: StoredTensor, begin: int, end: int, where: str) -> Tensor:
+    def _read(self, stored: Tensor, begin: int, end: int, where: str) -> Tensor:
         memory = torch.empty(end - begin, dtype=torch.uint8)
-        self._archive.fill(memory.numpy(), stored, begin, where)
+        self._stored.read(stored, begin, memory.numpy(), where)
         return memory
 
 
-def _bytes_of(tensor: StoredTensor) -> tuple[int, int]:
+def _bytes_of(stored: Tensor) -> tuple[int, int]:
     """Return where in its storage a tensor begins and ends."""
-    begin = tensor.offset * tensor.item_bytes
-    return begin, begin + tensor.span * tensor.item_bytes
+    begin = int(stored.storage_offset()) * stored.element_size()
+    return begin, begin + span(stored) * stored.element_size()
 
 
-def _is_same_order(target: Tensor, stored: StoredTensor) -> bool:
+def _is_same_order(target: Tensor, stored: Tensor) -> bool:
     """Say whether the bytes in the file are those that the memory of a tensor needs, one to one."""
-    steps = zip(target.shape, target.stride(), stored.strides, strict=True)
+    steps = zip(target.shape, target.stride(), stored.stride(), strict=True)
     dense = target.numel() == span(target) and all(size == 1 or one == other for size, one, other in steps)
     return dense and target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
 
 
-def _view(storage: Any, stored: StoredTensor, begin: int) -> Tensor:
+def _view(storage: Any, stored: Tensor, begin: int) -> Tensor:
     """Return a tensor over memory that holds its storage from byte ``begin`` on."""
-    offset = (stored.offset * stored.item_bytes - begin) // stored.item_bytes
-    tensor = torch.empty(0, dtype=getattr(torch, stored.dtype), device=storage.device)
-    return tensor.set_(storage, offset, stored.shape, stored.strides)
+    offset = int(stored.storage_offset()) - begin // stored.element_size()
+    tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
+    return tensor.set_(storage, offset, stored.shape, stored.stride())
 
 
 def _placing(map_location: Any) -> Callable[[Tensor], Any]:
