@@ -13,7 +13,7 @@ from recckpt.checkpointer.hook import WriterHook
 from recckpt.checkpointer.rank import RankInfo
 from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.errors import SaveFailedError
-from recckpt.storage import Storage, open_storage
+from recckpt.storage import SinkFile, Storage, open_storage
 
 
 class CheckpointWriter:
@@ -69,7 +69,7 @@ class CheckpointWriter:
         with self._told(url, SaveFailedError):
             draft = storage.draft(self._rank_info.file_name)
             try:
-                write_archive(draft, contents, self._proceed)
+                write_archive(SinkFile(draft), contents, self._proceed)
                 draft.seal()
                 if self._hook is not None:
                     self._hook.pre_commit(url, **kwargs)

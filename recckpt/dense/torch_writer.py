@@ -17,7 +17,7 @@ from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import MODEL as MODEL_FILE
 from recckpt.format.tensor_index import MODEL, Chunk, block_checksums
-from recckpt.storage import HashingSink, Sink
+from recckpt.storage import SinkFile
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Later:
 
 
 def write_state(
-    state: Mapping[str, Any], sink: Sink | HashingSink, advance: Callable[[int], object] = lambda n_bytes: None
+    state: Mapping[str, Any], to: SinkFile, advance: Callable[[int], object] = lambda n_bytes: None
 ) -> list[Chunk]:
     """Write a dict, and return what the index of dense tensors says of it.
 
     Args:
         state: name -> tensor, :class:`Later` or plain value; as :func:`recckpt.dense.portable.portable` returns it.
-        sink: where the file goes; of each tensor that comes later one copy is held.
+        to: where the file goes; of each tensor that comes later one copy is held.
         advance: counts bytes of tensors.
 
     Returns:
         The tensors that have names, in the order of the file.
 
     Raises:
-        OSError: the sink failed.
+        OSError: the storage failed.
         ValueError: a dtype that the format does not know; names the tensor.
     """
     records, checksums = _Records(), []
@@ -63,7 +63,7 @@ def write_state(
             yield data
             advance(len(data))
 
-    places = write_archive(sink, Contents(pickled(dict(state), records.place), written()))
+    places = write_archive(to, Contents(pickled(dict(state), records.place), written()))
     named = {name: placed for name, value in state.items() if (placed := records.place(value)) is not None}
     return [
         _chunk(name, placed, places[placed.record.number], checksums[placed.record.number])

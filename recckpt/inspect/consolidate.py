@@ -14,7 +14,7 @@ from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.output_dir.read_again import until_whole
-from recckpt.storage import Storage, open_parent
+from recckpt.storage import SinkFile, Storage, open_parent
 from recckpt.text import Progress
 
 _OTHER_KINDS = frozenset({".safetensors", ".arrow", ".npz", ".npy", ".h5", ".onnx", ".json", ".parquet"})
@@ -78,7 +78,7 @@ def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
     target, name = open_parent(out)
     try:
         with target.create(name) as sink, Progress(f"consolidating {manifest.ckpt_id}", total) as progress:
-            write_state(state, sink, progress.advance)
+            write_state(state, SinkFile(sink), progress.advance)
     except RecursionError as error:
         path = layout.join(directory, layout.MODEL)
         raise CorruptCheckpointError(path, "", found="values nested too deep", expected="fewer levels") from error

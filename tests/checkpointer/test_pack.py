@@ -6,7 +6,7 @@ from checkpointing import everything
 
 from recckpt.checkpointer.pack import pack
 from recckpt.dense.torch_archive import Contents, write_archive
-from recckpt.storage import open_storage
+from recckpt.storage import SinkFile, open_storage
 
 
 def n_bytes(state):
@@ -49,7 +49,7 @@ def test_a_write_that_is_to_be_dropped_is_dropped_between_two_chunks(tmp_path):
 
     def write(storage, contents):
         with storage.draft("x") as draft:
-            write_archive(draft, contents, proceed)
+            write_archive(SinkFile(draft), contents, proceed)
 
     piece = memoryview(bytes(20 << 20))
     with pytest.raises(DroppedError):
@@ -60,7 +60,7 @@ def test_a_write_that_is_to_be_dropped_is_dropped_between_two_chunks(tmp_path):
 def test_pieces_are_aligned_so_that_the_file_can_be_mapped(tmp_path):
     contents = Contents(pack({"a": 1}).pickle, [memoryview(bytes([n]) * n) for n in range(1, 200, 7)])
     with open_storage(str(tmp_path)).draft("x") as draft:
-        write_archive(draft, contents, lambda: None)
+        write_archive(SinkFile(draft), contents, lambda: None)
     data = (tmp_path / "x").read_bytes()
     for n in range(8, 200, 7):
         assert data.index(bytes([n]) * n) % 64 == 0
