@@ -11,7 +11,7 @@ import torch
 from builders import Run, flip_bit
 from forge import Forge, filled, save_tables
 
-from recckpt.errors import CheckpointNotFoundError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.inspect.verify import verify
 from recckpt.sparse.files.arrow_columns import column_buffer
@@ -305,3 +305,33 @@ def test_a_problem_says_where_what_was_found_and_what_was_expected(tmp_path):
 def test_where_there_is_no_checkpoint_none_is_found(url, name):
     with pytest.raises(CheckpointNotFoundError):
         verify(f"{url}{name}")
+
+
+@pytest.mark.parametrize("key", ["epoch", "seq", "step"])
+@pytest.mark.parametrize("value", [2**63 - 1, 10**18])
+def test_a_number_that_none_can_follow_is_refused_by_verify_as_by_a_restore(tmp_path, key, value):
+    run = Run(tmp_path).train(10)
+    Forge(tmp_path / "ckpt_10").edit_manifest(lambda values: values.update({key: value}))
+    assert only(verify(str(tmp_path))).where == key
+    with pytest.raises(CorruptCheckpointError, match=f"at {key}: found {value}"):
+        run.manager.restore()
+
+
+@pytest.mark.parametrize("change", [b"", b"{}", b"x"])
+def test_intent_is_verified_too_and_a_copy_may_lack_it(tmp_path, change):
+    Run(tmp_path).train(10)
+    path = tmp_path / "ckpt_10" / "INTENT"
+    path.write_bytes(path.read_bytes() + change if change == b"x" else change)
+    assert only(verify(str(tmp_path))).file == "ckpt_10/INTENT"
+    path.unlink()
+    assert verify(str(tmp_path)) == []
+
+
+def test_every_flipped_bit_of_intent_is_found(tmp_path):
+    Run(tmp_path).train(10)
+    path = tmp_path / "ckpt_10" / "INTENT"
+    whole = path.read_bytes()
+    for offset in range(len(whole)):
+        flip_bit(path, offset)
+        assert only(verify(str(tmp_path), deep=False)).file == "ckpt_10/INTENT"
+        path.write_bytes(whole)

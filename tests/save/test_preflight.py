@@ -66,3 +66,11 @@ def test_a_save_that_does_not_fit_writes_nothing_and_the_next_that_does_lands(st
     saver.close()  # that was told
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 10**6)
     assert saver.save("c").ckpt_id == "c"
+
+
+@pytest.mark.parametrize("step", [10**30, 10**18, -1, 2.0, True, "1"])
+def test_a_step_that_no_manifest_can_hold_is_refused_before_anything_is_written(tmp_path, step):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="step must be an int of at least 0, below 10\\^18"):
+        saver.save("a", step=step)
+    assert list(tmp_path.iterdir()) == []
