@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +22,18 @@ from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.text import nearest
 
 log = logging.getLogger("recckpt")
+
+
+class Loading(NamedTuple):
+    """A load of registered objects that is under way.
+
+    Attributes:
+        fresh: parameters of optimizers for which there was no state.
+        give_rest: gives their states to the objects that cannot go back to what they had.
+    """
+
+    fresh: list[str]
+    give_rest: Callable[[], None]
 
 
 class Registry:
@@ -149,11 +161,12 @@ class Registry:
             return saved, None
 
     @contextmanager
-    def loaded(self, states: Mapping[str, Any]) -> Iterator[list[str]]:
-        """Load the states, keep those of names that nobody registered, and give the block what started fresh.
+    def loaded(self, states: Mapping[str, Any]) -> Iterator[Loading]:
+        """Load the states, and keep those of names that nobody registered.
 
-        Plain values get theirs once the block is over. If a state is refused or the block fails, optimizers and
-        schedulers get back what they had; other objects keep what they were given, which the log says.
+        Optimizers and schedulers get theirs at once, and get back what they had where a state is refused or the block
+        fails. The block gives other objects theirs when it has little left that can fail: they cannot go back. Plain
+        values get theirs once the block is over.
 
         Raises:
             StateMismatchError: an object refused its state, or a value is of another kind; names it.
@@ -165,13 +178,17 @@ class Registry:
         undos = {name: _undo_of(obj) for name, obj in own.items() if name not in plain}
         with ExitStack() as undone_on_error:
             fresh: list[str] = []
-            for name, undo in sorted(undos.items(), key=lambda pair: pair[1] is None):  # those cannot go back
+            for name, undo in undos.items():
                 if undo is not None:
                     undone_on_error.callback(undo)
-                fresh += self._give(name, own[name], states[name])
-                if undo is None:
+                    fresh += self._give(name, own[name], states[name])
+
+            def give_rest() -> None:
+                for name in (name for name, undo in undos.items() if undo is None):
+                    fresh.extend(self._give(name, own[name], states[name]))
                     undone_on_error.callback(self._log_kept, name)
-            yield fresh
+
+            yield Loading(fresh, give_rest)
             undone_on_error.pop_all()
         for name in plain:
             self._fill(name, states[name])

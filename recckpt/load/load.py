@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from recckpt.dense.generators import load_rng
@@ -106,18 +106,22 @@ def _apply(
     """Change the live state; return what was loaded into tables, and the parameters that start afresh."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(optimizer_loaded(target.sparse_optim, other.sparse_optim))
-        fresh = undone_on_error.enter_context(target.extra.loaded(other.extra))
-        undone_on_error.enter_context(target.io_state.loaded(other.io_state))
-        loaded = _fill_tables(by_source, sources, tables, concurrency)
+        registries = ((target.extra, other.extra), (target.io_state, other.io_state))
+        loadings = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
+        loaded = _fill_tables(by_source, sources, tables, concurrency, lambda: [each.give_rest() for each in loadings])
         if other.dense:
             load_dense(target.model, other.dense)
     if other.generators:
         load_rng(other.generators)
-    return loaded, fresh
+    return loaded, [fresh for each in loadings for fresh in each.fresh]
 
 
 def _fill_tables(
-    by_source: Sequence[Sequence[Planned]], sources: Sequence[Source], tables: Mapping[str, HashTable], concurrency: int
+    by_source: Sequence[Sequence[Planned]],
+    sources: Sequence[Source],
+    tables: Mapping[str, HashTable],
+    concurrency: int,
+    when_checked: Callable[[], object],
 ) -> Loaded:
     loads = []
     for items, source in zip(by_source, sources, strict=True):
@@ -126,7 +130,7 @@ def _fill_tables(
         source.files.fetch(loads[-1].wanted_files(), concurrency)
     what = sources[0].checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     with Progress(f"loading {what}", sum(load.n_bytes for load in loads)) as progress:
-        loaded = load_tables(loads, concurrency=concurrency, advance=progress.advance)
+        loaded = load_tables(loads, concurrency=concurrency, advance=progress.advance, when_checked=when_checked)
         progress.n_rows = sum(loaded.rows_taken.values())
     return loaded
 

@@ -244,3 +244,59 @@ def test_a_parameter_and_a_plain_value_are_not_the_same_thing(tmp_path):
     with pytest.raises(StateMismatchError) as caught:
         Saver(Odd(torch.ones(2)), output_dir=str(tmp_path)).load()
     assert caught.value.mismatched == {"x": ("plain data", "float32 (2,)")}
+
+
+@pytest.mark.parametrize("with_rows", [False, True])
+def test_a_damaged_part_moves_no_object_that_cannot_go_back(tmp_path, with_rows):
+    class Position:
+        def __init__(self, at):
+            self.at = at
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    def saver_of(table, *positions):
+        saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path))
+        saver.register_for_checkpointing("extra", positions[0])
+        saver.register_io_state("data", positions[1])
+        return saver
+
+    table = HashTable(2, name="t")
+    table.insert(torch.arange(9), torch.ones(9, 2))
+    saver_of(table, Position(3), Position(4)).save("c")
+    flip_bit(next(tmp_path.glob("c/sparse/*.arrow")))
+    live, positions = HashTable(2, name="t"), (Position(7), Position(8))
+    if with_rows:
+        live.insert(torch.arange(3), torch.ones(3, 2))
+    with pytest.raises(CorruptCheckpointError):
+        saver_of(live, *positions).load()
+    assert ([position.at for position in positions], len(live)) == ([7, 8], 3 * with_rows)
+
+
+@pytest.mark.parametrize("with_rows", [False, True])
+def test_an_object_that_refuses_its_state_leaves_tables_as_they_were(tmp_path, with_rows):
+    class Refusing:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            raise KeyError("other")
+
+    def saver_of(table):
+        saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path))
+        saver.register_io_state("data", Refusing())
+        return saver
+
+    table = HashTable(2, name="t")
+    table.insert(torch.arange(9), torch.ones(9, 2))
+    saver_of(table).save("c")
+    live = HashTable(2, name="t")
+    if with_rows:
+        live.insert(torch.arange(3), torch.zeros(3, 2))
+    with pytest.raises(StateMismatchError, match="'data'"):
+        saver_of(live).load()
+    assert sorted(live.ids().tolist()) == [0, 1, 2][: 3 * with_rows]
+    assert not live.embeddings().any()

@@ -73,7 +73,13 @@ class Loaded:
     bytes_read: int = 0
 
 
-def load_tables(checkpoints: Sequence[CheckpointLoad], *, concurrency: int, advance: Callable[[int], object]) -> Loaded:
+def load_tables(
+    checkpoints: Sequence[CheckpointLoad],
+    *,
+    concurrency: int,
+    advance: Callable[[int], object],
+    when_checked: Callable[[], object] = lambda: None,
+) -> Loaded:
     """Fill tables with the rows of checkpoints that their slices own.
 
     Rows come first, then slots that come from elsewhere for the rows that are there. Each table is made large enough
@@ -84,8 +90,10 @@ def load_tables(checkpoints: Sequence[CheckpointLoad], *, concurrency: int, adva
         checkpoints: what to fill from where.
         concurrency: number of reader threads.
         advance: called with the bytes of each batch and table; from several threads.
+        when_checked: called once all bytes have been read and checked, while all tables can still be as they were.
 
     Raises:
+        Exception: what ``when_checked`` raised; the tables are as they were.
         CorruptCheckpointError: a file is damaged. The tables are as they were.
         CheckpointRemovedError: a file was removed meanwhile. Tables that were to be emptied may be empty.
         PartlyLoadedError: reading failed when tables with rows had been changed; says which.
@@ -98,12 +106,16 @@ def load_tables(checkpoints: Sequence[CheckpointLoad], *, concurrency: int, adva
     passes = [_Pass(checkpoint, with_rows) for with_rows in (True, False) for checkpoint in checkpoints]
     fillers = [filler for one in passes for filler in one.every]
     bytes_read = 0
-    if any(len(filler.load.table) for filler in fillers):
+    has_rows = any(len(filler.load.table) for filler in fillers)
+    if has_rows:
         bytes_read += sum(one.run(Filler.check, concurrency) for one in passes)
+        when_checked()
     try:
         for one in passes:
             one.start()
             bytes_read += one.run(fill, concurrency)
+        if not has_rows:  # which are emptied again where this fails
+            when_checked()
     except BaseException as error:
         for filler in fillers:
             filler.undo()
