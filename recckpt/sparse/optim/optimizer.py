@@ -19,6 +19,7 @@ from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]
+_REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
 Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Group]
 
 
@@ -45,7 +46,7 @@ class SparseOptimizer(Optimizer):
         self._mark = object()  # on its tables; copied with them
         given = _as_list(tables)
         if not given:
-            raise ValueError("a sparse optimizer needs a table, found none")
+            raise ValueError(f"a sparse optimizer needs a table, found none: {_REMEDY}")
         super().__init__(given if isinstance(given[0], dict) else [{"tables": given}], options(defaults))
 
     @property
@@ -61,7 +62,8 @@ class SparseOptimizer(Optimizer):
             ValueError: a table is here already, or of integers; a hyper-parameter is out of range.
         """
         if not isinstance(param_group, dict) or "tables" not in param_group:
-            raise TypeError(f"a group is a dict with the key 'tables', found {param_group!r}")
+            found = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
+            raise TypeError(f"a group is a dict with the key 'tables', found {found}: {_REMEDY}")
         tables = _as_list(param_group["tables"])
         self._check_tables(tables)
         group = {**self.defaults, **options(param_group, "tables")}
@@ -157,7 +159,8 @@ class SparseOptimizer(Optimizer):
         seen = dict(self._tables)
         for table in tables:
             if not isinstance(table, HashTable):
-                raise TypeError(f"a sparse optimizer takes recckpt.HashTable, found {table!r}")
+                found = type(table).__name__
+                raise TypeError(f"a sparse optimizer takes recckpt.sparse.HashTable, found a {found}: {_REMEDY}")
             if not table.dtype.is_floating_point:
                 raise ValueError(f"table {table.name!r} of {table.dtype} has no gradients: leave it out")
             if table.name in seen:
@@ -186,4 +189,6 @@ def slot_dtype(table: HashTable) -> torch.dtype:
 def _as_list(tables: Any) -> list[Any]:
     if isinstance(tables, HashTable):
         return [tables]
+    if not isinstance(tables, Iterable):
+        raise TypeError(f"a sparse optimizer takes tables, found a {type(tables).__name__}: {_REMEDY}")
     return list(tables.values() if isinstance(tables, Mapping) else tables)

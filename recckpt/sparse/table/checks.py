@@ -16,6 +16,7 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
+MAX_VALUES = 1 << 18  # of a row: a megabyte in float32, where embeddings have hundreds
 _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
 
 
@@ -37,7 +38,24 @@ def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[
     sizes = tuple(int(cast(int, size)) for size in given)
     if (not sizes and not scalar) or math.prod(sizes) < 1 or any(size < 1 for size in sizes):
         raise ValueError(f"a shape needs dimensions of at least 1, found {sizes}")
+    if math.prod(sizes) > MAX_VALUES:
+        raise ValueError(
+            f"a row has at most {MAX_VALUES} values, found the shape {sizes}: give the shape of one row, such as 64; "
+            "the number of ids is not given, a table grows"
+        )
     return sizes
+
+
+def checked_device(table: str, device: str | torch.device) -> torch.device:
+    """Return ``device``, or raise ValueError where rows would have no values there."""
+    if torch.device(device).type == "meta":
+        raise ValueError(f"table {table!r}: rows on the device 'meta' have no values: leave the table where it is")
+    if torch.get_default_device().type == "meta":
+        raise ValueError(
+            f"table {table!r}: made under torch.device('meta'), where nothing has values: make it outside, or under "
+            "torch.device('cpu'); an empty table takes no memory"
+        )
+    return torch.device(device)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

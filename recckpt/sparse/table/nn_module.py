@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from recckpt import types
+from recckpt.sparse.table.checks import checked_device
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import Initializer
 from recckpt.sparse.table.row_store import RowStore
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_PROBES = count()
 
 
 class TableModule(nn.Module):
@@ -31,6 +36,12 @@ class TableModule(nn.Module):
     def device(self) -> torch.device:
         """Where the slots live."""
         return self._store.device
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the table for its own name, under which it stands in state dicts: torch walks along their keys."""
+        if name in self.__dict__.get("name", "").split("."):
+            return self
+        return super().__getattr__(name)
 
     def _copy_rows_of(self, other: types.HashTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
@@ -63,15 +74,22 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Follow ``model.to(device)``; the dtype stays, since it is part of the table's identity."""
-        probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
-        if probe.dtype != self.dtype:
+        probe = torch.full((4,), next(_PROBES) % 100 + 1, dtype=self.dtype, device=self.device)  # unlike the last one
+        moved = fn(probe)
+        if moved.dtype != self.dtype:
             raise TypeError(
-                f"table {self.name!r} keeps its dtype {self.dtype}, cannot become {probe.dtype}: make the "
+                f"table {self.name!r} keeps its dtype {self.dtype}, cannot become {moved.dtype}: make the "
                 "table with dtype=..., and convert the dense modules one by one"
             )
+        checked_device(self.name, moved.device)
+        if not torch.equal(moved.cpu(), probe.cpu()):
+            raise ValueError(
+                f"table {self.name!r}: to_empty() would leave its rows without values: call it on the dense modules "
+                "one by one, and table.to(device) here"
+            )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if probe.device != self.device:
-            self._store = self._store.to(probe.device)
+        if moved.device != self.device:
+            self._store = self._store.to(moved.device)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -17,6 +17,7 @@ from recckpt.sparse.table.checks import (
     check_slot_name,
     check_values,
     checked_count,
+    checked_device,
     checked_shape,
     dtype_name,
     flat_ids,
@@ -49,7 +50,7 @@ class HashTable(TrainedTable):
         slice: part of the id space that this table may hold; None for all of it.
 
     Raises:
-        ValueError: the name, shape or dtype is not one that a table can have.
+        ValueError: the name, shape, dtype or device is not one that a table can have.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class HashTable(TrainedTable):
         self.seed = xxhash.xxh3_64_intdigest(name.encode("utf-8"))
         self._spec = SlotSpec(EMBEDDING, dtype_name(dtype), self.embedding_shape)
         self.initializer = as_initializer(initializer, dtype, self.embedding_shape)
-        self._store = RowStore(torch.device(device))
+        self._store = RowStore(checked_device(name, device))
         self._store.add_column(self._spec)
         self._gradients = Gradients()
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import recckpt
 from recckpt.errors import StateMismatchError
 from recckpt.sparse.optim import (
     SparseAdagrad,
@@ -597,3 +598,27 @@ def test_an_optimizer_that_is_copied_with_its_table_goes_on_training_the_copy():
     for twin in (copy.deepcopy(optimizer), optimizer):
         train(twin.tables["t"], twin)
         assert twin.state_dict()["state"] == {"t": {"step": 5}}
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda model: model.parameters(), "a Parameter"),
+        (lambda model: model.named_parameters(), "a tuple"),
+        (lambda model: model, "a Model"),
+        (lambda model: [model], "a Model"),
+        (lambda model: nn.ModuleDict({"t": model.table}), "a str"),
+        (lambda model: [{"params": model.parameters()}], r"\['params'\]"),
+        (lambda model: model.table.parameters(), "none"),
+    ],
+)
+def test_what_is_no_table_is_refused_with_the_way_to_the_tables_of_a_model(make, found):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.top = table_of(), nn.Linear(DIM, 1)
+
+    model = Model()
+    with pytest.raises((TypeError, ValueError), match=rf"found {found}: recckpt\.filter_out_sparse_param\(model\)"):
+        SparseAdamW(make(model))
+    assert SparseAdamW(recckpt.filter_out_sparse_param(model)).tables == {"t": model.table}

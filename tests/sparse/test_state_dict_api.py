@@ -1,0 +1,70 @@
+"""``torch.distributed.checkpoint.state_dict`` on models with tables."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from recckpt.sparse import EmbeddingCollection, HashTable, ShardedHashTable
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user = HashTable(4, name="user")
+        self.deep = nn.Sequential(HashTable(4, name="a.dotted/name"), nn.Linear(4, 1))
+        self.more = EmbeddingCollection([ShardedHashTable(4, name="weight")])
+
+    def forward(self, ids):
+        return self.deep[1](self.user(ids) + self.deep[0](ids) + self.more({"weight": ids})["weight"])
+
+
+def trained():
+    model = Model()
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.arange(5)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+def test_the_tables_stand_in_the_state_of_the_model_as_themselves():
+    model, _ = trained()
+    state = get_model_state_dict(model)
+    assert state.keys() == model.state_dict().keys()
+    assert state["user.user"] is model.user
+    assert state["deep.0.a.dotted/name"] is model.deep[0]
+    assert state["more.tables.0.weight"] is model.more.tables[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.Sequential])
+def test_wrapped_models_too(wrap):
+    model, _ = trained()
+    assert any(value is model.user for value in get_model_state_dict(wrap(model)).values())
+
+
+def test_model_and_dense_optimizer_go_out_and_in_again():
+    model, optim = trained()
+    state, optim_state = get_state_dict(model, optim)
+    assert optim_state["state"].keys() == {"deep.1.weight", "deep.1.bias"}
+    other = Model()
+    other_optim = torch.optim.Adam(other.parameters())
+    set_state_dict(other, other_optim, model_state_dict=state, optim_state_dict=optim_state)
+    assert torch.equal(other.user.embeddings(), model.user.embeddings())
+    assert torch.equal(other.deep[1].weight, model.deep[1].weight)
+    for one, two in zip(optim.state.values(), other_optim.state.values(), strict=True):
+        assert torch.equal(one["exp_avg"], two["exp_avg"])
+    set_model_state_dict(model, get_model_state_dict(model))
+    assert len(model.user) == 5
+
+
+def test_a_table_answers_to_its_own_name_and_to_no_other():
+    table = HashTable(2, name="user")
+    assert table.user is table
+    assert not hasattr(table, "item")
+    with pytest.raises(AttributeError, match="no attribute 'item'"):
+        table.item  # noqa: B018
