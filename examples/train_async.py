@@ -50,7 +50,7 @@ class Run:
             EverySteps(every) | EverySeconds(600),
             async_save=async_save,
             backpressure="wait",  # EveryNth goes by the step, which "latest" would put off where saves take long
-            ephemeral=max(1, every // 5),  # between the others, for a restart; only the newest stays
+            ephemeral=every // 5 or None,  # between the others, for a restart; only the newest stays
             save_on_signal=(signal.SIGTERM, signal.SIGUSR1),
             grace_sec=60,
         )

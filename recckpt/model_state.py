@@ -49,6 +49,7 @@ class ModelState(OneProcess):
         if isinstance(sparse_optim, SparseOptimizer):
             _check_trained(sparse_optim, tables)
         self.model, self.sparse_optim = model, sparse_optim
+        self._is_resumed = False  # whether a checkpoint of the own output dir was loaded
         self._concurrency = positive_int("concurrency", concurrency)
         self._extra, self._io_state = extra_registry(self._named), io_registry()
         self.storage: Storage = open_storage(
@@ -109,7 +110,8 @@ class ModelState(OneProcess):
         """Load a checkpoint into the model and what is registered.
 
         Args:
-            ckpt_path: an output dir, or a checkpoint itself; None for the own output dir.
+            ckpt_path: the id of a checkpoint of the own output dir, as ``save`` takes it; else an output dir, or a
+                checkpoint itself; None for the own output dir.
             ckpt_id: which checkpoint in it; None for the newest.
             load_conf: what to take: an entry of a bank without ``path``; None for everything.
             shard_id: number of this rank, whose dataset positions are taken; None for that of the process group,
@@ -135,7 +137,7 @@ class ModelState(OneProcess):
                 storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
                 checkpoint = locate(storage, ckpt_id)
             elif ckpt_path is not None:
-                storage, checkpoint = self._at(locate_path, str(ckpt_path))
+                storage, checkpoint = self._found(str(ckpt_path))
             else:
                 storage, checkpoint = self.storage, newest(self.storage)
             return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
@@ -195,6 +197,7 @@ class ModelState(OneProcess):
         """Load from checkpoints that have been located; what every load and restore comes down to."""
         with self._turn():
             target = self.target(shard_id, shard_num)
+            self._is_resumed = self._is_resumed or any(source.entry.is_own for source in sources)
             for source in sources:
                 source.storage.transfers = self.storage.transfers
             return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
@@ -203,6 +206,17 @@ class ModelState(OneProcess):
         """Return what a load fills."""
         shard, shards = this_rank(shard_id, shard_num)
         return Target(self.model, self.sparse_optim, self._extra, self._io_state, shard, shards)
+
+    def _found(self, word: str) -> tuple[Storage, Checkpoint]:
+        """Return the checkpoint that a word means: an id of the own output dir goes before a path."""
+        try:
+            return self.storage, locate(self.storage, word)
+        except (OSError, ValueError) as error:  # not an id, or not one of ours
+            own = error
+        try:
+            return locate_path(word)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(f"{error}; nor is it a checkpoint of the own output dir: {own}") from error
 
     def _at(self, locate: Callable[[str], tuple[Storage, Checkpoint]], path: str) -> tuple[Storage, Checkpoint]:
         """Return what is at a path; where there is nothing, look whether it is an id that ``save`` was given."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -100,7 +100,7 @@ class Saver(ModelState):
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
         self._digests = RankDigests()
-        self._is_in_save = False
+        self._step_now: Callable[[], int | None] = lambda: None
         self._runner = SaveRunner(self.storage, self._concurrency, on_save, self.made_at)
 
     @overload
@@ -162,7 +162,7 @@ class Saver(ModelState):
             ckpt_id: name of the checkpoint.
             shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
             shard_num: number of ranks; None as above (WORLD_SIZE), else 1.
-            step: global step, kept for ``CheckpointManager.restore``.
+            step: global step, kept for ``CheckpointManager.restore``; None for that of the manager, if there is one.
             state: numbers and strings for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
             ephemeral: the checkpoint goes as soon as a newer one is committed, and does not count for ``max_keep``.
@@ -183,13 +183,16 @@ class Saver(ModelState):
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
         """
         check_name(ckpt_id, step)
-        with self._turn(), self._one_save():
+        with self._turn(), self._runner.one_save():
             rank, size = this_rank(shard_id, shard_num)
+            step = self._step_now() if step is None else step
             info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
             with lost_ranks_named(info):
                 ranks = self._ranks(rank, size)
             take = partial(self._take, info, ranks.front, state)
-            handle = self._runner.start(take, info, ranks, max_keep=self.max_keep, overwrite=overwrite)
+            handle = self._runner.start(
+                take, info, ranks, max_keep=self.max_keep, overwrite=overwrite, resumed=self._is_resumed
+            )
             return handle.wait() if blocking else handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
@@ -242,6 +245,14 @@ class Saver(ModelState):
         with self._turn():
             return self._ranks(shard_id, shard_num).front
 
+    def count_steps_by(self, step_now: Callable[[], int | None]) -> None:
+        """Give saves by hand the step that ``step_now`` says, where they name none; a manager does this.
+
+        Args:
+            step_now: returns the global step; None where nobody counts.
+        """
+        self._step_now = step_now
+
     def check_caller(self) -> None:
         """Do nothing where this thread and process may use the saver.
 
@@ -259,20 +270,6 @@ class Saver(ModelState):
     def _turn(self) -> AbstractContextManager[Any]:
         self.check_caller()
         return super()._turn()
-
-    @contextmanager
-    def _one_save(self) -> Iterator[None]:
-        """Refuse a save in the middle of one of the same thread, which no lock holds off."""
-        if self._is_in_save:
-            raise RuntimeError(
-                "save was called in the middle of another save of this thread, from on_save or a signal handler: set a "
-                "flag there, and save in the training loop (CheckpointManager has save_on_signal)"
-            )
-        self._is_in_save = True
-        try:
-            yield
-        finally:
-            self._is_in_save = False
 
     def _take(self, info: SaveInfo, group: Group, state: Mapping[str, Scalar] | None) -> Staged:
         """Refuse what cannot be saved, and stage the rest. Collective."""

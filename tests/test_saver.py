@@ -11,7 +11,7 @@ from builders import OPTIMIZERS, ClickModel, bits, checkpoints, table_state, tre
 from forge import Forge
 from torch import nn
 
-from recckpt import Saver
+from recckpt import CheckpointManager, Saver
 from recckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -670,16 +670,15 @@ def test_a_sparse_optimizer_that_was_not_saved_starts_afresh_and_is_reported(tmp
     assert not other.users.slots["sparse_adamw_exp_avg"].any()
 
 
-@pytest.mark.parametrize("direct_path", [False, True])
-def test_an_id_that_is_loaded_as_a_path_is_told_apart(tmp_path, monkeypatch, direct_path):
+def test_an_id_that_is_loaded_as_a_direct_path_is_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saver = Saver(nn.Linear(1, 1), output_dir="runs")
     saver.save("x")
     with pytest.raises(CheckpointNotFoundError, match=r"output dir has a checkpoint 'x': load\(ckpt_id='x'\) takes it"):
-        saver.load("x", direct_path=direct_path)
+        saver.load("x", direct_path=True)
     saver.load(ckpt_id="x")
     with pytest.raises(CheckpointNotFoundError) as caught:
-        saver.load("y", direct_path=direct_path)
+        saver.load("y", direct_path=True)
     assert "ckpt_id" not in str(caught.value)
 
 
@@ -691,3 +690,47 @@ def test_the_numbers_of_this_rank_are_checked_at_each_save(tmp_path):
     with pytest.raises(ValueError, match=r"2 ranks need torch\.distributed"):
         saver.save("b", 0, 2)
     assert checkpoints(tmp_path) == ["a"]
+
+
+# words and steps
+
+
+def test_save_and_load_take_the_same_word_and_an_id_goes_before_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    Saver(other, output_dir="best").save("x")
+    saver = Saver(own, output_dir="runs", max_keep=None)
+    before = tensors(own)
+    saver.save("best")
+    own.weight.data.zero_()
+    saver.load("best")
+    assert tensors(own) == before
+    saver.load("./best")
+    assert tensors(own) == tensors(other)
+    with pytest.raises(CheckpointNotFoundError, match=r"nor is it a checkpoint of .*; there are 'best'"):
+        saver.load("nothing")
+
+
+def test_a_save_by_hand_inherits_the_step_of_the_manager_and_leaves_its_newest_checkpoint(tmp_path):
+    model = nn.Linear(1, 1)
+    saver = Saver(model, output_dir=str(tmp_path), max_keep=1)
+    manager = CheckpointManager(saver, 2)
+    for _ in range(3):
+        manager.step()
+    assert saver.save("best").step == 3
+    assert saver.save("better").step == 3
+    assert saver.save("named", step=7).step == 7
+    assert checkpoints(tmp_path) == ["ckpt_2", "named"]
+    manager.step()
+    assert checkpoints(tmp_path) == ["ckpt_4"]
+    saver.save("best")
+    resumed = CheckpointManager(Saver(model, output_dir=str(tmp_path)), 2)
+    assert resumed.restore() == 4
+    assert resumed.restore(4) == 4
+
+
+@pytest.mark.parametrize("register", ["register_io_state", "register_for_checkpointing"])
+def test_a_generator_is_refused_with_how_to_register_it(tmp_path, register):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"'g' is a torch.Generator, .*generator.get_state\(\)"):
+        getattr(saver, register)("g", torch.Generator())

@@ -35,10 +35,11 @@ def make_sync_checkpointer(
         barrier_timeout_sec: how long a rank waits for the others, at each of three barriers, before all raise.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: ``rank_info`` speaks of several ranks, and ``torch.distributed`` does not know them; or
             ``barrier_timeout_sec`` is no number above 0.
     """
-    rank_info = rank_info or _own_rank()
+    rank_info = _rank(rank_info, commit_hook)
     writer = CheckpointWriter(rank_info, barrier=_barrier(rank_info, barrier_timeout_sec), commit_hook=commit_hook)
     return SyncCheckpointer(writer, StateReader(rank_info))
 
@@ -65,9 +66,10 @@ def make_async_checkpointer(
         close_timeout_sec: how long it may take to end, once nothing is left to write, before it is killed.
 
     Raises:
-        ValueError: as in :func:`make_sync_checkpointer`, or the hook cannot be sent to another process.
+        TypeError: an argument is of another type, or the function does not take its arguments.
+        ValueError: as in :func:`make_sync_checkpointer`, or what the process gets cannot be sent to it.
     """
-    rank_info = rank_info or _own_rank()
+    rank_info = _rank(rank_info, commit_hook)
     process = CheckpointProcess(
         rank_info,
         barrier=_barrier(rank_info, barrier_timeout_sec),
@@ -78,6 +80,16 @@ def make_async_checkpointer(
         close_timeout_sec=close_timeout_sec,
     )
     return AsyncCheckpointer(SharedMemoryStager(), process, StateReader(rank_info))
+
+
+def _rank(rank_info: RankInfo | None, commit_hook: WriterHook | None) -> RankInfo:
+    """Check what all checkpointers are given, and return the rank; raises TypeError."""
+    if not isinstance(rank_info, RankInfo | None):
+        raise TypeError(f"rank_info must be a RankInfo or None, found {rank_info!r}; such as RankInfo(0, 1)")
+    if not isinstance(commit_hook, WriterHook | None):
+        hint = ": pass an object of it" if isinstance(commit_hook, type) else ""
+        raise TypeError(f"commit_hook must be a WriterHook or None, found {commit_hook!r}{hint}")
+    return rank_info or _own_rank()
 
 
 def _own_rank() -> RankInfo:

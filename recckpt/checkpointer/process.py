@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import pickle
@@ -23,6 +24,7 @@ from recckpt.checkpointer.worker import Setup
 from recckpt.checkpointer.writer import storage_at
 from recckpt.errors import SaveFailedError
 from recckpt.storage import open_storage
+from recckpt.types import positive_number
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,9 @@ class CheckpointProcess:
         close_timeout_sec: how long it may take to end, once nothing is left to write, before it is killed.
 
     Raises:
-        ValueError: the hook or the function cannot be sent to another process.
+        TypeError: the function does not take its arguments, or is no function.
+        ValueError: the hook, the function or an argument cannot be sent to another process, or a timeout is not a
+            number above 0.
     """
 
     def __init__(
@@ -58,8 +62,12 @@ class CheckpointProcess:
         close_timeout_sec: float = 60.0,
     ) -> None:
         self._rank_info, self._barrier = rank_info, barrier or Alone()
+        self._start_timeout_sec = positive_number("start_timeout_sec", start_timeout_sec)
+        self._close_timeout_sec = positive_number("close_timeout_sec", close_timeout_sec)
+        _check_init(subprocess_init_fn, subprocess_init_args)
+        sendable("subprocess_init_fn", subprocess_init_fn)
+        sendable("subprocess_init_args", subprocess_init_args)
         self._setup = sendable("the hook", Setup(rank_info, commit_hook, subprocess_init_fn, subprocess_init_args))
-        self._start_timeout_sec, self._close_timeout_sec = start_timeout_sec, close_timeout_sec
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="recckpt-write")
         self._children = [Child(self._setup)]
         self._end = weakref.finalize(self, _end_all, self._children, close_timeout_sec)
@@ -180,6 +188,23 @@ class CheckpointProcess:
         with suppress(OSError):
             for name in filter(left.fullmatch, storage.list_files("")):
                 storage.remove(name)
+
+
+def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None:
+    """Refuse what the writer process could not call; raises TypeError."""
+    if not (fn is None or callable(fn)):
+        raise TypeError(f"subprocess_init_fn must be a function or None, found {fn!r}")
+    if not isinstance(args, tuple):
+        raise TypeError(f"subprocess_init_args must be a tuple, found {args!r}; of one argument, (argument,)")
+    if fn is None and args:
+        raise TypeError(f"subprocess_init_args={args!r} are for a subprocess_init_fn, found None")
+    if fn is not None:
+        try:
+            inspect.signature(fn).bind(*args)
+        except TypeError as error:
+            raise TypeError(f"subprocess_init_fn does not take subprocess_init_args={args!r}: {error}") from None
+        except ValueError:  # it is written in C, and does not say what it takes
+            return
 
 
 def target_url(path: str | os.PathLike[str]) -> str:

@@ -40,6 +40,6 @@ def _bank(path: str) -> Any:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_bytes().decode("utf-8")
+        return Path(path).expanduser().read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise CommandError(f"{path}: no UTF-8: {error}") from error

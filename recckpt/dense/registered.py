@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,10 +19,16 @@ from recckpt.dense.plain_values import fill, is_filled, misfit
 from recckpt.dense.portable import portable
 from recckpt.dense.zero_optimizer import ZeroOptimizer
 from recckpt.errors import StateMismatchError
-from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.layout import SPARSE_OPTIM, is_encodable
 from recckpt.text import nearest
 
 log = logging.getLogger("recckpt")
+
+_A_GENERATOR = (
+    "a torch.Generator, which has no state_dict: register an object whose state_dict() returns "
+    "{'state': generator.get_state()} and whose load_state_dict(state) calls generator.set_state(state['state']); "
+    "torch's global generators are saved anyway"
+)
 
 
 class Loading(NamedTuple):
@@ -75,10 +82,12 @@ class Registry:
         Raises:
             ValueError: the name is empty, reserved or taken, or the object has no state to take.
         """
-        if not isinstance(name, str) or not name or name == SPARSE_OPTIM:
+        if not isinstance(name, str) or not name or name == SPARSE_OPTIM or not is_encodable(name):
             raise ValueError(f"{self._what}: {name!r} is no name to register under; choose another")
         if name in self._objects:
             raise ValueError(f"{self._what}: the name {name!r} is registered already; names are unique")
+        if isinstance(obj, torch.Generator):
+            raise ValueError(f"{self._what}: {name!r} is {_A_GENERATOR}")
         if self._pair(obj) is None:
             if not self._plain:
                 pairs = " or ".join("/".join(pair) for pair in self._methods)

@@ -28,6 +28,7 @@ MAX_ID_BYTES = 200
 _MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
 _SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE})
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
@@ -50,6 +51,8 @@ def encode_id(ckpt_id: str) -> str:
     """
     if not isinstance(ckpt_id, str) or not ckpt_id:
         raise ValueError(f"a checkpoint id is a non-empty string, found {ckpt_id!r}")
+    if not is_encodable(ckpt_id):
+        raise ValueError(f"a checkpoint id is encodable as UTF-8, found {ckpt_id!r}")
     encoded = quote(ckpt_id, safe="").replace("~", "%7E")
     if encoded[0] in ".-":
         encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
@@ -60,6 +63,11 @@ def encode_id(ckpt_id: str) -> str:
     if encoded in _RESERVED_IDS:
         raise ValueError(f"{ckpt_id!r} is a name of the format; choose another checkpoint id")
     return encoded
+
+
+def is_encodable(name: str) -> bool:
+    """Say whether a name can be written down as UTF-8: half a surrogate pair, as of a cut emoji, cannot."""
+    return _SURROGATE.search(name) is None
 
 
 def decode_id(encoded: str) -> str:

@@ -107,13 +107,17 @@ class Autosave:
 
     def finish(self) -> None:
         """Save the last step, if one was made; also where the save before has failed, whose error is raised after."""
+        self._settle_then(self._save_last)
+
+    def _settle_then(self, save: Callable[[], object]) -> None:
+        """Wait for the save before, and save, though that has failed; raise its error then."""
         try:
             with lost_ranks_named(self._info):
                 self.settle_together()
         except Exception:
-            self._save_last()
+            save()
             raise
-        self._save_last()
+        save()
 
     def _save_last(self) -> None:
         """Without a step there is nothing to save: it would take the place of what was trained before."""
@@ -121,12 +125,14 @@ class Autosave:
             self.save(None, None)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait for the save that is under way, and give signals back what they did before.
+        """Make the save that was put off, wait for what is under way, and give signals back what they did before.
 
         Args:
-            error: what is being raised already: then the error of the save is only logged.
+            error: what is being raised already: then the error of the save is only logged, and none is made.
         """
         try:
+            if error is None:
+                self._save_put_off()
             self.settle()
         except Exception as failure:
             if error is None:
@@ -134,8 +140,13 @@ class Autosave:
             log.error("%s", failure)
         finally:
             if self._schedule.forget():
-                log.warning("a save was due and put off, and will not be made; `with manager:` saves the last step")
+                log.warning("a save was due and put off, and is not made, since the run has failed")
             self._signals.release()
+
+    def _save_put_off(self) -> None:
+        kind = self._schedule.pending
+        if kind is not None:
+            self._settle_then(partial(self._save, kind, None, None, blocking=True))
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save in the background, and raise its error where nobody has been told of it."""

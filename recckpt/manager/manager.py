@@ -13,11 +13,11 @@ from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Ranks, Run, pinned_id
-from recckpt.manager.signals import SignalWatch
+from recckpt.manager.signals import Signals, SignalWatch
 from recckpt.output_dir import pins
 from recckpt.parallel.one_process import OneProcess
 from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule
-from recckpt.policies.when import When, as_when
+from recckpt.policies.when import When, as_when, check_ephemeral
 from recckpt.saver import Saver
 from recckpt.types import positive_number
 
@@ -43,8 +43,8 @@ class CheckpointManager(OneProcess):
             need ``async_save``.
         ephemeral: when to make checkpoints between the others, of which only the newest stays, and only until a
             regular one is there; steps or a policy.
-        save_on_signal: signals, such as ``(SIGTERM, SIGUSR1)``, that let the next :meth:`step` save; after that the
-            process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
+        save_on_signal: signals, such as ``("SIGTERM", "SIGUSR1")`` or their numbers, that let the next :meth:`step`
+            save; after that the process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
         grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
         save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
         clock: seconds, for policies of time.
@@ -64,7 +64,7 @@ class CheckpointManager(OneProcess):
         async_save: bool = False,
         backpressure: Backpressure = "wait",
         ephemeral: int | When | None = None,
-        save_on_signal: Sequence[int] = (),
+        save_on_signal: Signals = (),
         grace_sec: float | None = None,
         save_at_start: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -79,24 +79,23 @@ class CheckpointManager(OneProcess):
                 "each step waits for its own save: leave it away, or give async_save=True"
             )
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, save_at_start
-        self._run = Run()
+        regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
+        if between is not None:
+            check_ephemeral(between, regular)
+        self._run = run = Run()
         ranks = Ranks(saver, shard_id, shard_num)
         self._restorer = Restorer(saver, self._run, ranks)
         self._autosave = Autosave(
             saver,
             self._run,
             ranks,
-            Schedule(
-                as_when(save_interval),
-                None if ephemeral is None else as_when(ephemeral, "ephemeral"),
-                clock,
-                backpressure,
-            ),
+            Schedule(regular, between, clock, backpressure),
             SignalWatch(save_on_signal),
             async_save=async_save,
             grace_sec=grace,
             reload=self._restorer.reload_dynamic,
         )
+        saver.count_steps_by(lambda: run.global_step)
 
     @property
     def saver(self) -> Saver:
@@ -171,6 +170,9 @@ class CheckpointManager(OneProcess):
     def close(self) -> None:
         """Wait for the save that is under way, and give signals back what they did before.
 
+        A save that ``backpressure="latest"`` has put off is made first, of this step. Collective then, where there are
+        several ranks.
+
         Raises:
             SaveFailedError, WriterFencedError: that save failed.
         """
@@ -190,6 +192,9 @@ class CheckpointManager(OneProcess):
             try:
                 if error is None:
                     self._autosave.finish()
+            except BaseException as failure:
+                error = failure
+                raise
             finally:
                 self._autosave.close(error)
 

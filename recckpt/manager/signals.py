@@ -11,6 +11,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from recckpt.text import nearest
+
 _GO_ON = frozenset(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
 
@@ -24,23 +26,27 @@ def most_urgent(numbers: Iterable[int | None]) -> int | None:
     return min((number for number in numbers if number is not None), key=goes_on, default=None)
 
 
+Signals = Sequence[int | str] | int | str  # by number or name
+
+
 class SignalWatch:
     """Notes signals instead of following them, until it is released or forgotten. For the main thread alone.
 
     Args:
-        signals: which ones; none leaves all as they are.
+        signals: which ones, by number or name; none leaves all as they are.
 
     Raises:
         ValueError: one of them is no signal that can be caught, or this is not the main thread.
     """
 
-    def __init__(self, signals: Sequence[int]) -> None:
+    def __init__(self, signals: Signals) -> None:
         note = _Note()  # refers to no watch, so that a watch may be forgotten
         self._note = note
         self._give_back = weakref.finalize(self, note.give_back)
         self._give_back.atexit = False
         try:
-            for number in dict.fromkeys(signals):
+            given = [signals] if isinstance(signals, str | int) else signals
+            for number in dict.fromkeys(map(_number, given)):
                 note.before[number] = signal.signal(number, note)
         except (OSError, TypeError, ValueError) as error:
             self._give_back()
@@ -72,6 +78,17 @@ class SignalWatch:
         number = self.take()
         if number is not None:
             self.follow(number)
+
+
+def _number(given: int | str) -> int:
+    """Return the number of a signal, of which the name may be given, such as SIGTERM or term."""
+    if not isinstance(given, str):
+        return given
+    name = f"SIG{given.upper().removeprefix('SIG')}"
+    found = getattr(signal, name, None)
+    if not isinstance(found, signal.Signals):
+        raise ValueError(f"{given!r} is not the name of a signal{nearest(name, signal.Signals.__members__)}")
+    return found
 
 
 class _Note:

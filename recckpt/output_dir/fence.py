@@ -5,6 +5,7 @@ Follows steps 0 and 1 of the commit protocol (docs/format.md, section 8).
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -30,10 +31,15 @@ from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Listing, list_checkpoints
 from recckpt.output_dir.manifests import Manifests
 from recckpt.storage import Storage
+from recckpt.text import plural
 
 log = logging.getLogger("recckpt")
 
 _made_at: dict[str, str] = {}  # nonce of a claim of this process -> where its writer was made
+
+
+class _UnclaimedError(FileNotFoundError):
+    """The claim of a writer is gone, and nobody else has one."""
 
 
 class Fence:
@@ -45,9 +51,11 @@ class Fence:
 
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
+        is_resumed: whether what is saved goes on from a checkpoint of the output dir, or nobody asks for that.
     """
 
     listing = Listing((), {}, {})
+    is_resumed = True
 
     def __init__(self, storage: Storage, made_at: str | None = None) -> None:
         self._storage, self._made_at = storage, made_at
@@ -64,19 +72,30 @@ class Fence:
     def hold(self) -> None:
         """Take the output dir over, or check that it is still held, and list what is committed.
 
+        Where it was removed and made anew since, and nobody has claimed it, it is taken over again.
+
         Raises:
             WriterFencedError: somebody has taken it over since.
+            FileNotFoundError: the output dir is gone; once it is there again, this works again.
         """
+        self._storage.check_there()
         if self._claim is None:
             self._take_over()
             return
-        self.check()
+        try:
+            self.check()
+        except _UnclaimedError:
+            log.warning("%s was emptied or made anew since the last save; it is taken over again", self._storage.url)
+            self._known = Manifests()
+            self._take_over()
+            return
         self.listing = list_checkpoints(self._storage, self._known)
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
             self._take_over()
 
     def _take_over(self) -> None:
-        claim = _claim_next(self._storage, self._known)
+        is_first = self._claim is None
+        claim = _claim_next(self._storage, self._known, self.epoch)
         listing = list_checkpoints(self._storage, self._known)
         left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
         self._takeover = _publish(self._storage, claim, listing)
@@ -86,6 +105,14 @@ class Fence:
         self.check()  # whoever has taken over since may have listed what was committed too late for this list
         for intent in left:
             rotation.remove_leftover(self._storage, intent.directory)
+        if is_first and listing.current and not self.is_resumed:
+            log.warning(
+                "%s: found %s of an earlier run, the newest %r, which this run has not loaded; it does not go on from "
+                "them, and max_keep removes them: restore() or load() first, or use another output dir",
+                self._storage.url,
+                plural(len(listing.current), "checkpoint"),
+                listing.current[-1].ckpt_id,
+            )
         warn_of_index(self._storage, [checkpoint.ckpt_id for checkpoint in listing.current])
         self.listing = listing
 
@@ -101,6 +128,7 @@ class Fence:
 
         Raises:
             WriterFencedError: somebody has; says who and since when.
+            FileNotFoundError: the output dir is gone, or all claims of it are: this save fails, and the next may work.
         """
         if self._lost is None:
             self._lost = self._why_lost()
@@ -118,16 +146,20 @@ class Fence:
             return _fenced(self._storage, self._claim, last)
         if is_there:
             return None
+        if last == 0:
+            self._storage.check_there()
+            problem = "the output dir was emptied or made anew during this save; the next one takes it over again"
+            raise _UnclaimedError(errno.ENOENT, problem, self._storage.url)
         what = f"the claim {own} of this writer is gone or another's: the output dir was removed or made anew"
         return WriterFencedError(f"{self._storage.url}: {what}; this process writes nothing more there")
 
 
-def _claim_next(storage: Storage, known: Manifests) -> Claim:
+def _claim_next(storage: Storage, known: Manifests, above: int) -> Claim:
     for directory in (layout.OWN_DIR, layout.OWNER_DIR):
         with suppress(FileExistsError):
             storage.make_dir(directory)
     while True:
-        highest = max([*claimed_epochs(storage), list_checkpoints(storage, known).highest_epoch])
+        highest = max([above, *claimed_epochs(storage), list_checkpoints(storage, known).highest_epoch])
         if highest + 1 >= MAX_COUNT:
             found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
             remedy = "remove what no recckpt wrote, or give this run another output dir"

@@ -22,8 +22,9 @@ def expired(
 ) -> list[Checkpoint]:
     """Return the committed checkpoints that go: superseded ones, and those that the policy does not want.
 
-    The newest of all stays whatever the policy says, and so do pinned ones. An ephemeral checkpoint stays only while it
-    is the newest of all; the policy does not see it. Damaged and fenced checkpoints neither count nor go.
+    The newest of all stays whatever the policy says. So do pinned ones, and the newest that a manager made: a save by
+    hand takes nothing of what a run goes on from. An ephemeral checkpoint stays only while it is the newest of all; the
+    policy does not see it. Damaged and fenced checkpoints neither count nor go.
 
     Args:
         listing: what there is.
@@ -35,10 +36,13 @@ def expired(
     regular = [checkpoint.manifest for checkpoint in current if not checkpoint.manifest.ephemeral]
     wanted = as_keep(keep).kept(regular, now or datetime.now(timezone.utc))
 
+    of_steps = [c for c in current if layout.parse_step(c.ckpt_id) is not None and not c.manifest.ephemeral]
+
     def stays(checkpoint: Checkpoint) -> bool:
         record = checkpoint.manifest
         is_pinned = record.pinned or record.ckpt_id in pinned
-        return checkpoint is current[-1] or is_pinned or (record.ckpt_id in wanted and not record.ephemeral)
+        is_newest = checkpoint is current[-1] or checkpoint in of_steps[-1:]
+        return is_newest or is_pinned or (record.ckpt_id in wanted and not record.ephemeral)
 
     kept = {checkpoint.directory for checkpoint in current if stays(checkpoint)}
     return [checkpoint for checkpoint in listing.committed if checkpoint.directory not in kept]

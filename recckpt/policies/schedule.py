@@ -113,6 +113,11 @@ class Schedule:
             return wanted
         return None
 
+    @property
+    def pending(self) -> Kind | None:
+        """The kind of save that was put off."""
+        return self._pending
+
     def forget(self) -> bool:
         """Drop what was put off, and say whether there was anything."""
         had_pending, self._pending = self._pending is not None, None

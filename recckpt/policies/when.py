@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,6 +205,27 @@ def as_when(save_interval: int | When, name: str = "save_interval") -> When:
         f"{name} must be an int of at least 1, found {save_interval!r}; or an object with due() and "
         "same_on_all_ranks, such as recckpt.policies.when.EverySeconds(600)"
     )
+
+
+def check_ephemeral(ephemeral: When, regular: When) -> None:
+    """Refuse ephemeral checkpoints that are no more frequent than the regular ones, which take their place.
+
+    Raises:
+        ValueError: says both.
+    """
+    regulars = regular.whens if isinstance(regular, AnyOf) else (regular,)
+    if any(_period(other) <= _period(ephemeral) for other in regulars if type(other) is type(ephemeral)):
+        raise ValueError(
+            f"ephemeral must be below save_interval, found {ephemeral!r} and {regular!r}: ephemeral checkpoints go as "
+            "soon as a regular one is there, so they are made between those; omit it, or make it smaller"
+        )
+
+
+def _period(when: When) -> float:
+    """Return how often a policy is due; NaN, which compares to nothing, where that cannot be said."""
+    if isinstance(when, EverySteps):
+        return when.n
+    return when.seconds if isinstance(when, EverySeconds | EveryEventTime) else math.nan
 
 
 def _is_when(value: Any) -> TypeGuard[When]:

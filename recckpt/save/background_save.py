@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -104,6 +104,7 @@ class SaveRunner:
         self._sparse_saver = SparseSaver(concurrency)
         self._handle: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        self._is_in_save = False
 
     @property
     def is_running(self) -> bool:
@@ -115,8 +116,29 @@ class SaveRunner:
         """Whether the caller is in the thread of the save that is under way, as ``on_save`` is."""
         return self._thread is threading.current_thread()
 
+    @contextmanager
+    def one_save(self) -> Iterator[None]:
+        """Refuse a save in the middle of one of the same thread, which no lock holds off."""
+        if self._is_in_save:
+            raise RuntimeError(
+                "save was called in the middle of another save of this thread, from on_save or a signal handler: set a "
+                "flag there, and save in the training loop (CheckpointManager has save_on_signal)"
+            )
+        self._is_in_save = True
+        try:
+            yield
+        finally:
+            self._is_in_save = False
+
     def start(
-        self, take: Callable[[], Staged], info: SaveInfo, ranks: Groups, *, max_keep: int | Keep | None, overwrite: bool
+        self,
+        take: Callable[[], Staged],
+        info: SaveInfo,
+        ranks: Groups,
+        *,
+        max_keep: int | Keep | None,
+        overwrite: bool,
+        resumed: bool,
     ) -> SaveHandle:
         """Stage, and do the rest now or in the background, once the save before has ended. Collective.
 
@@ -126,6 +148,7 @@ class SaveRunner:
             ranks: that take part.
             max_keep: how many checkpoints stay.
             overwrite: supersede a committed checkpoint.
+            resumed: whether a checkpoint of the output dir was loaded before.
 
         Raises:
             Exception: whatever ``take`` raised here.
@@ -134,6 +157,7 @@ class SaveRunner:
         handle = SaveHandle(info)
         with lost_ranks_named(info):
             settle_together(self.settle, info, ranks.front)
+        self._fence.is_resumed = resumed
         staged = stage_on_all_ranks(take, info, ranks.front)
         to = Destination(self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep)
         if not info.background:

@@ -45,8 +45,9 @@ def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:
         min_free_bytes: what must be left afterwards.
 
     Raises:
-        OSError: ENOSPC, with what is free and what is needed.
+        OSError: ENOSPC, with what is free and what is needed; or the output dir is gone.
     """
+    storage.check_there()
     free = storage.free_bytes()
     if free is not None and free - n_bytes < min_free_bytes:
         kept = f" and leave {size(min_free_bytes)}" if min_free_bytes else ""

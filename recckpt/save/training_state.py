@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from recckpt.dense.portable import portable
+from recckpt.format.layout import is_encodable
 from recckpt.format.manifest import Scalar
 
 
@@ -44,6 +45,8 @@ def as_scalar(name: Any, value: Any) -> Scalar:
         found = found.item()
     if not isinstance(name, str) or not isinstance(found, str | int | float | None):
         raise ValueError(f"state[{name!r}]: found {value!r}, expected a name and a number, string, bool or None")
+    if not is_encodable(name) or (isinstance(found, str) and not is_encodable(found)):
+        raise ValueError(f"state[{name!r}]: found {value!r}, expected text that is encodable as UTF-8")
     return str(found) if isinstance(found, float) and not math.isfinite(found) else found
 
 

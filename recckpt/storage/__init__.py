@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 from recckpt.storage.base import ABSENT, NOT_READABLE, Draft, Listed, NewFiles, Sink, Storage, missing
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.plain_files import NotPlainError
 from recckpt.storage.sink_file import HashingSink, SinkFile
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+", re.ASCII)
 
 __all__ = [
     "ABSENT",
@@ -34,8 +38,7 @@ def open_storage(url: str) -> Storage:
     Raises:
         ValueError: the URL is empty or its protocol is unknown to fsspec; the message names what to install.
     """
-    if not isinstance(url, str) or not url:
-        raise ValueError(f"an output dir is a path or URL, found {url!r}")
+    _check_url(url)
     if "://" not in url or url.startswith(_LOCAL):
         return LocalStorage(url.split("://", 1)[-1])
     # fsspec takes as long to import as a small look-up
@@ -48,8 +51,34 @@ def open_storage(url: str) -> Storage:
     return ObjectStorage(url)
 
 
+def _check_url(url: object) -> None:
+    """Refuse what is neither path nor URL; raises ValueError."""
+    if not isinstance(url, str) or not url:
+        raise ValueError(f"an output dir is a path or URL, found {url!r}")
+    try:
+        os.fsencode(url)
+    except UnicodeEncodeError:
+        raise ValueError(f"an output dir is a path or URL of characters that UTF-8 has, found {url!r}") from None
+    if url.startswith("~") and os.path.expanduser(url).startswith("~"):  # noqa: PTH111  # pathlib raises RuntimeError
+        raise ValueError(f"{url!r} begins with the home directory of nobody; name a directory by its absolute path")
+    scheme, _, rest = url.partition(":")
+    if rest and not rest.startswith("//") and _SCHEME.fullmatch(scheme) and scheme.lower() in _schemes():
+        path = rest.lstrip("/")
+        local = f"file:///{path}" if f"{scheme.lower()}://" in _LOCAL else f"./{url}"
+        raise ValueError(
+            f"{url!r} looks like a URL without its slashes: write {scheme}://{path}, or {local} where a local path is meant"
+        )
+
+
+def _schemes() -> frozenset[str]:
+    from fsspec import available_protocols  # seldom: few paths have a colon
+
+    return frozenset(available_protocols())
+
+
 def open_parent(path: str) -> tuple[Storage, str]:
     """Return the storage around a directory or URL, and its name in it; a local path that is a link is followed."""
+    _check_url(path)
     if "://" not in path or path.startswith(_LOCAL):
         place = Path(path.split("://", 1)[-1]).expanduser().absolute()
         path = str(place.resolve() if place.is_symlink() and place.exists() else place)

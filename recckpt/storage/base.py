@@ -132,6 +132,9 @@ class Storage(ABC):
     def prepare(self) -> None:
         """Make the root where it can be made, and raise OSError where files cannot be written to it."""
 
+    def check_there(self) -> None:  # noqa: B027  # many storages have no root beside the files in it
+        """Raise FileNotFoundError where the root is gone."""
+
     @abstractmethod
     def make_dir(self, name: str) -> None:
         """Make a directory that nobody else has made; FileExistsError where something has that name."""

@@ -33,6 +33,12 @@ class LocalStorage(Storage):
         finally:
             self.remove(probe)
 
+    def check_there(self) -> None:
+        """Look for the root."""
+        if not self._root.is_dir():
+            gone = "the directory is gone: it was removed, renamed or unmounted; saves go on once it is there again"
+            raise FileNotFoundError(errno.ENOENT, gone, self.url)
+
     def make_dir(self, name: str) -> None:
         """Make a directory exclusively; its parent's entry is durable afterwards."""
         with _doing("making a directory", self._root / name):
@@ -43,7 +49,9 @@ class LocalStorage(Storage):
     def create(self, name: str) -> Sink:
         """Open a new file, making the directory it is in."""
         path = self._new(name)
-        _make_dirs(path.parent)
+        if not path.parent.is_dir():
+            self.check_there()  # or files would go to where a file system was mounted, and is not any more
+            _make_dirs(path.parent)
         return _LocalSink(path)
 
     def put_if_absent(self, name: str, data: bytes) -> None:

@@ -19,7 +19,8 @@ _LOOK_SEC = 0.05  # nobody can wait for the first of several locks
 class UploadSlots:
     """So many uploads to one URL at once, over all processes of this user that share a temporary directory.
 
-    Each slot is a small file, locked while it is taken. They stay, for the processes of the next run.
+    Each slot is a small file, locked while it is taken. Whoever gives one back removes it, and the directory once it is
+    empty; those of a process that was killed go with the next that is given back.
 
     Args:
         count: how many there are; of several processes that say different numbers, each keeps to its own.
@@ -49,35 +50,51 @@ class UploadSlots:
             OSError: the locks cannot be reached.
         """
         deadline = time.monotonic() + self._timeout_sec
-        self._prepare()
         while True:
-            for number in range(self._count):
-                slot = self._try(number)
-                if slot is not None:
-                    return slot
+            with suppress(FileExistsError):
+                self.directory.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):  # whoever has given the last slot back has removed the directory
+                self._check_owner()
+                for number in range(self._count):
+                    slot = self._try(self.directory / str(number))
+                    if slot is not None:
+                        return slot
             if time.monotonic() > deadline:
                 problem = f"waited {self._timeout_sec:g} s for one of {self._count} upload slots: {self._holders()}"
                 raise TimeoutError(errno.ETIMEDOUT, problem, self._url)
             time.sleep(_LOOK_SEC)
 
-    @staticmethod
-    def free(slot: int) -> None:
-        """Give a slot back."""
+    def free(self, slot: int) -> None:
+        """Give a slot back, and remove the files that nobody has locked."""
         try:
-            fcntl.flock(slot, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+            with suppress(OSError):  # what is left takes no room to speak of
+                for path in self.directory.iterdir():
+                    if _is_at(slot, path):
+                        path.unlink()
+                    else:
+                        self._remove_unlocked(path)
+                self.directory.rmdir()
         finally:
-            os.close(slot)
+            try:
+                fcntl.flock(slot, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+            finally:
+                os.close(slot)
 
-    def _prepare(self) -> None:
-        with suppress(FileExistsError):
-            self.directory.mkdir(mode=0o700)
+    def _remove_unlocked(self, path: Path) -> None:
+        """Remove a slot of a process that was killed."""
+        left = self._try(path)
+        if left is not None:
+            path.unlink()
+            os.close(left)
+
+    def _check_owner(self) -> None:
         owner = self.directory.lstat().st_uid
         if owner != os.getuid():
             problem = f"a directory of user {owner}, expected one of user {os.getuid()}; set TMPDIR"
             raise PermissionError(errno.EACCES, problem, str(self.directory))
 
-    def _try(self, number: int) -> int | None:
-        slot = os.open(self.directory / str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def _try(self, path: Path) -> int | None:
+        slot = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -86,6 +103,9 @@ class UploadSlots:
         except BaseException:
             os.close(slot)
             raise
+        if not _is_at(slot, path):  # it was given back and removed meanwhile: another may have locked a new one
+            os.close(slot)
+            return None
         with suppress(OSError):  # a full disk is no reason not to lock
             os.pwrite(slot, f"{os.getpid():<20}".encode(), 0)
         return slot
@@ -96,3 +116,11 @@ class UploadSlots:
             with suppress(OSError):
                 pids.append((self.directory / str(number)).read_text().strip())
         return f"held by the processes {', '.join(pids)}"
+
+
+def _is_at(slot: int, path: Path) -> bool:
+    """Say whether a path is that of an open file still."""
+    try:
+        return os.path.samestat(os.fstat(slot), path.lstat())
+    except FileNotFoundError:
+        return False

@@ -15,6 +15,7 @@ from recckpt.checkpointer import (
     Checkpointer,
     PartlyCommittedError,
     RankInfo,
+    WriterHook,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
@@ -362,3 +363,42 @@ def test_a_full_disk_fails_the_save_keeps_the_older_one_and_harms_no_later_one(c
 def test_ranks_do_not_wait_for_each_other_for_less_than_no_time(make_checkpointer, seconds):
     with pytest.raises(ValueError, match=f"barrier_timeout_sec must be a finite number above 0, found {seconds!r}"):
         make_checkpointer(barrier_timeout_sec=seconds)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "text"),
+    [
+        ({"rank_info": 0}, TypeError, "rank_info must be a RankInfo or None, found 0"),
+        ({"rank_info": (0, 1)}, TypeError, "rank_info must be a RankInfo or None"),
+        ({"commit_hook": print}, TypeError, "commit_hook must be a WriterHook or None"),
+        ({"commit_hook": WriterHook}, TypeError, "commit_hook must be a WriterHook or None, .*: pass an object of it"),
+        ({"barrier_timeout_sec": 0}, ValueError, "barrier_timeout_sec must be a finite number above 0, found 0"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_when_the_checkpointer_is_made(make, kind, option, error, text):
+    with pytest.raises(error, match=text):
+        make(kind, **option)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "text"),
+    [
+        ({"start_timeout_sec": 0}, ValueError, "start_timeout_sec must be a finite number above 0, found 0"),
+        ({"close_timeout_sec": "60"}, ValueError, "close_timeout_sec must be a finite number above 0, found '60'"),
+        ({"close_timeout_sec": None}, ValueError, "close_timeout_sec must be a finite number above 0, found None"),
+        ({"subprocess_init_fn": 3}, TypeError, "subprocess_init_fn must be a function or None, found 3"),
+        ({"subprocess_init_fn": len, "subprocess_init_args": [()]}, TypeError, "subprocess_init_args must be a tuple"),
+        ({"subprocess_init_args": (1,)}, TypeError, "are for a subprocess_init_fn, found None"),
+        ({"subprocess_init_fn": len}, TypeError, r"does not take subprocess_init_args=\(\): missing a required"),
+        ({"subprocess_init_fn": lambda: None}, ValueError, "subprocess_init_fn cannot be sent to the writer process"),
+        (
+            {"subprocess_init_fn": len, "subprocess_init_args": (lambda: None,)},
+            ValueError,
+            "subprocess_init_args cannot be sent",
+        ),
+    ],
+)
+def test_what_the_writer_process_could_not_use_is_refused_before_it_is_started(make, monkeypatch, option, error, text):
+    monkeypatch.setattr("recckpt.checkpointer.process.Child", None)
+    with pytest.raises(error, match=text):
+        make(**option)

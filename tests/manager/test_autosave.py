@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from builders import OPTIMIZERS, ClickModel, Run, Stream, checkpoints, state_of, table_state
+from gate import Gate
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -405,9 +406,10 @@ def test_what_was_put_off_is_not_dropped_without_a_word(tmp_path, gate, caplog):
     pressed = Pressed(tmp_path, gate, "latest")
     pressed.run.train(5)
     pressed.let_go()
-    pressed.run.manager.close()
+    with pytest.raises(LookupError), pressed.run.manager:
+        raise LookupError
     assert (pressed.run.manager.counts, steps_of(pressed.run)) == (SaveCounts(begun=1, dropped=2), [2])
-    assert "a save was due and put off, and will not be made" in caplog.text
+    assert "a save was due and put off, and is not made, since the run has failed" in caplog.text
 
 
 def test_a_save_of_any_kind_makes_up_for_what_was_put_off(tmp_path, gate, caplog):
@@ -538,3 +540,28 @@ def test_a_long_run_saved_in_the_background_ends_as_one_that_was_not(tmp_path):
     with crashed.manager:
         crashed.train(45 - begun_at)
     assert state_of(crashed) == state_of(straight)
+
+
+def test_a_save_that_was_put_off_is_made_by_close(tmp_path, gate):
+    run = Small(tmp_path, save_interval=2, async_save=True, backpressure="latest")
+    writing = gate(LocalStorage, "create")
+    run.train(5)  # step 4 is put off while step 2 is written
+    writing.open()
+    run.manager.close()
+    assert run.committed == [(2, 2.0), (5, 5.0)]
+    assert (run.manager.counts.begun, run.manager.counts.dropped) == (2, 0)
+    run.manager.close()
+    assert run.manager.counts.begun == 2
+
+
+def test_a_save_that_was_put_off_is_made_by_close_though_the_one_before_has_failed(tmp_path, monkeypatch):
+    run, create = Small(tmp_path, save_interval=2, async_save=True, backpressure="latest"), LocalStorage.create
+    writing = Gate(monkeypatch, LocalStorage, "create", OSError(28, "No space left on device"))
+    run.train(2)
+    writing.wait()
+    monkeypatch.setattr(LocalStorage, "create", create)  # there is room again
+    run.train(2)
+    writing.open()
+    with pytest.raises(SaveFailedError, match="saving 'ckpt_2'"):
+        run.manager.close()
+    assert run.committed == [(4, 4.0)]

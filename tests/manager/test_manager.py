@@ -377,7 +377,7 @@ def test_a_restore_takes_what_load_conf_says(tmp_path):
 def test_a_checkpoint_without_a_step_counts_from_0_and_says_so(tmp_path, caplog):
     manager, weight = small(tmp_path)
     advance(manager, weight, 3)
-    manager.saver.save("final")
+    Saver(nn.Linear(1, 1, bias=False), output_dir=str(tmp_path)).save("final")
     assert small(tmp_path)[0].restore() == 0
     assert "final was saved without a step" in caplog.text
 
@@ -405,3 +405,11 @@ def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_pa
     assert torch.equal(torch.get_rng_state(), before)
     load(1)
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_ephemeral_checkpoints_that_are_not_between_the_regular_ones_are_refused_when_the_manager_is_made(tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    for ephemeral in (10, 11):
+        with pytest.raises(ValueError, match="ephemeral must be below save_interval"):
+            CheckpointManager(saver, 10, ephemeral=ephemeral)
+    CheckpointManager(saver, 10, ephemeral=9)

@@ -146,7 +146,7 @@ def test_no_signals_leave_all_as_it_is(handled):
     assert (watch.is_watching, watch.take(), handled) == (False, None, [SIGTERM])
 
 
-@pytest.mark.parametrize("signals", [(SIGTERM, SIGKILL), (SIGTERM, 0), (SIGTERM, "SIGUSR1"), (SIGTERM, None), SIGTERM])
+@pytest.mark.parametrize("signals", [(SIGTERM, SIGKILL), (SIGTERM, 0), (SIGTERM, "SIGKILL"), (SIGTERM, None), 2.5])
 def test_what_cannot_be_caught_is_refused_and_nothing_is_held_back(signals, handled):
     with pytest.raises(ValueError, match="name signals that can be caught, in the main thread"):
         SignalWatch(signals)
@@ -334,3 +334,20 @@ def test_the_save_for_a_signal_is_made_though_the_one_before_has_failed(runs, tm
 def test_ranks_whose_data_passes_an_hour_at_different_steps_save_it_once(runs, tmp_path):
     codes, said = runs.run("event_times_that_differ", tmp_path / "runs", ranks=2)
     assert (codes, said) == ([0, 0], [["2 saves", "7300.0"]] * 2)
+
+
+@pytest.mark.parametrize("given", [("SIGTERM", SIGUSR1), ("sigterm", "usr1"), "SIGTERM", SIGTERM])
+def test_signals_may_be_named(tmp_path, handled, given):
+    manager = manager_of(tmp_path, save_on_signal=given)
+    manager.step()
+    signal.raise_signal(SIGTERM)
+    manager.step()
+    assert (handled, checkpoints(tmp_path)) == ([SIGTERM], ["ckpt_2"])
+
+
+@pytest.mark.parametrize("given", ["SIGTREM", ["SIG_IGN"], "SIGKILL"])
+def test_a_name_that_no_signal_to_catch_has_is_refused(tmp_path, given):
+    with pytest.raises(ValueError, match="save_on_signal="):
+        manager_of(tmp_path, save_on_signal=given)
+    with pytest.raises(ValueError, match="did you mean 'SIGTERM'"):
+        manager_of(tmp_path, save_on_signal="SIGTREM")

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import socket
 
 import pytest
@@ -12,7 +13,7 @@ from forge import filled, save_tables
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
-from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFailedError, WriterFencedError
 from recckpt.format.self_checksum import seal
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
@@ -22,6 +23,7 @@ from recckpt.output_dir.commit import begin
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints, locate, newest
 from recckpt.storage import Storage, open_storage
+from recckpt.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def test_a_writer_whose_output_dir_was_made_anew_is_fenced(tmp_path):
     old = Fence(open_storage(str(tmp_path / "runs")))
     old.hold()
     (tmp_path / "runs").rename(tmp_path / "away")
-    with pytest.raises(WriterFencedError, match="is gone or another's"):
+    with pytest.raises(FileNotFoundError, match="the directory is gone: it was removed, renamed or unmounted"):
         old.check()
     (tmp_path / "runs").mkdir()
     new = Fence(open_storage(str(tmp_path / "runs")))
@@ -114,6 +116,70 @@ def test_a_writer_whose_output_dir_was_made_anew_is_fenced(tmp_path):
     assert new.epoch == 1
     with pytest.raises(WriterFencedError, match="is gone or another's"):
         Fence.check(old)
+
+
+def test_saving_goes_on_once_an_output_dir_that_was_removed_is_there_again(tmp_path, caplog):
+    saver = writer(tmp_path / "runs", max_keep=None)
+    saver.save("a")
+    (tmp_path / "runs").rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(SaveFailedError, match=r"the directory is gone: .* saves go on once it is there again"):
+            saver.save("b")
+        assert not (tmp_path / "runs").exists()
+    (tmp_path / "away").rename(tmp_path / "runs")  # as a mount that is there again
+    assert saver.save("b").epoch == 1
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    assert saver.save("c").epoch == 2  # never one that was its own before
+    assert "was emptied or made anew since the last save" in caplog.text
+    assert [c.ckpt_id for c in list_checkpoints(saver.storage).committed] == ["c"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_output_dir_that_is_removed_in_the_middle_of_a_save_fails_that_save_alone(tmp_path, gate, again):
+    saver = writer(tmp_path / "runs")
+    saver.save("a")
+    writing = gate(LocalStorage, "create")
+    handle = saver.save("b", blocking=False)
+    writing.wait()
+    shutil.rmtree(tmp_path / "runs")
+    if again:
+        (tmp_path / "runs").mkdir()
+    writing.open()
+    with pytest.raises(SaveFailedError):
+        handle.wait()
+    assert (tmp_path / "runs").exists() == again
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    assert saver.save("c").epoch == 2
+    assert newest(saver.storage).ckpt_id == "c"
+
+
+def test_of_two_writers_of_an_output_dir_that_was_emptied_one_goes_on(tmp_path):
+    (tmp_path / "runs").mkdir()
+    first, second = (Fence(open_storage(str(tmp_path / "runs"))) for _ in range(2))
+    first.hold()
+    second.hold()
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    second.hold()
+    with pytest.raises(WriterFencedError):
+        first.hold()
+    second.hold()
+    assert second.epoch == 3
+
+
+def test_a_new_run_in_an_old_output_dir_is_warned_once_unless_it_has_loaded_from_it(url, caplog):
+    writer(url, max_keep=None).save("a")
+    assert caplog.text == ""
+    resumed = writer(url, max_keep=None)
+    resumed.load()
+    resumed.save("b")
+    assert "which this run has not loaded" not in caplog.text
+    new = writer(url, max_keep=None)
+    manager = CheckpointManager(new, 1)
+    for _ in range(3):
+        manager.step()
+    assert caplog.text.count("found 2 checkpoints of an earlier run, the newest 'b', which this run has not") == 1
 
 
 def test_a_fenced_saver_raises_and_changes_nothing(tmp_path):

@@ -16,6 +16,7 @@ from recckpt.policies.when import (
     When,
     WhenTrue,
     as_when,
+    check_ephemeral,
 )
 
 NO_COUNTS = [0, -1, 2.5, "3", True, None, float("nan")]
@@ -184,3 +185,25 @@ def test_they_print_compare_and_pickle_as_they_were_made():
     assert pickle.loads(pickle.dumps(when)) == when == eval(repr(when))
     assert len({when, eval(repr(when))}) == 1
     assert when != EverySteps(100)
+
+
+@pytest.mark.parametrize(
+    ("regular", "ephemeral"),
+    [
+        (10, 10),
+        (10, 20),
+        (EverySteps(10) | EverySeconds(60), 10),
+        (EverySeconds(60), EverySeconds(60)),
+        (EveryEventTime(3600), EveryEventTime(7200)),
+    ],
+)
+def test_ephemeral_checkpoints_that_are_not_between_the_regular_ones_are_refused(regular, ephemeral):
+    with pytest.raises(ValueError, match="ephemeral must be below save_interval, found Every"):
+        check_ephemeral(as_when(ephemeral), as_when(regular))
+
+
+@pytest.mark.parametrize(
+    ("regular", "ephemeral"), [(10, 9), (10, EverySeconds(60)), (AtSteps([5]), 10), (EverySeconds(60), EverySteps(99))]
+)
+def test_ephemeral_checkpoints_between_the_regular_ones_are_taken(regular, ephemeral):
+    check_ephemeral(as_when(ephemeral), as_when(regular))

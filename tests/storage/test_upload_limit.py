@@ -8,13 +8,15 @@ import tempfile
 import threading
 
 import pytest
+from crowd import crowd
 
 from recckpt.storage.upload_limit import UploadSlots
 
 HOLD = """
 import os, sys
 from recckpt.storage.upload_limit import UploadSlots
-slot = UploadSlots(1, sys.argv[1], 60).take()
+slots = UploadSlots(1, sys.argv[1], 60)
+slot = slots.take()
 read, write = os.pipe()
 if os.fork() == 0:  # as a worker of a data loader; ends with its parent
     os.close(write)
@@ -22,7 +24,7 @@ if os.fork() == 0:  # as a worker of a data loader; ends with its parent
     os._exit(0)
 print("held", flush=True)
 sys.stdin.readline()
-UploadSlots.free(slot)
+slots.free(slot)
 print("free", flush=True)
 sys.stdin.readline()
 """
@@ -138,3 +140,32 @@ def test_a_link_is_not_followed(own_tmp):
     with pytest.raises(OSError, match="symbolic link"):
         linked.take()
     assert not (own_tmp / "elsewhere").exists()
+
+
+def test_nothing_is_left_in_the_temporary_directory_when_the_last_slot_is_given_back(holder, own_tmp):
+    process = holder()
+    process.kill()
+    process.wait()
+    many = slots(4)
+    held = [many.take() for _ in range(4)]
+    for slot in held:
+        assert many.directory.exists()
+        many.free(slot)
+    assert list(own_tmp.iterdir()) == []
+
+
+def test_a_slot_is_held_by_one_however_many_take_and_give_it_back_at_once(own_tmp):
+    holders, seen = [], []
+
+    def work(number):
+        own = slots()
+        for _ in range(50):
+            slot = own.take()
+            holders.append(number)
+            seen.append(list(holders))
+            holders.remove(number)
+            own.free(slot)
+
+    assert crowd(4, work) == [None] * 4
+    assert {len(found) for found in seen} == {1}
+    assert list(own_tmp.iterdir()) == []
