@@ -66,7 +66,7 @@ def _check_url(url: object) -> None:
         path = rest.lstrip("/")
         local = f"file:///{path}" if f"{scheme.lower()}://" in _LOCAL else f"./{url}"
         raise ValueError(
-            f"{url!r} looks like a URL without its slashes: write {scheme}://{path}, or {local} where a local path is meant"
+            f"{url!r} looks like a URL without its slashes: write {scheme}://{path}, or {local} for a local path"
         )
 
 
