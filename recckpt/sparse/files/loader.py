@@ -17,6 +17,7 @@ from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_columns import ID, column_buffer
+from recckpt.sparse.files.load_target import LoadTarget
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_fill import Filler, TableLoad
 from recckpt.sparse.table.kernels import first_outside
@@ -50,11 +51,9 @@ class CheckpointLoad:
 
     def wanted_files(self) -> Iterator[str]:
         """Yield the files that have rows for the tables, by their slices."""
-        fillers: dict[str, list[Filler]] = {}
-        for load in self.tables:
-            fillers.setdefault(load.entry.name, []).append(Filler(load))
         for part in self.parts:
-            if any(filler.wants(batch) for batch in part.batches for filler in fillers.get(batch.table, ())):
+            loads = [(load, batch) for batch in part.batches for load in self.tables if load.entry.name == batch.table]
+            if any(load.wants(batch) for load, batch in loads):
                 yield layout.join(self.directory, part.file)
 
 
@@ -103,7 +102,8 @@ def load_tables(
         filler.fill(columns, path)
         advance(len(columns[ID]) * filler.load.row_bytes)
 
-    passes = [_Pass(checkpoint, with_rows) for with_rows in (True, False) for checkpoint in checkpoints]
+    targets = {id(load.table): LoadTarget(load.table) for checkpoint in checkpoints for load in checkpoint.tables}
+    passes = [_Pass(checkpoint, with_rows, targets) for with_rows in (True, False) for checkpoint in checkpoints]
     fillers = [filler for one in passes for filler in one.every]
     bytes_read = 0
     has_rows = any(len(filler.load.table) for filler in fillers)
@@ -114,8 +114,10 @@ def load_tables(
         for one in passes:
             one.start()
             bytes_read += one.run(fill, concurrency)
-        if not has_rows:  # which are emptied again where this fails
+        if not has_rows:
             when_checked()
+        for target in targets.values():
+            target.finish()
     except BaseException as error:
         for filler in fillers:
             filler.undo()
@@ -150,12 +152,12 @@ def _with_state(error: BaseException, fillers: Sequence[Filler]) -> BaseExceptio
 class _Pass:
     """The tables that one checkpoint fills at one go."""
 
-    def __init__(self, checkpoint: CheckpointLoad, with_rows: bool) -> None:
+    def __init__(self, checkpoint: CheckpointLoad, with_rows: bool, targets: Mapping[int, LoadTarget]) -> None:
         self._checkpoint = checkpoint
         self._fillers: dict[str, list[Filler]] = {}
         for load in checkpoint.tables:
             if load.with_rows == with_rows:
-                self._fillers.setdefault(load.entry.name, []).append(Filler(load))
+                self._fillers.setdefault(load.entry.name, []).append(Filler(load, targets[id(load.table)]))
         self._runs = list(_runs(checkpoint.parts, self._fillers))
         self._whole_parts = [part for part in checkpoint.parts if all(map(self._wants, part.batches))]
 
@@ -189,7 +191,7 @@ class _Pass:
         return sum(run_all(lambda job: job(), jobs, self._checkpoint.storage.threads(concurrency)))
 
     def _wants(self, batch: Batch) -> bool:
-        return any(filler.wants(batch) for filler in self._fillers.get(batch.table, ()))
+        return any(filler.load.wants(batch) for filler in self._fillers.get(batch.table, ()))
 
     def _check_frame(self, part: Part) -> int:
         """Check what lies between the values of a part that is read as a whole, and return the bytes of values read."""
@@ -235,7 +237,7 @@ def _runs(parts: Sequence[Part], fillers: Mapping[str, list[Filler]]) -> Iterato
     for part in parts:
         wanted: dict[frozenset[str], list[int]] = {}
         for number, batch in enumerate(part.batches):
-            takers = [filler.load for filler in fillers.get(batch.table, []) if filler.wants(batch)]
+            takers = [filler.load for filler in fillers.get(batch.table, []) if filler.load.wants(batch)]
             if takers:
                 columns = frozenset[str]().union(*(load.columns for load in takers))
                 wanted.setdefault(columns, []).append(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Batch
 from recckpt.format.manifest import TableEntry
 from recckpt.sparse.files.arrow_columns import ID, column_buffer
+from recckpt.sparse.files.load_target import LoadTarget
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.table import HashTable
@@ -49,6 +49,11 @@ class TableLoad:
     clear: bool = True
     where: RowFilter = field(default_factory=RowFilter)
 
+    def wants(self, batch: Batch) -> bool:
+        """Say whether the table may own rows of a batch."""
+        owned: Slice | None = getattr(self.table, "slice", None)
+        return owned is None or owned.meets(*batch.buckets)
+
     @property
     def columns(self) -> frozenset[str]:
         """The slots in the checkpoint that have to be read."""
@@ -68,19 +73,15 @@ class TableLoad:
 class Filler:
     """Fills one table. ``fill`` may be called from several threads, after ``start``."""
 
-    def __init__(self, load: TableLoad) -> None:
+    def __init__(self, load: TableLoad, target: LoadTarget) -> None:
         self.load = load
+        self._target, self._lock = target, target.lock
         self.n_rows = self.n_filtered = 0
         self._where = load.where.of([spec.name for spec in load.entry.slots])
         self._slice: Slice | None = getattr(load.table, "slice", None)
         self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
-        self._lock = threading.RLock()
         self._seen = IdIndex()  # ids so far, where the table itself cannot tell whether one comes twice
-        self._was_empty, self._touched = len(load.table) == 0, False
-
-    def wants(self, batch: Batch) -> bool:
-        """Say whether the table may own rows of a batch."""
-        return self._slice is None or self._slice.meets(*batch.buckets)
+        self._touched = False
 
     def start(self, n_rows: int) -> None:
         """Empty the table if it is to be, and make room for ``n_rows`` more: nothing moves while threads write."""
@@ -88,19 +89,19 @@ class Filler:
         if self.load.with_rows:
             if self.load.clear:
                 self._touched = True
-                self.load.table.clear()
+                self._target.clear()
             if isinstance(self.load.table, HashTable) and self._where == RowFilter():
-                self.load.table.reserve(len(self.load.table) + n_rows)
+                self._target.store.reserve(len(self._target) + n_rows)
 
     def undo(self) -> None:
         """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
-        if self.load.with_rows and (self._was_empty or (self.load.clear and self._touched)):
-            self.load.table.clear()
+        if self.load.with_rows:
+            self._target.undo(is_cleared=self.load.clear and self._touched)
 
     @property
     def is_changed(self) -> bool:
         """Whether the table has lost rows or values."""
-        return self._touched and not self._was_empty
+        return self._touched and not self._target.was_empty
 
     def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
         """Look at a batch as ``fill`` would, and change nothing; before ``start``.
@@ -124,9 +125,14 @@ class Filler:
         if not self.load.with_rows:
             self._fill_present(ids, values)
         elif isinstance(self.load.table, HashTable):
-            # Nobody knows how many rows a filter keeps: the table grows, and rows move, while no one else writes them.
-            with nullcontext() if self._where == RowFilter() else self._lock:
-                self._fill_ours(self.load.table, ids, values, path)
+            if not self.load.clear:
+                self._check_new(ids, path)
+            if self._target.is_aside:
+                # Nobody knows how many rows a filter keeps: columns grow, and rows move, while no one else writes them.
+                with nullcontext() if self._where == RowFilter() else self._lock:
+                    self._fill_aside(self.load.table, ids, values, path)
+            else:
+                self._merge(self.load.table, ids, values)
         else:
             self._fill_foreign(self.load.table, ids, values, path)
 
@@ -142,17 +148,30 @@ class Filler:
             ids, found = _rows_of(ids, found, kept)
         return ids, found
 
-    def _fill_ours(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
-        if not self.load.clear:
-            self._check_new(ids, path)
+    def _fill_aside(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
+        """Add rows to a store that nobody sees: the ids one thread at a time, then their values."""
+        rows = self._target.store.rows
         with self._lock:
-            first = len(table)
-            rows, new_ids = table.store.add(ids)
-            self.n_rows += len(rows)
+            first = len(rows)
+            at, new_ids = rows.claim(ids)
+            rows.ids.write(first, torch.from_numpy(new_ids))
+            rows.publish()
+            self.n_rows += len(at)
         if self.load.clear and len(new_ids) < len(ids):
-            raise self._twice(path, ids[_first_repeat(rows)])
-        table.initialize(first, new_ids, without=self._whole(values))
-        table.store.write(rows, self._fitted(table, rows, values))
+            raise self._twice(path, ids[_first_repeat(at)])
+        whole = self._whole(values)
+        rows.initialize(first, first + len(new_ids), without=whole | {EMBEDDING})
+        if EMBEDDING not in whole and len(new_ids):
+            rows.columns[EMBEDDING].write(first, table.first_embeddings(new_ids))
+        rows.put(at, self._fitted(at, values))
+
+    def _merge(self, table: HashTable, ids: Int64s, values: dict[str, Tensor]) -> None:
+        """Add rows to a table that others may use meanwhile."""
+        store = self._target.store
+        with store.lock:
+            rows = store.add(ids, table.first_embeddings)
+            store.write(rows, self._fitted(rows, values))
+            self.n_rows += len(rows)
 
     def _fill_foreign(self, table: AnyTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
         slots = {name: tensor.clone() for name, tensor in values.items()}
@@ -166,23 +185,24 @@ class Filler:
         table = self.load.table
         if not isinstance(table, HashTable):
             raise TypeError(f"table {table.name!r} is not a recckpt HashTable: its slots load with its rows only")
-        rows = table.store.find(ids)
-        present = np.flatnonzero(rows >= 0)
-        _, values = _rows_of(ids, values, present)
-        table.store.write(rows[present], self._fitted(table, rows[present], values))
-        with self._lock:
+        store = self._target.store
+        with store.lock:
+            rows = store.find(ids)
+            present = np.flatnonzero(rows >= 0)
+            _, values = _rows_of(ids, values, present)
+            store.write(rows[present], self._fitted(rows[present], values))
             self.n_rows += len(present)
 
     def _whole(self, values: Mapping[str, Tensor]) -> frozenset[str]:
         """Return the slots that the values cover in full."""
-        columns = self.load.table.store.columns if isinstance(self.load.table, HashTable) else {}
+        columns = self._target.store.columns
         return frozenset(name for name, value in values.items() if value.shape[1:] == columns[name].spec.shape)
 
-    def _fitted(self, table: HashTable, rows: Int64s, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _fitted(self, rows: Int64s, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Bring values to the last dimension of their slots, cut or padded with what the rows hold."""
         fitted = dict(values)
         for name in values.keys() - self._whole(values):
-            column, value = table.store.columns[name], values[name]
+            column, value = self._target.store.columns[name], values[name]
             fitted[name] = column.gather(rows)
             width = min(value.shape[-1], column.spec.shape[-1])
             fitted[name][..., :width] = value[..., :width]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,7 +142,7 @@ def _copied(column: Column, n_rows: int) -> Column:
     return copy
 
 
-def _in_order(columns: dict[str, Column]) -> dict[str, Column]:
+def _in_order(columns: Mapping[str, Column]) -> dict[str, Column]:
     return {name: columns[name] for name in sorted(columns, key=lambda name: (name != EMBEDDING, name))}
 
 

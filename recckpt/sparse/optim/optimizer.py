@@ -44,6 +44,7 @@ class SparseOptimizer(Optimizer):
     def __init__(self, tables: Tables, defaults: Group) -> None:
         self._tables: dict[str, HashTable] = {}
         self._mark = object()  # on its tables; copied with them
+        self._under_way: dict[Tensor, tuple[int, Int64s]] = {}  # steps and whether they are done, where one has begun
         given = _as_list(tables)
         if not given:
             raise ValueError(f"a sparse optimizer needs a table, found none: {_REMEDY}")
@@ -108,22 +109,36 @@ class SparseOptimizer(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                taken = parameter.table.take_gradients()
-                if taken is not None:
-                    state = self.state[parameter]
-                    state["step"] = state.get("step", 0) + 1
-                    self._update_rows(parameter.table, *taken, step=state["step"], group=options(group))
+                self._step_table(parameter, options(group))
         return loss
 
-    def _update_rows(self, table: HashTable, rows: Int64s, grads: Tensor, *, step: int, group: Group) -> None:
-        columns = table.store.columns
-        weights = columns[EMBEDDING].gather(rows).to(grads.dtype)  # float32 at least, as the gradients
-        slots = [columns[name].gather(rows) for name in self.slot_names]
-        self._update(weights, grads, slots, step, group)
-        table.store.write(rows, {EMBEDDING: weights, **dict(zip(self.slot_names, slots, strict=True))})
+    def _step_table(self, parameter: TableParameter, group: Group) -> None:
+        """Update the rows of a table, use its gradients up and count the step: all of it or nothing."""
+        table = parameter.table
+        with table.store.lock:
+            self._count_steps()
+            taken = table.row_gradients()
+            if taken is None:
+                return
+            step, columns = self.state.get(parameter, {}).get("step", 0) + 1, table.store.columns
+            weights = columns[EMBEDDING].gather(taken.rows).to(taken.grads.dtype)  # float32 at least
+            slots = [columns[name].gather(taken.rows) for name in self.slot_names]
+            self._update(weights, taken.grads, slots, step, group)
+            self._under_way[parameter] = step, taken.used
+            values = {EMBEDDING: weights, **dict(zip(self.slot_names, slots, strict=True))}
+            table.store.write(taken.rows, values, flag=taken.used)
+            self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Count the steps that were done, also those after which an exception came at once."""
+        for parameter, (step, is_done) in list(self._under_way.items()):
+            if is_done[0]:
+                self.state[parameter] = {**self.state.get(parameter, {}), "step": step}
+                self._under_way.pop(parameter, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps by table name and the groups, in plain scalars; the rest lies in the tables."""
+        self._count_steps()
         packed = super().state_dict()
         names = [name for group in packed["param_groups"] for name in group["tables"]]
         return {
@@ -143,6 +158,7 @@ class SparseOptimizer(Optimizer):
         groups = match(state_dict, self.param_groups, self.slot_names, known)
         for group in groups:
             self._check(group)
+        self._under_way.clear()
         names = [name for group in groups for name in group["tables"]]
         number = {name: i for i, name in enumerate(names)}
         super().load_state_dict(
@@ -153,7 +169,8 @@ class SparseOptimizer(Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tables": self._tables, "_mark": self._mark}
+        self._count_steps()
+        return {**super().__getstate__(), "_tables": self._tables, "_mark": self._mark, "_under_way": {}}
 
     def _check_tables(self, tables: list[Any]) -> None:
         seen = dict(self._tables)

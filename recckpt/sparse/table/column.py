@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,24 @@ _FIRST_ROWS = 64
 _ONE_BLOCK = 62  # shift of a column that is one block, whatever its rows
 
 
+class Blocks(NamedTuple):
+    """The memory of a column: whoever reads keeps this, and with it the memory."""
+
+    tensors: list[Tensor]
+    addresses: Int64s
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Blocks:
+        """Wrap tensors."""
+        return cls(tensors, np.array([tensor.data_ptr() for tensor in tensors], np.int64))
+
+
 class Column:
     """Rows of one slot, addressed as (row >> shift, row & mask).
 
-    The first block doubles by copying until it is full size; from then on a block never moves, and the list of
-    blocks is never changed in place, so a background writer may go on reading those it has. Memory of fresh rows is
-    undefined until it is written.
+    The first block doubles by copying until it is full size; from then on a block never moves. Blocks and their
+    addresses are one value that is replaced and never changed, so a reader may go on with those it has. Memory of
+    fresh rows is undefined until it is written.
     """
 
     def __init__(self, spec: SlotSpec, device: torch.device) -> None:
@@ -33,8 +45,7 @@ class Column:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
         self.shift = max((BLOCK_BYTES // max(spec.row_bytes, 1)).bit_length() - 1, 6)
-        self.blocks: list[Tensor] = []
-        self._addresses: Int64s = np.empty(0, np.int64)
+        self._memory = Blocks.of([])
         self._written: torch.cuda.Event | None = None  # behind all writes of the thread that made this
 
     @classmethod
@@ -42,8 +53,18 @@ class Column:
         """Wrap a tensor that somebody else owns as a column, without a copy where it is contiguous."""
         column = cls(spec, values.device)
         column.shift = _ONE_BLOCK
-        column._set_blocks([values.detach().contiguous()])
+        column._memory = Blocks.of([values.detach().contiguous()])
         return column
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The memory, block by block."""
+        return self._memory.tensors
+
+    @property
+    def memory(self) -> Blocks:
+        """The memory of now."""
+        return self._memory
 
     @property
     def capacity(self) -> int:
@@ -68,51 +89,58 @@ class Column:
             blocks[:1] = [first]
         while sum(len(block) for block in blocks) < n_rows:
             blocks.append(self._new_block(full))
-        self._set_blocks(blocks)
+        self._memory = Blocks.of(blocks)
 
     def gather(self, rows: Int64s) -> Tensor:
         """Return a copy of ``rows``, shape (len(rows), *shape)."""
         out = torch.empty((len(rows), *self.spec.shape), dtype=self.dtype, device=self.device)
+        memory = self._memory
         if self.device.type == "cpu":
-            gather_rows(self._addresses, self.shift, self.spec.row_bytes, rows, out.data_ptr())
+            gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, out.data_ptr())
         else:
             if self._written is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._written)
-            for block, at, inside in self._by_block(rows):
+            for block, at, inside in self._by_block(memory, rows):
                 out[at] = block[inside]
         return out
 
     def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of ``rows`` into ``target``; on the CPU without the GIL and without other memory."""
+        memory = self._memory
         if self.device.type == "cpu":
-            gather_rows(self._addresses, self.shift, self.spec.row_bytes, rows, target.ctypes.data)
+            gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, target.ctypes.data)
         else:
             values = self.gather(rows.astype(np.int64)).cpu().contiguous()
             target[:] = values.view(-1).view(torch.uint8).numpy()
 
     def copy_rows(self, rows: Int64s, target: Column, begin: int) -> None:
         """Copy ``rows`` to the rows of a column on the CPU from ``begin`` on."""
-        done = 0
+        memory, done = self._memory, 0
         for piece in target.pieces(begin, begin + len(rows)):
             some = rows[done : done + len(piece)]
             if self.device.type == "cpu":
-                gather_rows(self._addresses, self.shift, self.spec.row_bytes, some, piece.data_ptr())
+                gather_rows(memory.addresses, self.shift, self.spec.row_bytes, some, piece.data_ptr())
             else:
                 piece.copy_(self.gather(some))
             done += len(piece)
 
     def lay_over(self, rows: Int64s, at: Int64s, target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of ``rows`` of a column on the CPU over the rows ``at`` of ``target``."""
-        lay_over(self._addresses, self.shift, self.spec.row_bytes, rows, at, target.ctypes.data)
+        memory = self._memory
+        lay_over(memory.addresses, self.shift, self.spec.row_bytes, rows, at, target.ctypes.data)
 
     def scatter(self, rows: Int64s, values: Tensor) -> None:
         """Set ``rows``, all different, to ``values``."""
-        values = values.detach().to(self.device, self.dtype).contiguous()
+        values, memory = self.fitting(values), self._memory
         if self.device.type == "cpu":
-            scatter_rows(self._addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
+            scatter_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
         else:
-            for block, at, inside in self._by_block(rows):
+            for block, at, inside in self._by_block(memory, rows):
                 block[inside] = values[at]
+
+    def fitting(self, values: Tensor) -> Tensor:
+        """Return values as rows of this column: its device, its dtype, one after another in memory."""
+        return values.detach().to(self.device, self.dtype).contiguous()
 
     def write(self, begin: int, values: Tensor) -> None:
         """Set the rows from ``begin`` on, one after another, to ``values``."""
@@ -123,10 +151,11 @@ class Column:
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield views that cover the rows [begin, end), block by block."""
+        blocks = self.blocks
         while begin < end:
             block, inside = begin >> self.shift, begin & ((1 << self.shift) - 1)
             n_rows = min(end - begin, (1 << self.shift) - inside)
-            yield self.blocks[block][inside : inside + n_rows]
+            yield blocks[block][inside : inside + n_rows]
             begin += n_rows
 
     def to_tensor(self, n_rows: int) -> Tensor:
@@ -139,30 +168,22 @@ class Column:
     def frozen(self) -> Column:
         """Return a column over the blocks of now, which stay those when this one grows or is cleared."""
         twin = Column(self.spec, self.device)
-        twin.shift, twin.blocks, twin._addresses = self.shift, self.blocks, self._addresses
+        twin.shift, twin._memory = self.shift, self._memory
         if self.device.type == "cuda":  # readers work in streams of their own
             twin._written = torch.cuda.current_stream(self.device).record_event()
         return twin
 
     def shrink(self, n_blocks: int) -> None:
         """Let go of all blocks but the first ones."""
-        self._set_blocks(self.blocks[:n_blocks])
-
-    def clear(self) -> None:
-        """Let go of all blocks."""
-        self._set_blocks([])
+        self._memory = Blocks.of(self.blocks[:n_blocks])
 
     def to(self, device: torch.device) -> Column:
         """Return a copy of this column on ``device``."""
         column = Column(self.spec, device)
         column.shift = self.shift
         with torch.inference_mode(False):
-            column._set_blocks([block.to(device, copy=True) for block in self.blocks])
+            column._memory = Blocks.of([block.to(device, copy=True) for block in self.blocks])
         return column
-
-    def _set_blocks(self, blocks: list[Tensor]) -> None:
-        self.blocks = blocks
-        self._addresses = np.array([block.data_ptr() for block in blocks], np.int64)
 
     @torch.inference_mode(False)  # a block outlives the mode in which it happened to be made
     def _new_block(self, n_rows: int) -> Tensor:
@@ -171,14 +192,14 @@ class Column:
             return memory.view(self.dtype).view(n_rows, *self.spec.shape)
         return torch.empty((n_rows, *self.spec.shape), dtype=self.dtype, device=self.device)
 
-    def _by_block(self, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _by_block(self, memory: Blocks, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (block, positions in ``rows``, rows inside the block) for each block that is touched."""
         numbers = rows >> self.shift
         for number in np.unique(numbers):
             at = np.flatnonzero(numbers == number)
             inside = rows[at] & ((1 << self.shift) - 1)
             yield (
-                self.blocks[number],
+                memory.tensors[number],
                 torch.from_numpy(at).to(self.device),
                 torch.from_numpy(inside).to(self.device),
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,54 +20,94 @@ if TYPE_CHECKING:
     from recckpt.sparse.table.row_store import RowStore
 
 Int64s = npt.NDArray[np.int64]
-
+Give = Callable[[Int64s, Tensor], object]
 
 _MAX_ENTRIES = 64
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """The gradients of different ids.
+
+    Attributes:
+        era: of the store when they came; they end with it.
+        used: 1 once a step has used them.
+    """
+
+    ids: Int64s
+    grads: Tensor
+    era: object
+    used: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """Different rows and their summed gradients; whoever sets ``used[0]`` to 1 forgets them in the table."""
+
+    rows: Int64s
+    grads: Tensor
+    used: Int64s
+
+
 class Gradients:
-    """The gradients of a table since its optimizer last took them, one entry a backward pass.
+    """The gradients of a table since its optimizer last used them, one entry a backward pass. Thread-safe.
 
     An entry keeps ids, not rows: rows may be renumbered before the optimizer comes.
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Int64s, Tensor]] = []
+        self._entries: list[_Entry] = []  # replaced, never changed
+        self._lock = threading.RLock()
 
-    def add(self, ids: Int64s, grads: Tensor) -> None:
+    def add(self, ids: Int64s, grads: Tensor, store: RowStore) -> None:
         """Remember the gradients of ``ids``, of which some may be equal."""
-        # Summed now and not when taken: the memory of ``grads`` is autograd's, which may reuse it.
-        self._entries.append(_sum_by_id(ids, grads))
-        if len(self._entries) == _MAX_ENTRIES:  # of a table that no optimizer steps, they would only pile up
-            self._merge()
+        # Summed now and not when used: the memory of ``grads`` is autograd's, which may reuse it.
+        entry = _Entry(*_sum_by_id(ids, grads), store.era)
+        with self._lock:
+            self._entries = [*self._pending(store), entry]
+            if len(self._entries) == _MAX_ENTRIES:  # of a table that no optimizer steps, they would only pile up
+                self._merged(store)
 
     def clear(self, set_to_none: bool = True) -> None:
         """Forget all gradients; those of no rows stay where there were any and ``set_to_none`` is False."""
-        self._entries = [] if set_to_none else [(ids[:0], grads[:0]) for ids, grads in self._entries[:1]]
+        with self._lock:
+            kept = [] if set_to_none else self._entries[:1]
+            self._entries = [_Entry(entry.ids[:0], entry.grads[:0], entry.era) for entry in kept]
 
-    @property
-    def values(self) -> Tensor | None:
-        """The gradients that :meth:`take` would give, one row a different id; changed in place, they stay so."""
-        self._merge()
-        return self._entries[0][1] if self._entries else None
+    def values(self, store: RowStore) -> Tensor | None:
+        """Return the gradients that wait, one row a different id; changed in place, they stay so."""
+        with self._lock:
+            entry = self._merged(store)
+        return None if entry is None else entry.grads
 
-    def take(self, store: RowStore) -> tuple[Int64s, Tensor] | None:
-        """Return (different rows, their summed gradients) and forget them; ids without a row drop out."""
-        if not self._entries:
+    def of_rows(self, store: RowStore) -> RowGradients | None:
+        """Return the gradients of rows, None where there was no backward pass; ids without a row drop out.
+
+        The rows are those of now: hold the lock of the store for as long as they count.
+        """
+        with self._lock:
+            entry = self._merged(store)
+        if entry is None:
             return None
-        self._merge()
-        ids, grads = self._entries.pop()
-        rows = store.find(ids)
+        rows, grads = store.find(entry.ids), entry.grads.to(store.device)
         present = np.flatnonzero(rows >= 0)
         if len(present) < len(rows):
             rows, grads = rows[present], grads[torch.from_numpy(present).to(grads.device)]
-        return rows, grads
+        return RowGradients(rows, grads, entry.used)
 
-    def _merge(self) -> None:
+    def _pending(self, store: RowStore) -> list[_Entry]:
+        """Return the entries that count."""
+        era = store.era
+        return [entry for entry in self._entries if entry.era is era and not entry.used[0]]
+
+    def _merged(self, store: RowStore) -> _Entry | None:
         """Make one entry of all, in the same order of additions."""
-        if len(self._entries) > 1:
-            ids, grads = zip(*self._entries, strict=True)
-            self._entries = [_sum_by_id(np.concatenate(ids), torch.cat(grads))]
+        entries = self._pending(store)
+        if len(entries) > 1:
+            summed = _sum_by_id(np.concatenate([e.ids for e in entries]), torch.cat([e.grads for e in entries]))
+            entries = [_Entry(*summed, store.era)]
+        self._entries = entries
+        return entries[0] if entries else None
 
 
 def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
@@ -90,19 +132,19 @@ def add_by_group(groups: Int64s, grads: Tensor, sums: Tensor) -> None:
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], gradients: Gradients, ids: Int64s) -> Tensor:
-        ctx.gradients, ctx.ids = gradients, ids
+    def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
+        ctx.give, ctx.ids = give, ids
         return read()
 
     @staticmethod
     @opaque
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.gradients.add(ctx.ids, grad)
+        ctx.give(ctx.ids, grad)
         return None, None, None, None
 
 
-def lookup_with_grad(read: Callable[[], Tensor], gradients: Gradients, ids: Int64s) -> Tensor:
-    """Return ``read()``, the embeddings of ``ids``; a backward pass through them adds to ``gradients``."""
+def lookup_with_grad(read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
+    """Return ``read()``, the embeddings of ``ids``; a backward pass through them gives their gradients to ``give``."""
     anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
-    out: Tensor = _Lookup.apply(anchor, read, gradients, ids)  # type: ignore[no-untyped-call]
+    out: Tensor = _Lookup.apply(anchor, read, give, ids)  # type: ignore[no-untyped-call]
     return out

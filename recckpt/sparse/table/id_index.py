@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from recckpt.sparse.table.kernels import mix64, prefetch
+from recckpt.sparse.table.kernels import fence, mix64, prefetch
 
 Int64s = npt.NDArray[np.int64]
 
@@ -16,22 +16,42 @@ _MIN_CAPACITY = 64
 _EMPTY = 0  # in place of row + 1: every int64 is a legal id, so no id can mark an empty cell
 _CELL_BYTES = 16
 _AHEAD = 16  # ids; far enough to hide a miss, near enough to be in the cache still when its turn comes
+N_ROWS, N_CLAIMED, VERSION = 0, 1, 2  # where each count lies
 
 
 class IdIndex:
     """Open addressing with linear probing over cells (id, row + 1), at most 70 % full.
 
     Erasing shifts the following cells back (Knuth, TAOCP 3, 6.4, algorithm R), so there are no
-    tombstones and look-ups never slow down. Not thread-safe while it changes; the loops run without the
-    GIL.
+    tombstones and look-ups never slow down.
+
+    New ids are claimed first: they have cells and rows, and :meth:`find` does not see them until they are published,
+    which is one store of a number. What was claimed and never published, :meth:`settle` takes back. One thread at a
+    time changes an index; any number may call :meth:`find` meanwhile, and repeat it where :attr:`version` was odd or
+    has changed. The loops run without the GIL.
     """
 
     def __init__(self) -> None:
         self._cells = _empty_cells(_MIN_CAPACITY)
-        self._n_rows = 0
+        self._counts = np.zeros(3, np.int64)  # in memory, so that a loop changes cells and counts in one call
 
     def __len__(self) -> int:
-        return self._n_rows
+        return int(self._counts[N_ROWS])
+
+    @property
+    def n_claimed(self) -> int:
+        """Rows, those included that are not published."""
+        return int(self._counts[N_CLAIMED])
+
+    @property
+    def version(self) -> int:
+        """Goes up before and after rows are renumbered: odd meanwhile."""
+        return int(self._counts[VERSION])
+
+    @property
+    def memory(self) -> tuple[Int64s, Int64s]:
+        """The cells and the counts, for loops that change columns in the same call."""
+        return self._cells, self._counts
 
     @property
     def nbytes(self) -> int:
@@ -46,11 +66,11 @@ class IdIndex:
         if capacity > len(self._cells):
             cells = _empty_cells(capacity)
             _rehash(self._cells, cells)
-            self._cells = cells
+            self._cells = cells  # whoever searches the old ones keeps them
 
     def clear(self, keep_rows: int = 0) -> None:
-        """Forget all ids, and memory beyond what ``keep_rows`` need."""
-        self._n_rows = 0
+        """Forget all ids, and memory beyond what ``keep_rows`` need; nobody may search meanwhile."""
+        self._counts[:] = 0
         if len(self._cells) * 7 <= max(keep_rows, _MIN_CAPACITY) * 20:
             self._cells.fill(0)
         else:
@@ -59,39 +79,48 @@ class IdIndex:
     def copy(self) -> IdIndex:
         """Return an independent copy."""
         twin = IdIndex()
-        twin._cells, twin._n_rows = self._cells.copy(), self._n_rows
+        twin._cells, twin._counts = self._cells.copy(), self._counts.copy()
         return twin
 
     def find(self, ids: Int64s) -> Int64s:
         """Return the row of each id, -1 where it is absent."""
         rows = np.empty(len(ids), np.int64)
-        _find(self._cells, ids, rows)
+        _find(self._cells, self._counts, ids, rows)
         return rows
 
-    def find_or_add(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the row of each id, and the ids that were new; their rows come last, in this order."""
+    def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the row of each id, and the ids that are new; their rows come last, in this order, unpublished."""
         rows = np.empty(len(ids), np.int64)
         new_ids = np.empty(len(ids), np.int64)
         done = n_new = 0
         while done < len(ids):
-            room = len(self._cells) * 7 // 10 - self._n_rows
+            n_claimed = self.n_claimed
+            room = len(self._cells) * 7 // 10 - n_claimed
             if room <= 0:
-                self.reserve(self._n_rows + 1)
+                self.reserve(n_claimed + 1)
                 continue
-            n_done, n_added = _find_or_add(self._cells, ids[done:], self._n_rows, room, rows[done:], new_ids[n_new:])
-            done, n_new, self._n_rows = done + n_done, n_new + n_added, self._n_rows + n_added
+            n_done, n_added = _claim(self._cells, self._counts, ids[done:], room, rows[done:], new_ids[n_new:])
+            done, n_new = done + n_done, n_new + n_added
         return rows, new_ids[:n_new]
 
-    def erase(self, ids: Int64s) -> Int64s:
-        """Forget ``ids`` and return the rows they had; the caller closes the gaps with :meth:`move`."""
-        rows = np.empty(len(ids), np.int64)
-        n_erased = _erase(self._cells, ids, rows)
-        self._n_rows -= n_erased
-        return rows[:n_erased]
+    def publish(self) -> None:
+        """Let all see what is claimed."""
+        self._counts[N_ROWS] = self._counts[N_CLAIMED]
 
-    def move(self, ids: Int64s, rows: Int64s) -> None:
-        """Give present ``ids`` new ``rows``."""
-        _move(self._cells, ids, rows)
+    def find_or_add(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        """Claim and publish."""
+        rows, new_ids = self.claim(ids)
+        self.publish()
+        return rows, new_ids
+
+    def erase(self, ids: Int64s, moved_ids: Int64s, rows: Int64s) -> None:
+        """Forget ``ids``, all present and different, and give ``moved_ids`` their ``rows``, which closes the gaps."""
+        erase_ids(self._cells, self._counts, ids, moved_ids, rows)
+
+    def settle(self) -> None:
+        """Take back what somebody who failed has claimed and not published, or begun to renumber."""
+        if self._counts[N_CLAIMED] != self._counts[N_ROWS] or self._counts[VERSION] & 1:
+            _drop_claims(self._cells, self._counts)
 
 
 def _empty_cells(capacity: int) -> Int64s:
@@ -122,30 +151,35 @@ def _prefetch_cell(cells: Any, ids: Any, i: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _find(cells: Any, ids: Any, rows: Any) -> None:
+def _find(cells: Any, counts: Any, ids: Any, rows: Any) -> None:
+    n_rows = counts[N_ROWS]
+    fence()
     for i in range(len(ids)):
         _prefetch_cell(cells, ids, i + _AHEAD)
-        rows[i] = cells[_cell_of(cells, ids[i]), 1] - 1
+        row = cells[_cell_of(cells, ids[i]), 1] - 1
+        rows[i] = row if row < n_rows else -1
 
 
 @njit(nogil=True, cache=True)
-def _find_or_add(  # noqa: PLR0917  # compiled functions take positions only
-    cells: Any, ids: Any, n_rows: int, room: int, rows: Any, new_ids: Any
+def _claim(  # noqa: PLR0917  # compiled functions take positions only
+    cells: Any, counts: Any, ids: Any, room: int, rows: Any, new_ids: Any
 ) -> tuple[int, int]:
     """Go on until the ids or the room end; return how many ids are done, and how many were added."""
-    added = 0
+    n_claimed, added = counts[N_CLAIMED], 0
     for i in range(len(ids)):
         _prefetch_cell(cells, ids, i + _AHEAD)
         id_ = ids[i]
         cell = _cell_of(cells, id_)
         if cells[cell, 1] == _EMPTY:
             if added == room:
+                counts[N_CLAIMED] += added
                 return i, added
             new_ids[added] = id_
             added += 1
             cells[cell, 0] = id_
-            cells[cell, 1] = n_rows + added
+            cells[cell, 1] = n_claimed + added
         rows[i] = cells[cell, 1] - 1
+    counts[N_CLAIMED] += added
     return len(ids), added
 
 
@@ -161,29 +195,43 @@ def _rehash(old: Any, new: Any) -> None:
             new[cell, 1] = old[i, 1]
 
 
-@njit(nogil=True, cache=True)
-def _erase(cells: Any, ids: Any, rows: Any) -> int:
+@njit(nogil=True, inline="always")
+def _empty_cell(cells: Any, hole: Any) -> None:
+    """Empty a cell and shift those back that followed it."""
     mask = len(cells) - 1
-    n_erased = 0
-    for i in range(len(ids)):
-        hole = _cell_of(cells, ids[i])
-        if cells[hole, 1] == _EMPTY:
-            continue
-        rows[n_erased] = cells[hole, 1] - 1
-        n_erased += 1
-        follower = (hole + 1) & mask
-        while cells[follower, 1] != _EMPTY:
-            home = _home(cells[follower, 0], mask)
-            if ((follower - home) & mask) >= ((follower - hole) & mask):
-                cells[hole, 0] = cells[follower, 0]
-                cells[hole, 1] = cells[follower, 1]
-                hole = follower
-            follower = (follower + 1) & mask
-        cells[hole, 1] = _EMPTY
-    return n_erased
+    follower = (hole + 1) & mask
+    while cells[follower, 1] != _EMPTY:
+        home = _home(cells[follower, 0], mask)
+        if ((follower - home) & mask) >= ((follower - hole) & mask):
+            cells[hole, 0] = cells[follower, 0]
+            cells[hole, 1] = cells[follower, 1]
+            hole = follower
+        follower = (follower + 1) & mask
+    cells[hole, 1] = _EMPTY
 
 
 @njit(nogil=True, cache=True)
-def _move(cells: Any, ids: Any, rows: Any) -> None:
+def _drop_claims(cells: Any, counts: Any) -> None:
+    counts[VERSION] |= 1
+    fence()
+    for cell in range(len(cells)):
+        while cells[cell, 1] > counts[N_ROWS]:
+            _empty_cell(cells, cell)
+    counts[N_CLAIMED] = counts[N_ROWS]
+    fence()
+    counts[VERSION] += 1
+
+
+@njit(nogil=True, cache=True)
+def erase_ids(cells: Any, counts: Any, ids: Any, moved_ids: Any, rows: Any) -> None:
+    """Forget ``ids`` and give ``moved_ids`` other ``rows``."""
+    counts[VERSION] |= 1
+    fence()
     for i in range(len(ids)):
-        cells[_cell_of(cells, ids[i]), 1] = rows[i] + 1
+        _empty_cell(cells, _cell_of(cells, ids[i]))
+    for i in range(len(moved_ids)):
+        cells[_cell_of(cells, moved_ids[i]), 1] = rows[i] + 1
+    counts[N_ROWS] -= len(ids)
+    counts[N_CLAIMED] = counts[N_ROWS]
+    fence()
+    counts[VERSION] += 1

@@ -50,6 +50,17 @@ def prefetch(typing_context: Any, address: Any) -> Any:
     return signature, generate
 
 
+@intrinsic
+def fence(typing_context: Any) -> Any:
+    """Let no load or store cross this point, on any processor."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 @njit(nogil=True, cache=True)
 def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int) -> None:
     """Copy ``rows`` of blocks of ``1 << shift`` rows, at the addresses ``blocks``, to address ``target``."""
@@ -71,6 +82,16 @@ def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int
     for i in range(len(rows)):
         row = np.int64(rows[i])
         _copy_bytes(blocks[row >> shift] + (row & mask) * row_bytes, source + i * row_bytes, row_bytes)
+
+
+@njit(nogil=True, cache=True)
+def copy_rows_within(blocks: Any, shift: int, row_bytes: int, rows: Any, to_rows: Any) -> None:
+    """Copy ``rows`` of the blocks over ``to_rows``, none of which is among them."""
+    mask = (1 << shift) - 1
+    for i in range(len(rows)):
+        row, to_row = rows[i], to_rows[i]
+        source = blocks[row >> shift] + (row & mask) * row_bytes
+        _copy_bytes(blocks[to_row >> shift] + (to_row & mask) * row_bytes, source, row_bytes)
 
 
 @njit(nogil=True, cache=True)

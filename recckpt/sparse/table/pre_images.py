@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from recckpt.sparse.table import changes
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import IdIndex
-from recckpt.sparse.table.kernels import mark_rows, pick_marked, unmarked_rows
+from recckpt.sparse.table.kernels import pick_marked, unmarked_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -79,9 +80,10 @@ class PreImages:
             columns, log = self._open
             rows = unmarked_rows(rows, self._n_rows, self._marks)
             try:
+                log.places.settle()  # what somebody who was interrupted here has claimed
                 log.copy(rows, columns, self._n_rows)
-                mark_rows(rows, self._marks)  # first: who is interrupted here leaves rows without a place, none wrong
-                log.places.find_or_add(rows)
+                log.places.claim(rows)
+                changes.keep(log.places, rows, self._marks)
             except MemoryError as error:  # the snapshot is lost, but training goes on
                 self._failure, self._open = error, None
             self.n_kept = len(log.places)
@@ -103,7 +105,7 @@ class PreImages:
             column.gather_into(rows, target)
         with self._lock:  # what is not copied aside by now has not been written either
             _, log = self._opened()
-            if not (for_good or self.n_kept):
+            if not (for_good or len(log.places)):
                 return
             at = pick_marked(rows, self._marks, for_good)
             places = log.places.find(rows[at].astype(np.int64))

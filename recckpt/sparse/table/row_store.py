@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,46 +14,70 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.pre_images import Log
+from recckpt.sparse.table.rows import Rows
 from recckpt.sparse.table.snapshot import Logs, Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
+T = TypeVar("T")
+Take = Callable[[Mapping[str, Column], Int64s], T]
+FirstValues = Callable[[Int64s], Tensor]
 
-_ID_SPEC = SlotSpec("id", "int64", ())
 _SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # of logs, kept for the next: fresh memory is slow
+_TRIES = 3  # of a look-up without the lock
 
 
 class RowStore:
-    """Rows 0 to ``len - 1``, all live: an id each, and one column a slot.
+    """The rows of a table, which any number of threads look up and change.
 
-    The door: ``add``, ``write``, ``erase`` and ``clear`` are the only ways in which a row changes, and each tells the
-    snapshots before it does. Not thread-safe, but for ``write`` to rows that no other thread reads or writes.
+    The door: ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which a row
+    changes. Each holds the lock, tells the snapshots before it changes anything, and is done or not begun whenever an
+    exception ends it. Look-ups wait for nobody; they are repeated when an erase has renumbered rows meanwhile, and
+    take the lock when that happens again and again.
+
+    Attributes:
+        lock: held by whoever changes rows; take it for a change that depends on what was read.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.columns: dict[str, Column] = {}
-        self._initial: dict[str, float] = {}
-        self._ids = Column(_ID_SPEC, torch.device("cpu"))
-        self._index = IdIndex()
-        self.generation = 0  # goes up when rows are renumbered
+        self.lock = threading.RLock()
+        self._rows = Rows(device)
         self._snapshots: list[weakref.ref[Snapshot]] = []
         self._spare_logs: Logs | None = None
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._rows)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of index, ids and slots, room for growth included."""
-        return self._index.nbytes + self._ids.nbytes + sum(c.nbytes for c in self.columns.values())
+    def device(self) -> torch.device:
+        """Where the slots lie."""
+        return self._rows.device
+
+    @property
+    def rows(self) -> Rows:
+        """The rows themselves, to be changed where nobody else uses this store."""
+        return self._rows
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The slots by name."""
+        return self._rows.columns
 
     @property
     def ids(self) -> Column:
         """The ids in row order, on the CPU."""
-        return self._ids
+        return self._rows.ids
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of index, ids and slots, room for growth included."""
+        return self._rows.nbytes
+
+    @property
+    def era(self) -> object:
+        """Another object once all rows have been dropped or replaced; gradients end with it."""
+        return self._rows.era
 
     def snapshot(self, name: str) -> Snapshot:
         """Return the rows as they are now, which stay so while the store goes on changing.
@@ -59,104 +85,169 @@ class RowStore:
         Args:
             name: of the table.
         """
-        columns = {slot: self.columns[slot] for slot in sorted(self.columns, key=lambda s: (s != EMBEDDING, s))}
-        specs = tuple(column.spec for column in columns.values())
-        logs, self._spare_logs = self._spare_logs, None
-        if logs is None or logs.slots.specs != specs:
-            logs = Logs(Log([self._ids.spec]), Log(specs))
-        on_close = partial(self._take_back, logs)
-        snapshot = Snapshot(name, len(self), self._ids, columns, logs=logs, on_close=on_close)
-        self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
-        return snapshot
+        with self.lock:
+            rows = self._settled()
+            columns = {slot: rows.columns[slot] for slot in sorted(rows.columns, key=lambda s: (s != EMBEDDING, s))}
+            specs = tuple(column.spec for column in columns.values())
+            logs, self._spare_logs = self._spare_logs, None
+            if logs is None or logs.slots.specs != specs:
+                logs = Logs(Log([rows.ids.spec]), Log(specs))
+            on_close = partial(self._take_back, logs)
+            snapshot = Snapshot(name, len(rows), rows.ids, columns, logs=logs, on_close=on_close)
+            self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
+            return snapshot
 
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
         """Add a slot whose rows, old and new, start at ``initial``."""
-        column = Column(spec, self.device)
-        column.reserve(self._ids.capacity)
-        self.columns[spec.name] = column
-        self._initial[spec.name] = initial
-        for piece in column.pieces(0, len(self)):
-            piece.fill_(initial)
+        with self.lock:
+            self._settled().add_column(spec, initial)
 
     def initial(self, name: str) -> float:
         """Return the value that new rows of a slot start with."""
-        return self._initial[name]
+        return self._rows.initial[name]
 
     def set_initial(self, name: str, value: float) -> None:
         """Let new rows of a slot start with ``value``."""
-        self._initial[name] = value
+        self._rows.initial[name] = value
 
     def reserve(self, n_rows: int) -> None:
         """Make room for ``n_rows`` rows in all."""
-        self._index.reserve(n_rows)
-        for column in (self._ids, *self.columns.values()):
-            column.reserve(n_rows)
+        with self.lock:
+            self._settled().reserve(n_rows)
 
     def find(self, ids: Int64s) -> Int64s:
         """Return the row of each id, -1 where it is absent."""
-        return self._index.find(ids)
+        return self.look_up(ids, lambda columns, rows: rows)
 
-    def add(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the row of each id and the ids that were new, in the order of their rows, which come last.
+    def look_up(self, ids: Int64s, take: Take[T]) -> T:
+        """Return what ``take`` makes of the columns and the row of each id, -1 where it is absent."""
+        for _ in range(_TRIES):
+            rows = self._rows
+            version = rows.index.version
+            taken = take(rows.columns, rows.index.find(ids))
+            if _is_still(rows, version):
+                return taken
+        with self.lock:
+            rows = self._settled()
+            return take(rows.columns, rows.index.find(ids))
 
-        The slots of the new rows hold nothing defined: the caller writes all of them, or calls
-        :meth:`initialize`.
+    def look_up_or_add(self, ids: Int64s, take: Take[T], embeddings: FirstValues) -> T:
+        """Return the same of ids that all have rows; those that are new get them. Locks only if there are new ones.
+
+        Args:
+            ids: of which some may be equal.
+            take: what to make of the columns and the row of each id.
+            embeddings: different new ids -> their embeddings, before anything has changed.
         """
-        first = len(self)
-        rows, new_ids = self._index.find_or_add(ids)
-        if len(new_ids):
-            for column in (self._ids, *self.columns.values()):
-                column.reserve(len(self))
-            self._keep(np.arange(first, len(self)), with_ids=True)  # of rows that were erased since
-            self._ids.write(first, torch.from_numpy(new_ids))
-        return rows, new_ids
-
-    def initialize(self, begin: int, end: int, without: frozenset[str] = frozenset()) -> None:
-        """Give the rows [begin, end) the initial value in every slot not named in ``without``."""
-        for name, column in self.columns.items():
-            if name not in without:
-                for piece in column.pieces(begin, end):
-                    piece.fill_(self._initial[name])
-
-    def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set ``rows``, all different, to ``values``: slot name -> tensor, (len(rows), *slot_shape)."""
-        self._keep(rows, with_ids=False)
-        in_sequence = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
-        for name, tensor in values.items():
-            if in_sequence:
-                self.columns[name].write(int(rows[0]), tensor)
+        rows = self._rows
+        version = rows.index.version
+        at = rows.index.find(ids)
+        new = np.flatnonzero(at < 0)
+        if len(new) == 0:
+            taken = take(rows.columns, at)
+            if _is_still(rows, version):
+                return taken
+        with self.lock:
+            self._settled()
+            if self._rows is rows and _is_still(rows, version):
+                at[new] = self.add(ids[new], embeddings)
             else:
-                self.columns[name].scatter(rows, tensor)
+                at = self.add(ids, embeddings)
+            return take(self._rows.columns, at)
+
+    def add(self, ids: Int64s, embeddings: FirstValues) -> Int64s:
+        """Return the row of each id; those that are new start with these embeddings, and all initial values else."""
+        return self.insert(ids, {}, embeddings)
+
+    def insert(self, ids: Int64s, values: Mapping[str, Tensor], embeddings: FirstValues | None = None) -> Int64s:
+        """Set the rows of ``ids`` to values, the last of equal ids wins, and return the row of each id.
+
+        Args:
+            ids: of which some may be equal.
+            values: slot name -> tensor, (len(ids), *slot_shape).
+            embeddings: gives different new ids their embeddings; None for what is in ``values``, or the initial value.
+        """
+        with self.lock:
+            rows = self._settled()
+            first = len(rows)
+            at, new_ids = rows.claim(ids)
+            end = first + len(new_ids)
+            made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # code of users
+            if rows.index.n_claimed != end or len(rows) != first or self._rows is not rows:
+                raise RuntimeError("an initializer has changed the table that it was to give values")
+            self._keep(np.arange(first, end), with_ids=True)  # of rows that were erased since
+            rows.ids.write(first, torch.from_numpy(new_ids))
+            rows.initialize(first, end, without=frozenset(values) | ({EMBEDDING} if made is not None else set()))
+            if made is not None:
+                rows.columns[EMBEDDING].write(first, made)
+            written = at
+            if len(new_ids) == len(ids):
+                rows.put(at, values)
+                written, values = at[:0], {}
+            elif values and (last := _last_occurrence(at)) is not None:
+                written = at[last]
+                values = {name: tensor[torch.from_numpy(last)] for name, tensor in values.items()}
+            if values:
+                self._keep(written, with_ids=False)
+            rows.write(written, values)
+            return at
+
+    def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
+        """Set ``rows``, all different, to ``values``, and ``flag[0]`` to 1: all of it or nothing.
+
+        Args:
+            rows: as found under the lock, or where nobody erases.
+            values: slot name -> tensor, (len(rows), *slot_shape).
+            flag: tells afterwards whether it was done.
+        """
+        with self.lock:
+            present = self._settled()
+            self._keep(rows, with_ids=False)
+            present.write(rows, values, flag)
 
     def erase(self, ids: Int64s) -> int:
         """Drop the rows of ``ids`` that are present and return how many; the last rows move into the gaps."""
-        erased = self._index.erase(ids)
-        n_rows = len(self)
-        holes = np.sort(erased[erased < n_rows])
-        tail = np.arange(n_rows, n_rows + len(erased), dtype=np.int64)
-        movers = tail[~np.isin(tail, erased)]
-        if len(movers):
-            self._keep(holes, with_ids=True)
-            moved_ids = self._ids.gather(movers)
-            self._index.move(moved_ids.numpy(), holes)
-            self._ids.scatter(holes, moved_ids)
-            self.write(holes, {name: column.gather(movers) for name, column in self.columns.items()})
-        self.generation += len(erased) > 0
-        return len(erased)
+        with self.lock:
+            rows = self._settled()
+            erasure = rows.find_erasure(ids)
+            self._keep(erasure.holes, with_ids=True)
+            rows.erase(erasure)
+            return len(erasure.ids)
 
     def clear(self) -> None:
         """Drop all rows and their memory; snapshots have the old memory to themselves then."""
-        self._snapshots = []
-        self._index = IdIndex()
-        for column in (self._ids, *self.columns.values()):
-            column.clear()
-        self.generation += 1
+        with self.lock:
+            self.adopt(self.emptied())
+
+    def emptied(self) -> RowStore:
+        """Return a store without rows and with the same slots, to be filled and adopted."""
+        twin = RowStore(self.device)
+        twin._rows = self._rows.emptied()
+        return twin
+
+    def adopt(self, other: RowStore) -> None:
+        """Replace all rows and slots by those of a store that nobody uses any more."""
+        with self.lock:
+            self._rows = other._rows
+            self._snapshots = []  # nothing changes any more what they read
+
+    def to(self, device: torch.device) -> RowStore:
+        """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
+        copy = RowStore(device)
+        with self.lock:
+            copy._rows = self._settled().to(device)
+        return copy
+
+    def _settled(self) -> Rows:
+        """Return the rows without what an exception has left behind; under the lock."""
+        self._rows.index.settle()
+        return self._rows
 
     def _keep(self, rows: Int64s, *, with_ids: bool) -> None:
         """Let snapshots copy rows aside that are about to change."""
         for reference in self._snapshots:
             snapshot = reference()
-            if snapshot is not None:
+            if snapshot is not None and len(rows):
                 snapshot.keep_rows(rows)
                 if with_ids:
                     snapshot.keep_ids(rows)
@@ -166,16 +257,6 @@ class RowStore:
         logs.ids.forget(_SPARE_ID_BYTES)
         logs.slots.forget(_SPARE_BYTES)
         self._spare_logs = logs
-
-    def to(self, device: torch.device) -> RowStore:
-        """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
-        copy = RowStore(device)
-        copy.columns = {name: column.to(device) for name, column in self.columns.items()}
-        copy._initial = dict(self._initial)
-        copy._ids = self._ids.to(self._ids.device)
-        copy._index = self._index.copy()
-        copy.generation = self.generation
-        return copy
 
 
 class Slots(Mapping[str, Tensor]):
@@ -187,10 +268,25 @@ class Slots(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name == EMBEDDING:
             raise KeyError(name)
-        return self._store.columns[name].to_tensor(len(self._store))
+        with self._store.lock:
+            return self._store.columns[name].to_tensor(len(self._store))
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._store.columns if name != EMBEDDING)
 
     def __len__(self) -> int:
         return len(self._store.columns) - 1
+
+
+def _is_still(rows: Rows, version: int) -> bool:
+    """Return whether no row has been renumbered since the index had this version."""
+    return version % 2 == 0 and rows.index.version == version
+
+
+def _last_occurrence(rows: Int64s) -> Int64s | None:
+    """Return the position of the last of each group of equal rows, None where all are different."""
+    _, last = np.unique(rows[::-1], return_index=True)
+    if len(last) == len(rows):
+        return None
+    positions: Int64s = np.sort(len(rows) - 1 - last)
+    return positions

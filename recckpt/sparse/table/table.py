@@ -22,6 +22,7 @@ from recckpt.sparse.table.checks import (
     dtype_name,
     flat_ids,
 )
+from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.gradients import Gradients, lookup_with_grad
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.opaque import opaque
@@ -37,7 +38,7 @@ class HashTable(TrainedTable):
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
     state dict can be deep-copied (which copies the rows) and given to ``load_state_dict``; it is written to
-    disk by :class:`recckpt.Saver`, not by pickle. Not thread-safe, not collective.
+    disk by :class:`recckpt.Saver`, not by pickle. Thread-safe (docs/safety.md), not collective.
 
     Args:
         embedding_shape: shape of one embedding, such as ``(64,)``; an int is short for one dimension.
@@ -120,14 +121,16 @@ class HashTable(TrainedTable):
         flat = flat_ids(ids)
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
-            out = lookup_with_grad(lambda: self.fetch(owned), self._gradients, owned)
+            out = lookup_with_grad(lambda: self.fetch(owned), self.add_gradients, owned)
         else:
             out = self.fetch(flat)
         return out.view(*ids.shape, *self.embedding_shape)
 
     def fetch(self, ids: Int64s) -> Tensor:
         """Return the embeddings of ``ids``, shape (n,), as :meth:`forward` does, but not differentiable."""
-        return self._read(self._add(ids) if self.training else self._store.find(ids))
+        if self.training:
+            return self._store.look_up_or_add(ids, self._read, self.first_embeddings)
+        return self._store.look_up(ids, self._read)
 
     @opaque
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
@@ -148,14 +151,7 @@ class HashTable(TrainedTable):
         for name, tensor in values.items():
             check_values(self.name, self._spec_of(name), tensor, len(flat))
         check_owned(self.name, self.slice, flat)
-        first = len(self)
-        rows, new_ids = self._store.add(flat)
-        self._store.initialize(first, len(self), without=frozenset(values))
-        last = None if len(new_ids) == len(flat) else _last_occurrence(rows)
-        if last is not None:
-            rows = rows[last]
-            values = {name: tensor[torch.from_numpy(last)] for name, tensor in values.items()}
-        self._store.write(rows, values)
+        self._store.insert(flat, values)
 
     @opaque
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,9 +160,10 @@ class HashTable(TrainedTable):
         Returns:
             Embeddings of shape ``ids.shape + embedding_shape``, and a bool mask of ``ids.shape``.
         """
-        rows = self._store.find(flat_ids(ids))
-        found = torch.from_numpy(rows >= 0).to(ids.device).view(ids.shape)
-        return self._read(rows).view(*ids.shape, *self.embedding_shape), found
+        values, seen = self._store.look_up(
+            flat_ids(ids), lambda columns, rows: (self._read(columns, rows), torch.from_numpy(rows >= 0))
+        )
+        return values.view(*ids.shape, *self.embedding_shape), seen.to(ids.device).view(ids.shape)
 
     @opaque
     def erase(self, ids: Tensor) -> int:
@@ -187,12 +184,14 @@ class HashTable(TrainedTable):
     @opaque
     def ids(self) -> Tensor:
         """Return a copy of the ids, int64, shape (rows,), on the CPU."""
-        return self._store.ids.to_tensor(len(self))
+        with self._store.lock:
+            return self._store.ids.to_tensor(len(self))
 
     @opaque
     def embeddings(self) -> Tensor:
         """Return a copy of the embeddings, shape (rows, *embedding_shape), in the order of :meth:`ids`."""
-        return self._store.columns[EMBEDDING].to_tensor(len(self))
+        with self._store.lock:
+            return self._store.columns[EMBEDDING].to_tensor(len(self))
 
     @opaque
     def add_slot(
@@ -216,32 +215,21 @@ class HashTable(TrainedTable):
         """
         check_slot_name(self.name, name)
         spec = SlotSpec(name, dtype_name(dtype), checked_shape(shape, scalar=True))
-        self._check_spec(spec)
-        if name not in self._store.columns:
-            self._store.add_column(spec, initial or 0.0)
-        elif initial is not None:
-            self._store.set_initial(name, initial)
+        with self._store.lock:
+            self._check_spec(spec)
+            if name not in self._store.columns:
+                self._store.add_column(spec, initial or 0.0)
+            elif initial is not None:
+                self._store.set_initial(name, initial)
 
-    def _add(self, ids: Int64s) -> Int64s:
-        """Return the rows of ``ids``, after giving the unseen ones theirs."""
-        check_owned(self.name, self.slice, ids)
-        first = len(self)
-        rows, new_ids = self._store.add(ids)
-        self.initialize(first, new_ids)
-        return rows
+    def first_embeddings(self, new_ids: Int64s) -> Tensor:
+        """Return what different new ids start with, shape (n, *embedding_shape)."""
+        check_owned(self.name, self.slice, new_ids)
+        return self.initializer.values(new_ids, self.seed, self._spec)
 
-    def initialize(self, first: int, new_ids: Int64s, without: frozenset[str] = frozenset()) -> None:
-        """Give the rows from ``first`` on, those of ``new_ids``, their first values in all slots but ``without``."""
-        if len(new_ids) == 0:
-            return
-        self._store.initialize(first, first + len(new_ids), without | {EMBEDDING})
-        if EMBEDDING not in without:
-            values = self.initializer.values(new_ids, self.seed, self._spec)
-            self._store.columns[EMBEDDING].write(first, values)
-
-    def _read(self, rows: Int64s) -> Tensor:
+    def _read(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
         """Return a copy of the embeddings of ``rows``; row -1 reads as an unseen id."""
-        column = self._store.columns[EMBEDDING]
+        column = columns[EMBEDDING]
         unseen = np.flatnonzero(rows < 0)
         if len(unseen) == 0:
             return column.gather(rows)
@@ -278,16 +266,9 @@ class HashTable(TrainedTable):
             spec = SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]))
             self._check_spec(spec)
             check_values(self.name, spec, tensor, len(ids))
+        store = self._store.emptied()
         for name, tensor in slots.items():
-            self.add_slot(name, tensor.shape[1:], tensor.dtype)
-        self.clear()
-        self.insert(ids, embeddings, slots)
-
-
-def _last_occurrence(rows: Int64s) -> Int64s | None:
-    """Return the position of the last of each group of equal rows, None where all are different."""
-    _, last = np.unique(rows[::-1], return_index=True)
-    if len(last) == len(rows):
-        return None
-    positions: Int64s = np.sort(len(rows) - 1 - last)
-    return positions
+            if name not in store.columns:
+                store.add_column(SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:])))
+        store.insert(flat_ids(ids), {EMBEDDING: embeddings, **slots})
+        self._store.adopt(store)

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from recckpt.sparse.table.gradients import RowGradients
 from recckpt.sparse.table.nn_module import TableModule
 from recckpt.sparse.table.opaque import opaque
 
@@ -21,7 +22,7 @@ class TrainedTable(TableModule):
     @opaque
     def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
         """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
-        self._gradients.add(ids, grads)
+        self._gradients.add(ids, grads, self._store)
 
     @property
     @opaque
@@ -31,7 +32,7 @@ class TrainedTable(TableModule):
         Changes in place count, which is how scalers and clipping work. None where there was no backward pass; a row of
         zeros where it reached no id. Set to None, they are forgotten.
         """
-        values = self._gradients.values
+        values = self._gradients.values(self._store)
         if values is None:
             return None
         return self._exposed(values if len(values) else values.new_zeros(1, *self.embedding_shape))
@@ -53,7 +54,16 @@ class TrainedTable(TableModule):
 
         The rows are all different; None where there was no backward pass.
         """
-        return self._gradients.take(self._store)
+        with self._store.lock:
+            taken = self.row_gradients()
+            if taken is None:
+                return None
+            taken.used[0] = 1
+            return taken.rows, taken.grads
+
+    def row_gradients(self) -> RowGradients | None:
+        """Return what :meth:`take_gradients` would, and keep them until they are marked as used."""
+        return self._gradients.of_rows(self._store)
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -17,10 +17,13 @@ def store_of(ids) -> RowStore:
     store = RowStore(torch.device("cpu"))
     store.add_column(SlotSpec("embedding", "float32", (2,)))
     store.add_column(SlotSpec("twice", "float32", ()), initial=0.5)
-    rows, _ = store.add(np.array(ids, np.int64))
-    values = torch.tensor(ids, dtype=torch.float32)
-    store.write(rows, {"embedding": values[:, None].expand(-1, 2), "twice": 2 * values})
+    insert(store, np.array(ids, np.int64))
     return store
+
+
+def insert(store: RowStore, ids) -> None:
+    values = torch.from_numpy(ids).float()
+    store.insert(ids, {"embedding": values[:, None].expand(-1, 2), "twice": 2 * values})
 
 
 def check(store: RowStore) -> set[int]:
@@ -54,9 +57,7 @@ def test_random_erases_and_adds_keep_all_columns_together():
             store.erase(ids)
             live -= set(ids.tolist())
         else:
-            rows, _ = store.add(ids)
-            values = torch.from_numpy(ids).float()
-            store.write(rows, {"embedding": values[:, None].expand(-1, 2), "twice": 2 * values})
+            insert(store, ids)
             live |= set(ids.tolist())
         assert check(store) == live
 
@@ -67,11 +68,24 @@ def test_a_new_slot_fills_old_rows_with_its_initial_value():
     assert store.columns["late"].to_tensor(300).tolist() == [0.25] * 300
 
 
-def test_initialize_leaves_out_what_it_is_told():
+def test_slots_without_values_start_at_their_initial_value_in_new_rows_and_stay_in_others():
     store = store_of([1])
-    store.add(np.arange(10, 200))
-    store.initialize(1, len(store), without=frozenset({"embedding"}))
-    assert store.columns["twice"].to_tensor(len(store))[1:].tolist() == [0.5] * 190
+    store.insert(np.arange(200), {"embedding": torch.zeros(200, 2)})
+    expected = [2.0] + [0.5] * 199
+    assert store.columns["twice"].to_tensor(len(store)).tolist() == expected
+
+
+def test_new_rows_get_the_embeddings_that_are_made_for_them():
+    store, asked = store_of([1]), []
+
+    def embeddings(ids):
+        asked.append(ids.tolist())
+        return torch.from_numpy(ids).float()[:, None].expand(-1, 2)
+
+    rows = store.add(np.array([5, 1, 5, 7]), embeddings)
+    assert rows.tolist() == [1, 0, 1, 2]
+    assert asked == [[5, 7]]
+    assert store.columns["embedding"].to_tensor(3)[:, 0].tolist() == [1, 5, 7]
 
 
 def test_rows_in_sequence_and_rows_at_random_are_written_alike():
@@ -89,7 +103,7 @@ def test_clear_drops_rows_and_memory():
     assert len(store) == 0
     assert store.nbytes < before / 4
     assert store.find(np.array([1])).tolist() == [-1]
-    store.add(np.array([1]))
+    store.insert(np.array([1]), {})
     assert len(store) == 1
 
 
@@ -97,7 +111,7 @@ def test_reserve_makes_room_for_all_columns_once():
     store = store_of([1])
     store.reserve(10_000)
     before = store.nbytes
-    store.add(np.arange(10_000))
+    store.insert(np.arange(10_000), {})
     assert store.nbytes == before
 
 

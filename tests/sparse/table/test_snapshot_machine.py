@@ -32,8 +32,8 @@ from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_fill import TableLoad
 from recckpt.sparse.optim.optimizer import SparseOptimizer
+from recckpt.sparse.table import changes as changes_module
 from recckpt.sparse.table import column as column_module
-from recckpt.sparse.table import pre_images as pre_images_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.kernels import pick_marked
@@ -316,19 +316,24 @@ def laid_over_before_gathered(images, rows, targets, *, for_good):
 def without_telling(method):
     """Return a method of the store that tells no snapshot."""
 
-    def silent(store, *args):
+    def silent(store, *args, **more):
         snapshots, store._snapshots = store._snapshots, []
         try:
-            return method(store, *args)
+            return method(store, *args, **more)
         finally:
             store._snapshots = snapshots
 
     return silent
 
 
-def told_too_late(store, rows, values):
-    without_telling(WRITE)(store, rows, values)
+def told_too_late(store, rows, values, flag=None):
+    without_telling(WRITE)(store, rows, values, flag)
     store._keep(rows, with_ids=False)
+
+
+def cleared_in_place(store):
+    store._snapshots = []
+    store.rows.index.clear()
 
 
 def shared_log(store, name):
@@ -342,14 +347,14 @@ BUGS = {
     "ids are not copied aside": (Snapshot, "keep_ids", lambda snapshot, rows: None),
     "rows are marked as read before they are": (PreImages, "read", marked_before_gathered),
     "rows are laid over before they are read": (PreImages, "read", laid_over_before_gathered),
-    "adding a row tells nobody": (RowStore, "add", without_telling(RowStore.add)),
+    "adding a row tells nobody": (RowStore, "insert", without_telling(RowStore.insert)),
     "slots are not copied aside": (Snapshot, "keep_rows", lambda snapshot, rows: None),
     "what is copied aside is not laid over": (Column, "lay_over", lambda *args: None),
-    "rows are copied aside again": (pre_images_module, "mark_rows", lambda rows, marks: None),
+    "rows are copied aside again": (changes_module, "keep", lambda places, rows, marks: places.publish()),
     "writing a row tells nobody": (RowStore, "write", without_telling(RowStore.write)),
     "erasing a row tells nobody": (RowStore, "erase", without_telling(RowStore.erase)),
     "writing tells too late": (RowStore, "write", told_too_late),
-    "clearing keeps the memory": (Column, "clear", lambda column: None),
+    "clearing keeps the memory": (RowStore, "clear", cleared_in_place),
     "two snapshots share a log": (RowStore, "snapshot", shared_log),
 }
 

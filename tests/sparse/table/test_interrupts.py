@@ -1,0 +1,203 @@
+"""After an exception at any line of what changes a table, it is as before or as after, and what comes next works."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from raising import RaisingAt
+
+from recckpt.sparse import HashTable, Normal
+from recckpt.sparse.optim import SparseAdamW
+from recckpt.sparse.table import column as column_module
+from recckpt.types import EMBEDDING
+
+ERRORS = [KeyboardInterrupt, MemoryError]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(column_module, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(column_module, "_FIRST_ROWS", 8)
+
+
+class Run:
+    """A table that has been trained, and pending gradients."""
+
+    def __init__(self) -> None:
+        self.table = HashTable(2, name="t", initializer=Normal())
+        self.table.add_slot("mark", (), initial=5)
+        self.optim = SparseAdamW([self.table], lr=0.5)
+        for _ in range(2):
+            self.backward(torch.arange(45))
+            self.optim.step()
+        self.backward(torch.arange(0, 30, 2))
+
+    def backward(self, ids: torch.Tensor) -> None:
+        self.table(ids).square().sum().backward()
+
+    def state(self):
+        """All that anybody can see."""
+        table = self.table
+        ids = table.ids()
+        assert table.store.find(ids.numpy()).tolist() == list(range(len(table)))
+        slots = {EMBEDDING: table.embeddings(), **table.slots}
+        rows = {i: {name: values[at].tolist() for name, values in slots.items()} for at, i in enumerate(ids.tolist())}
+        assert len(rows) == len(table)
+        pending = table.row_gradients()
+        grads = {} if pending is None else dict(zip(ids[pending.rows].tolist(), pending.grads.tolist(), strict=True))
+        return rows, grads, sorted(slots), self.optim.state_dict()["state"]
+
+    def go_on(self) -> None:
+        self.table.erase(torch.tensor([2, 44]))
+        self.table.insert(torch.arange(40, 60), torch.ones(20, 2), {"mark": torch.arange(20.0)})
+        self.backward(torch.arange(50, 70))
+        self.optim.step()
+
+
+def _insert(run):
+    run.table.insert(torch.tensor([3, 100, 3, 101, 44]), torch.arange(10.0).view(5, 2), {"mark": torch.arange(5.0)})
+
+
+def _insert_new(run):
+    run.table.insert(torch.arange(200, 300), torch.ones(100, 2))
+
+
+def _look_up(run):
+    run.table(torch.cat([torch.arange(40, 300), torch.arange(290, 310)]))
+
+
+def _step(run):
+    run.optim.step()
+
+
+def _erase(run):
+    run.table.erase(torch.tensor([0, 7, 7, 20, 44, 1000]))
+
+
+def _clear(run):
+    run.table.clear()
+
+
+def _load(run):
+    other = HashTable(2, name="t")
+    other.add_slot("new", (3,))
+    other.insert(torch.tensor([1, 44, 99]), torch.ones(3, 2), {"new": torch.ones(3, 3)})
+    run.table.load_state_dict({"t": other})
+
+
+def _reserve(run):
+    run.table.reserve(5000)
+
+
+def _add_slot(run):
+    run.table.add_slot("late", (2,), initial=3)
+
+
+OPERATIONS = [_insert, _insert_new, _look_up, _step, _erase, _clear, _load, _reserve, _add_slot]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__[1:])
+def test_an_exception_at_many_lines_leaves_the_table_as_before_or_as_after(operation):
+    for first, error in enumerate(ERRORS):
+        raise_everywhere(operation, error, 3 * first, 37)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__[1:])
+def test_an_exception_at_any_line_leaves_the_table_as_before_or_as_after(operation, error):
+    raise_everywhere(operation, error, 0, 1)
+
+
+def raise_everywhere(operation, error, first, stride):
+    """Raise at every so-manieth line."""
+    before = Run()
+    after = copy.deepcopy(before.state())
+    run, states, futures = Run(), [before.state()], []
+    operation(run)
+    states.append(run.state())
+    assert states[0] == after
+    for some in (before, run):
+        some.go_on()
+        futures.append(some.state())
+    number, outcomes = first, set()
+    while True:
+        run = Run()
+        snapshot = run.table.store.snapshot("t")
+        try:
+            with RaisingAt(number, error, "sparse") as raising:
+                operation(run)
+        except error:
+            found = run.state()
+            assert found in states, raising.where
+            outcomes.add(states.index(found))
+            run.go_on()
+            assert run.state() == futures[states.index(found)], raising.where
+            check_snapshot(snapshot, states[0][0], raising.where)
+        else:
+            if number >= raising.n_lines:
+                break
+        snapshot.close()
+        number += stride
+    assert 0 in outcomes
+
+
+def check_snapshot(snapshot, expected, where):
+    """It is of its moment; where there was no memory for it, it is lost and says so."""
+    ids, values = (
+        np.empty(snapshot.n_rows, np.int64),
+        [np.empty(snapshot.n_rows * spec.row_bytes // 4, np.float32) for spec in snapshot.slots],
+    )
+    try:
+        snapshot.read(np.arange(snapshot.n_rows), [some.view(np.uint8) for some in (ids, *values)])
+    except MemoryError:
+        return
+    for spec, some in zip(snapshot.slots, values, strict=True):
+        rows = dict(zip(ids.tolist(), some.reshape(-1, *spec.shape).tolist(), strict=True))
+        assert rows == {id_: row[spec.name] for id_, row in expected.items()}, where
+
+
+def test_an_initializer_that_fails_leaves_no_rows():
+    def fail(values):
+        raise KeyboardInterrupt
+
+    table = HashTable(2, name="t", initializer=fail)
+    with pytest.raises(KeyboardInterrupt):
+        table(torch.arange(1000))
+    assert len(table) == 0
+    _, found = table.lookup(torch.arange(1000))
+    assert not found.any()
+    table.insert(torch.arange(5, 8), torch.ones(3, 2))
+    assert table.ids().tolist() == [5, 6, 7]
+
+
+def test_an_initializer_that_changes_its_table_is_refused_and_the_table_stays_whole():
+    def meddle(values):
+        table.insert(torch.tensor([7]), torch.ones(1, 2))
+        values.zero_()
+
+    table = HashTable(2, name="t", initializer=meddle)
+    with pytest.raises(RuntimeError, match="initializer has changed the table"):
+        table(torch.arange(5))
+    assert table.ids().tolist() == [7]
+    assert table.embeddings().tolist() == [[1, 1]]
+
+
+def test_a_step_that_was_interrupted_may_be_taken_again():
+    """A table whose rows have had the step has no gradients any more, and its step is counted."""
+    straight = Run()
+    straight.optim.step()
+    for number in range(0, 10_000, 5):
+        run = Run()
+        try:
+            with RaisingAt(number, KeyboardInterrupt, "sparse"):
+                run.optim.step()
+        except KeyboardInterrupt:
+            run.optim.step()
+            assert run.state() == straight.state()
+        else:
+            break
+    assert number > 20

@@ -1,0 +1,117 @@
+"""Several threads that change one table."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from recckpt.sparse import HashTable, Normal
+from recckpt.sparse.optim import SparseSGD
+from recckpt.sparse.table import column as column_module
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(column_module, "BLOCK_BYTES", 1 << 12)
+
+
+def at_once(*work) -> None:
+    with ThreadPoolExecutor(len(work)) as pool:
+        for done in [pool.submit(one) for one in work]:
+            done.result(timeout=120)
+
+
+def batches(seed: int, n_ids: int, n_batches: int = 60) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(n_ids * i // n_batches + 10, (300,), generator=generator) for i in range(n_batches)]
+
+
+def check_whole(table: HashTable) -> None:
+    ids = table.ids()
+    assert len(set(ids.tolist())) == len(ids) == len(table)
+    assert table.store.find(ids.numpy()).tolist() == list(range(len(ids)))
+
+
+def test_new_ids_from_several_threads_each_get_one_row_with_their_first_values():
+    table, alone = (HashTable(4, name="t", initializer=Normal()) for _ in range(2))
+
+    def look_up(seed):
+        for ids in batches(seed, 8000):
+            alone_values = alone.initializer.values(ids.numpy(), alone.seed, alone._spec)
+            assert torch.equal(table(ids), alone_values)
+
+    at_once(*[lambda seed=seed: look_up(seed) for seed in range(4)])
+    check_whole(table)
+    assert set(table.ids().tolist()) == {i for seed in range(4) for ids in batches(seed, 8000) for i in ids.tolist()}
+
+
+def test_steps_of_several_threads_all_count():
+    table = HashTable(2, name="t")
+    table.insert(torch.arange(500), torch.zeros(500, 2))
+    optim = SparseSGD([table], lr=1.0)
+
+    def train():
+        for _ in range(40):
+            table(torch.arange(500)).sum().backward()
+            optim.step()
+
+    at_once(*[train] * 4)
+    optim.step()
+    assert torch.equal(table.embeddings(), torch.full((500, 2), -160.0))
+    assert table.take_gradients() is None
+
+
+def test_look_ups_beside_erases_inserts_and_clears_read_rows_of_their_ids():
+    """Each row holds its id: a look-up finds that or nothing, whatever moves meanwhile."""
+    table, n_ids = HashTable(3, name="t").eval(), 3000
+    stop = []
+
+    def insert(ids):
+        table.insert(ids, ids[:, None].expand(-1, 3).float() + 1)
+
+    def change(seed):
+        for number, ids in enumerate(batches(seed, n_ids)):
+            insert(ids)
+            table.erase(ids[::3])
+            if number % 20 == 19:
+                table.clear()
+        stop.append(seed)
+
+    def look_up():
+        ids = torch.arange(n_ids)
+        while len(stop) < 2:
+            values, found = table.lookup(ids)
+            expected = torch.where(found, ids.float() + 1, 0.0)[:, None].expand(-1, 3)
+            assert torch.equal(values, expected)
+
+    insert(torch.arange(n_ids))
+    at_once(lambda: change(0), lambda: change(1), look_up, look_up)
+    check_whole(table)
+
+
+def test_look_ups_of_known_ids_wait_for_nobody():
+    table = HashTable(2, name="t")
+    table.insert(torch.arange(10), torch.ones(10, 2))
+    with table.store.lock:  # as a writer would
+        at_once(lambda: table(torch.arange(10)), lambda: table.lookup(torch.arange(20)))
+
+
+def test_snapshots_beside_several_writers_have_every_id_once():
+    table, stop = HashTable(2, name="t"), []
+
+    def change(seed):
+        for ids in batches(seed, 5000):
+            table(ids)
+            table.erase(ids[::2])
+        stop.append(seed)
+
+    def save():
+        while len(stop) < 2:
+            snapshot = table.store.snapshot("t")
+            ids = snapshot.ids.to_tensor(snapshot.n_rows).numpy()
+            assert len(np.unique(ids)) == snapshot.n_rows
+            snapshot.close()
+
+    at_once(lambda: change(0), lambda: change(1), save)
+    check_whole(table)
