@@ -16,12 +16,9 @@ _ALIGNMENT = 64  # where a part of a storage begins, so that it suits every dtyp
 
 
 class Filler:
-    """Reads tensors, and no bytes that none of them needs.
+    """Reads tensors, and no bytes that none of them needs; of the parts that are taken whole all at once.
 
-    Args:
-        stored: the state.
-        wholes: the parts of its tree that :meth:`whole` will be asked for.
-        map_location: where new tensors go, as ``torch.load`` takes it.
+    New tensors go where ``map_location`` says, as ``torch.load`` takes it.
     """
 
     def __init__(self, stored: StoredState, wholes: Iterable[Any], map_location: Any) -> None:

@@ -25,11 +25,7 @@ _PLAIN = (type(None), int, float, complex, str, bytes, set, torch.Size, torch.dt
 
 
 class StoredState:
-    """A state whose tensors have no values until they are read. Not thread-safe.
-
-    Args:
-        file: open for reading, seekable; the caller closes it.
-        path: what messages call it.
+    """A state whose tensors have no values until they are read from the file. Not thread-safe.
 
     Attributes:
         tree: the state, as ``torch.load(weights_only=True)`` gives it; its tensors are on the device ``meta``.

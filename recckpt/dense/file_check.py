@@ -24,15 +24,7 @@ def check_file(
     index: TensorIndex | None,
     advance: Callable[[int], object],
 ) -> Iterator[CorruptCheckpointError]:
-    """Yield each block that is damaged, or that the file as a whole is.
-
-    Args:
-        files: where the checkpoint lies.
-        directory: of the checkpoint in it.
-        file: as the manifest lists it.
-        index: that lists the tensors in it; None where there is none.
-        advance: counts bytes.
-    """
+    """Yield each damaged block of the tensors that an index lists in a file, or that the file as a whole is damaged."""
     path, is_whole = layout.join(directory, file.name), True
     chunks, block_bytes = (index.chunks, index.block_bytes) if index else ((), 1)
     with files.open(path) as content:

@@ -40,10 +40,6 @@ def check_loadable(content: BinaryIO, path: str) -> None:
     Nothing of the pickle is made or run; its opcodes are only read. So a file that is well-formed and yet cannot be
     loaded, which only somebody who writes it on purpose can make, is not found.
 
-    Args:
-        content: the file, open for reading, seekable; its checksum has been checked.
-        path: what messages call it.
-
     Raises:
         CorruptCheckpointError: it is not such a file.
     """

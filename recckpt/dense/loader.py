@@ -27,12 +27,7 @@ def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, An
 
 
 def loaded(file: BinaryIO, path: str, device: str) -> dict[Any, Any]:
-    """Return the dict in a file of torch.save, without running any code from it.
-
-    Args:
-        file: what was written: its bytes have been checked.
-        path: what messages call it.
-        device: where its tensors go.
+    """Return the dict in a file of torch.save, without running any code from it; messages call it ``path``.
 
     Raises:
         CorruptCheckpointError: no torch file, or one that needs code to run.
@@ -63,13 +58,7 @@ def _reason(error: Exception) -> str:
 def check_indexed(
     state: Mapping[str, Any], tensors: Mapping[str, StoredTensor], names: Iterable[str], path: str
 ) -> None:
-    """Check that ``model.pt`` holds the tensors that the index says, the values that the manifest says, and no others.
-
-    Args:
-        state: what the file holds.
-        tensors: those of the model, by the index.
-        names: of the model's tensors and plain values, by the manifest.
-        path: the file, for messages.
+    """Check that ``model.pt`` holds what the index lists, and of plain values what the manifest names, and no more.
 
     Raises:
         CorruptCheckpointError: it does not; names what differs.

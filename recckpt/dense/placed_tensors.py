@@ -17,12 +17,7 @@ from recckpt.format.dtypes import STORAGES
 
 @dataclass(frozen=True)
 class Record:
-    """The bytes of one or more tensors of one dtype.
-
-    Attributes:
-        number: its place among the records of the file.
-        n_bytes: its size.
-    """
+    """The bytes of one or more tensors of one dtype, by its number among the records of the file."""
 
     number: int
     n_bytes: int
@@ -30,14 +25,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the values of a tensor lie.
-
-    Attributes:
-        dtype: as torch calls it.
-        record: where they are.
-        offset: first item in the record.
-        shape, strides: of the tensor, in items.
-    """
+    """Where in a record the values of a tensor lie; offset and strides count items."""
 
     dtype: str
     record: Record
@@ -47,12 +35,7 @@ class Placed:
 
 
 def pickled(state: Any, placed: Callable[[Any], Placed | None]) -> bytes:
-    """Return the pickle of a state.
-
-    Args:
-        state: containers, plain values, and what stands for tensors.
-        placed: returns where the tensor lies that an object stands for, None for other objects.
-    """
+    """Return the pickle of a state; ``placed`` tells where the tensor lies that an object stands for, if it does."""
     file = io.BytesIO()
     _Pickler(file, placed).dump(state)
     return file.getvalue()

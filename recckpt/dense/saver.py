@@ -19,13 +19,7 @@ _STEP_BYTES = 1 << 20
 
 
 def save_state(state: Mapping[str, Any], storage: NewFiles, directory: str, name: str) -> FileEntry:
-    """Write a dict of portable state and return its entry for the manifest.
-
-    Args:
-        state: name -> tensor or plain data, as :func:`recckpt.dense.portable.portable` returns it.
-        storage: where the checkpoint goes.
-        directory: the checkpoint's directory in it.
-        name: the file.
+    """Write a dict, as :func:`recckpt.dense.portable.portable` returns it, and return its entry for the manifest.
 
     Raises:
         OSError: the storage failed; the file is not there then.
@@ -43,16 +37,9 @@ def save_tensors(
     shard: int,
     shards: int,
 ) -> list[FileEntry]:
-    """Write the model's state, chunks of sharded tensors, and the index of both; return the files.
+    """Write the model's state, the chunks that are this rank's own, and the index of both; return the files.
 
-    Args:
-        state: what goes to ``model.pt``, as :func:`save_state` takes it; None where another rank writes that.
-        own: the chunks that this rank writes.
-        storage: where the checkpoint goes.
-        directory: the checkpoint's directory in it.
-        save_id: of the attempt.
-        shard: which shard this is.
-        shards: of how many.
+    The state goes to ``model.pt``, as :func:`save_state` takes it; it is None where another rank writes that.
 
     Raises:
         OSError: the storage failed.

@@ -27,14 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Read:
-    """A box of a chunk, and where it goes.
-
-    Attributes:
-        chunk: number of the chunk in its tensor.
-        at: where the box begins in the chunk.
-        to: where it begins in what is filled.
-        sizes: of the box.
-    """
+    """A box of the chunk of that number in its tensor: where it begins there, and in what is filled."""
 
     chunk: int
     at: tuple[int, ...]
@@ -44,14 +37,7 @@ class Read:
 
 @dataclass(frozen=True)
 class _Slab:
-    """Some rows of a chunk, whole in all dimensions but the first.
-
-    Attributes:
-        data: the bytes.
-        shape: of the values in them.
-        box: what was asked for of them.
-        place: where that goes in what was asked for.
-    """
+    """Some rows of a chunk as bytes and shape, the box of them that was asked for, and its place in that."""
 
     data: Bytes
     shape: tuple[int, ...]
@@ -61,11 +47,6 @@ class _Slab:
 
 class DenseTensors:
     """Reads the dense tensors of one checkpoint. Not thread-safe.
-
-    Args:
-        files: where it lies.
-        directory: of the checkpoint in it.
-        manifest: of the checkpoint.
 
     Attributes:
         tensors: (of, name) -> tensor.

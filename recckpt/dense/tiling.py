@@ -15,12 +15,7 @@ from recckpt.format.tensor_index import Chunk, TensorIndex
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and the chunks that tile it.
-
-    Attributes:
-        of, name, dtype, shape: as of :class:`~recckpt.format.tensor_index.Chunk`.
-        chunks: each with the index that it is in.
-    """
+    """A tensor and the chunks that tile it, each with the index that it is in."""
 
     of: str
     name: str

@@ -19,27 +19,17 @@ _STEP_BYTES = 4 << 20
 
 
 class Contents(NamedTuple):
-    """What goes into a file.
-
-    Attributes:
-        pickle: the state, in which tensors refer to records by number.
-        records: the bytes of their storages.
-    """
+    """What goes into a file: a pickle in which tensors refer to records by number, and the records."""
 
     pickle: bytes
     records: Iterable[memoryview]
 
 
 def write_archive(to: SinkFile, contents: Contents, proceed: Callable[[], None] = lambda: None) -> list[int]:
-    """Write a file that ``torch.load(weights_only=True)`` reads; the same contents make the same bytes.
+    """Write a file that ``torch.load(weights_only=True)`` reads, and return the first byte of each record.
 
-    Args:
-        to: takes the bytes.
-        contents: of the file.
-        proceed: called before every few megabytes; raises where the work is to be dropped.
-
-    Returns:
-        The first byte of each record, a multiple of 64.
+    The same contents make the same bytes. ``proceed`` is called before every few megabytes, and raises where the work
+    is to be dropped.
     """
     with zipfile.ZipFile(to, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, to, "data.pkl", memoryview(contents.pickle), proceed)

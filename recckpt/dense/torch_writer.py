@@ -22,14 +22,7 @@ from recckpt.storage import SinkFile
 
 @dataclass(frozen=True)
 class Later:
-    """A tensor whose values are read when they are written.
-
-    Attributes:
-        dtype: a key of :data:`~recckpt.format.dtypes.NUMPY_DTYPES`.
-        shape: sizes of the dimensions.
-        same: equal for tensors of the same bytes, which are written once.
-        read: returns the values, contiguous.
-    """
+    """A tensor whose values are read, contiguous, when they are written; once for all that are the same."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,17 +35,11 @@ def write_state(
 ) -> list[Chunk]:
     """Write a dict, and return what the index of dense tensors says of it.
 
-    Args:
-        state: name -> tensor, :class:`Later` or plain value; as :func:`recckpt.dense.portable.portable` returns it.
-        to: where the file goes; of each tensor that comes later one copy is held.
-        advance: counts bytes of tensors.
-
-    Returns:
-        The tensors that have names, in the order of the file.
+    The state is as :func:`recckpt.dense.portable.portable` returns it, and may hold tensors that come :class:`Later`,
+    of which one at a time is in memory. ``advance`` counts bytes of tensors.
 
     Raises:
         OSError: the storage failed.
-        ValueError: a dtype that the format does not know; names the tensor.
     """
     records, checksums = _Records(), []
 
@@ -77,11 +64,7 @@ def _chunk(name: str, placed: Placed, at: int, checksums: tuple[int, ...]) -> Ch
 
 
 class _Records:
-    """The storages of tensors, each once.
-
-    Attributes:
-        reads: return the bytes of each.
-    """
+    """The storages of tensors, each once; ``reads`` give the bytes of each."""
 
     def __init__(self) -> None:
         self.reads: list[Callable[[], memoryview]] = []

@@ -26,19 +26,7 @@ MODEL, EXTRA = "model", "extra"  # part of the format: whose tensor it is
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor that lies in one piece in a file.
-
-    Attributes:
-        of: :data:`MODEL`, or :data:`EXTRA` of the state of a registered object.
-        name: of the tensor.
-        dtype: a key of :data:`~recckpt.format.dtypes.NUMPY_DTYPES`.
-        shape: of the whole tensor.
-        offsets: where the box begins in each dimension.
-        sizes: of the box.
-        file: where its bytes are: ``model.pt``, or the shard's own file of chunks.
-        at: first byte in the file.
-        xxh3: checksums of its blocks.
-    """
+    """A box of a tensor that lies in one piece in a file, from byte ``at`` on; fields as in docs/format.md."""
 
     of: str
     name: str
@@ -58,14 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """What one shard wrote of dense tensors.
-
-    Attributes:
-        save_id: of the attempt.
-        shard, shards: which shard, of how many.
-        block_bytes: size of the blocks of a chunk, but the last.
-        chunks: those of a file in the order of the file.
-    """
+    """What one shard wrote of dense tensors; fields as in docs/format.md."""
 
     save_id: str
     shard: int

@@ -126,3 +126,22 @@ def test_plain_data_that_is_nested_too_deep_is_one_line(recckpt, tmp_path):
     assert "model.pt" in answer.err
     assert "nested too deep" in answer.err
     assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.parametrize("nested", [b"]" * 100_000 + b"a" * 99_999, b")" + b"\x85" * 5000])
+def test_values_that_are_nested_too_deep_are_one_line(recckpt, tmp_path, nested):
+    forge = save_chunked(tmp_path / "runs", [], model={"w": torch.ones(2), "deep": None})
+    path = forge.path("model.pt")
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    assert entries["archive/data.pkl"].endswith(b"Nu.")
+    entries["archive/data.pkl"] = entries["archive/data.pkl"].removesuffix(b"Nu.") + nested + b"u."
+    with zipfile.ZipFile(tmp_path / "forged.pt", "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+        archive.writestr("archive/rest", bytes(4096))  # so that the file has the places of which the index speaks
+    forge.write("model.pt", (tmp_path / "forged.pt").read_bytes())
+    answer = recckpt("consolidate", forge.directory, "--out", tmp_path / "out.pt")
+    assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)
+    assert "ckpt_1/model.pt" in answer.err
+    assert not (tmp_path / "out.pt").exists()
