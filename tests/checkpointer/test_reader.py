@@ -52,7 +52,7 @@ def counted(monkeypatch):
 
     def open_counting(self, name):
         with open_file(self, name) as file:
-            return Counting(file.name)
+            return Counting(os.dup(file.fileno()))
 
     monkeypatch.setattr(LocalStorage, "open", open_counting)
     return counts
