@@ -31,7 +31,7 @@ def ls(args: argparse.Namespace) -> Outcome:
     rows = []
     checkpoints = []
     for checkpoint in listing.committed:
-        is_pinned = checkpoint.manifest.pinned or checkpoint.ckpt_id in pinned
+        is_pinned = checkpoint.ckpt_id in pinned
         marks = _marks(checkpoint, checkpoint.directory in current, checkpoint.directory == newest, is_pinned)
         checkpoints.append(_data(checkpoint, marks))
         rows.append(_row(checkpoint, marks))

@@ -75,7 +75,7 @@ def _data(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[s
         "shards": len(manifest.shards),
         "rows": _rows(manifest),
         "bytes": manifest.n_bytes,
-        "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
+        "flags": {"ephemeral": manifest.ephemeral},
         "writer": dict(manifest.writer),
         "state": dict(manifest.state),
         "tables": [_table_data(table) for table in manifest.tables],
@@ -89,7 +89,7 @@ def _table_data(table: TableEntry) -> dict[str, Any]:
 
 
 def _lines(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> list[str]:
-    flags = [name for name in ("ephemeral", "pinned") if getattr(manifest, name)]
+    flags = ["ephemeral"] if manifest.ephemeral else []
     tables = [
         (escaped(t.name), count(t.rows), size(t.rows * t.row_bytes), ", ".join(map(_slot, t.slots)))
         for t in manifest.tables

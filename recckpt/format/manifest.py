@@ -88,7 +88,6 @@ class Manifest:
     state: Mapping[str, Scalar] = field(default_factory=dict)
     writer: Mapping[str, str] = field(default_factory=dict)
     ephemeral: bool = False
-    pinned: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -187,7 +186,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             group: list(names) for group, names in asdict(manifest.names).items() if names or group != "extra_of_ranks"
         },
         "state": dict(manifest.state),
-        "flags": {"ephemeral": manifest.ephemeral, "pinned": manifest.pinned},
+        "flags": {"ephemeral": manifest.ephemeral},
         "writer": dict(manifest.writer),
     }
 
@@ -223,7 +222,6 @@ def _from_fields(fields: Fields) -> Manifest:
         state=fields.scalars("state"),
         writer={name: str(version) for name, version in fields.scalars("writer").items()},
         ephemeral=flags.flag("ephemeral"),
-        pinned=flags.flag("pinned"),
     )
     _check_consistent(manifest, fields)
     return manifest

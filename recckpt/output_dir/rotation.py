@@ -40,9 +40,8 @@ def expired(
 
     def stays(checkpoint: Checkpoint) -> bool:
         record = checkpoint.manifest
-        is_pinned = record.pinned or record.ckpt_id in pinned
         is_newest = checkpoint is current[-1] or checkpoint in of_steps[-1:]
-        return is_newest or is_pinned or (record.ckpt_id in wanted and not record.ephemeral)
+        return is_newest or record.ckpt_id in pinned or (record.ckpt_id in wanted and not record.ephemeral)
 
     kept = {checkpoint.directory for checkpoint in current if stays(checkpoint)}
     return [checkpoint for checkpoint in listing.committed if checkpoint.directory not in kept]

@@ -1,6 +1,7 @@
 from builders import Run
 from forge import Forge, filled, save_tables
 
+from recckpt.output_dir.pins import pin
 from recckpt.storage import open_storage
 
 
@@ -71,11 +72,12 @@ def test_directories_without_a_manifest_are_leftovers_if_recckpt_wrote_them(recc
 
 
 def test_superseded_and_flagged_checkpoints_are_marked_and_their_directory_is_named(recckpt, tmp_path):
-    storage = saved(tmp_path, 10, pinned=True)
+    storage = saved(tmp_path, 10)
+    pin(storage, "ckpt_10")
     save_tables(storage, [filled("item", [1])], ckpt_id="ckpt_10", overwrite=True, ephemeral=True)
     answer = recckpt("ls", tmp_path)
     assert "superseded, pinned" in answer.out.splitlines()[1]
-    assert "newest, ephemeral, in ckpt_10.1/" in answer.out.splitlines()[2]
+    assert "newest, pinned, ephemeral, in ckpt_10.1/" in answer.out.splitlines()[2]
 
 
 def test_where_nothing_was_saved_nothing_is_found(recckpt, tmp_path):

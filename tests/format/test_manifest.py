@@ -39,7 +39,6 @@ def example() -> Manifest:
         state={"loss": 0.25, "epoch": 3, "name": "ü", "done": True, "best": None},
         writer={"recckpt": "0.1.0"},
         ephemeral=True,
-        pinned=True,
     )
 
 
@@ -104,7 +103,7 @@ def test_names_that_are_not_there_or_of_another_type_are_corrupt(names):
 
 
 def test_fields_that_nobody_knows_are_ignored():
-    assert decode(edited(future=[1, {"a": 2}], flags={"ephemeral": True, "pinned": True, "x": 1}), PATH) == example()
+    assert decode(edited(future=[1, {"a": 2}], flags={"ephemeral": True, "x": 1}), PATH) == example()
 
 
 def test_a_flipped_bit_is_found_wherever_it_is():
@@ -187,8 +186,8 @@ def shard(**changes):
         ({"step": -5}, "step"),
         ({"step": 1.5}, "step"),
         ({"state": {"a": [1]}}, "state.a"),
-        ({"flags": {"pinned": True}}, "flags.ephemeral"),
-        ({"flags": {"pinned": 1, "ephemeral": False}}, "flags.pinned"),
+        ({"flags": {"x": True}}, "flags.ephemeral"),
+        ({"flags": {"ephemeral": 1}}, "flags.ephemeral"),
         (table(rows=-1), "tables[0].rows"),
         (table(rows=10**18), "tables[0].rows"),
         (table(rows=1.0), "tables[0].rows"),

@@ -13,12 +13,9 @@ from recckpt.policies.keep import All, Best, EveryNth, KeptByAny, Newest, Younge
 NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=timezone.utc)
 
 
-def listing_of(*ids: str, pinned: tuple[int, ...] = (), ephemeral: tuple[int, ...] = ()) -> Listing:
-    """A listing of ids in order of commit; ``pinned`` and ``ephemeral`` are positions."""
-    manifests = [
-        Manifest(ckpt_id, "", n, "", (), (), (), pinned=n in pinned, ephemeral=n in ephemeral)
-        for n, ckpt_id in enumerate(ids)
-    ]
+def listing_of(*ids: str, ephemeral: tuple[int, ...] = ()) -> Listing:
+    """A listing of ids in order of commit; ``ephemeral`` are positions."""
+    manifests = [Manifest(ckpt_id, "", n, "", (), (), (), ephemeral=n in ephemeral) for n, ckpt_id in enumerate(ids)]
     return listing_with(manifests)
 
 
@@ -63,7 +60,7 @@ def stays(manifests: list[Manifest], number: int, keep, pinned) -> bool:
     record = manifests[number]
     if any(later.ckpt_id == record.ckpt_id for later in manifests[number + 1 :]):
         return False
-    if number == len(manifests) - 1 or record.pinned or record.ckpt_id in pinned:
+    if number == len(manifests) - 1 or record.ckpt_id in pinned:
         return True
     if record.ephemeral:
         return False
@@ -85,7 +82,6 @@ MANIFESTS = st.lists(
         step=st.none() | st.integers(0, 6),
         state=st.fixed_dictionaries({}, optional={"auc": st.integers(0, 3) | st.sampled_from(["nan", None, True])}),
         ephemeral=st.sampled_from([False, False, True]),
-        pinned=st.sampled_from([False, False, False, False, True]),
     ),
     max_size=10,
 )
@@ -120,9 +116,9 @@ def test_what_is_superseded_expires_whatever_is_kept():
 
 
 def test_what_is_pinned_stays_beside_what_the_policy_keeps():
-    assert expired(listing_of("a", "b", "c", "d", pinned=(0,)), 2) == ["1"]
-    assert expired(listing_of("a", "b", pinned=(0, 1)), 1) == []
-    assert expired(listing_of("a", "a", pinned=(0,)), 1) == ["0"]
+    assert expired(listing_of("a", "b", "c", "d"), 2, pinned={"a"}) == ["1"]
+    assert expired(listing_of("a", "b"), 1, pinned={"a", "b"}) == []
+    assert expired(listing_of("a", "a"), 1, pinned={"a"}) == ["0"]
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=9), st.integers(1, 4))
@@ -135,7 +131,7 @@ def test_the_newest_is_never_a_victim_and_no_more_than_max_keep_stay(ids, max_ke
 def test_the_newest_stays_where_the_policy_wants_none():
     assert expired(listing_of("a", "b", "c"), Nothing()) == ["0", "1"]
     assert expired(listing_of("a"), Nothing()) == []
-    assert expired(listing_of("a", "b", "c", pinned=(0,)), Nothing()) == ["1"]
+    assert expired(listing_of("a", "b", "c"), Nothing(), pinned={"a"}) == ["1"]
     assert expired(listing_of("a", "b", "c"), Nothing(), pinned={"b"}) == ["0"]
 
 
@@ -160,9 +156,9 @@ def test_a_pinned_ephemeral_checkpoint_stays_and_no_policy_sees_it():
             seen.extend(checkpoint.ckpt_id for checkpoint in checkpoints)
             return {"c"}  # which is ephemeral
 
-    listing = listing_of("a", "b", "c", "d", pinned=(1,), ephemeral=(1, 2))
-    assert expired(listing, Watching()) == ["0", "2"]
-    assert expired(listing, Nothing(), pinned={"c"}) == ["0"]
+    listing = listing_of("a", "b", "c", "d", ephemeral=(1, 2))
+    assert expired(listing, Watching(), pinned={"b"}) == ["0", "2"]
+    assert expired(listing, Nothing(), pinned={"b", "c"}) == ["0"]
     assert seen == ["a", "d"]
 
 
