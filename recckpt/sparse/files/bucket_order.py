@@ -66,6 +66,14 @@ class BucketOrder:
         first, last = np.searchsorted(starts, [begin, end - 1], side="right") - 1
         return int(first), int(last) + 1
 
+    def bucket_begin(self, position: int) -> int:
+        """Return the position of the first row of the bucket that a position lies in."""
+        bucket, _ = self.bucket_range(position, position + 1)
+        if self._is_small:
+            ids = self._ids.gather(self._all_rows().astype(np.int64)).numpy()
+            return int(np.searchsorted(bucket_of(ids), bucket))
+        return int(self._bucket_starts()[bucket])
+
     def _bucket_starts(self) -> npt.NDArray[np.int64]:
         with self._lock:
             if self._starts is None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.errors import StateMismatchError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.parallel.threads import run_all
@@ -18,6 +19,7 @@ from recckpt.sparse.files.bucket_order import BucketOrder
 from recckpt.sparse.files.part_plan import BATCH_BYTES, Chunk, PartPlan, plan_parts
 from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.files.table_rows import TableSource
+from recckpt.sparse.table.repeats import RepeatFinder
 from recckpt.storage import NewFiles
 
 ORDER_BYTES = 128 << 20  # all writers together
@@ -66,6 +68,7 @@ class SparseSaver:
             advance: called with the bytes of each batch once it is written; from several threads.
 
         Raises:
+            StateMismatchError: a table has an id twice.
             OSError: the storage failed; other files of the shard may be there, without a catalog.
         """
         sizes = [(source.n_rows, source.slots) for source in sources]
@@ -79,8 +82,11 @@ class SparseSaver:
                 writer = PartWriter(sink, file, [sources[chunk.table].name for chunk in plan.chunks], plan.slots)
                 for chunk in plan.chunks:
                     source, order = sources[chunk.table], orders[chunk.table]
+                    repeats = _repeats_before(chunk, source, order)
                     for rows, buckets in self._batches(chunk, order, plan.row_bytes):
-                        writer.write(source.name, buckets, _gather(source, rows, buffer))
+                        columns = _gather(source, rows, buffer)
+                        _check_ids(source, columns[0].values.view(np.int64), repeats)
+                        writer.write(source.name, buckets, columns)
                         advance(len(rows) * plan.row_bytes)
                 return writer.finish()
 
@@ -111,6 +117,26 @@ class SparseSaver:
         finally:
             with self._lock:
                 self._buffers.append(buffer)
+
+
+def _repeats_before(chunk: Chunk, source: TableSource, order: BucketOrder) -> RepeatFinder:
+    """Return what looks for ids twice in a chunk; it knows those of its first bucket that are in the chunk before."""
+    repeats = RepeatFinder()
+    begin = order.bucket_begin(chunk.begin) if chunk.begin < chunk.end else chunk.begin
+    if begin < chunk.begin:
+        _check_ids(source, source.ids.gather(order.rows(begin, chunk.begin).astype(np.int64)).numpy(), repeats)
+    return repeats
+
+
+def _check_ids(source: TableSource, ids: npt.NDArray[np.int64], repeats: RepeatFinder) -> None:
+    """Raise StateMismatchError where an id comes twice: nothing could load what is written then."""
+    id_ = repeats.find(ids)
+    if id_ is not None:
+        raise StateMismatchError(
+            f"table {source.name!r}",
+            mismatched={"id": (f"{id_} more than once", "every id once")},
+            remedy="nothing was saved; restore the last checkpoint, since the rows of the table are not what they were",
+        )
 
 
 def _gather(source: TableSource, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]) -> list[ColumnBytes]:
