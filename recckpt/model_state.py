@@ -15,7 +15,7 @@ from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.dense.zero_optimizer import ZeroOptimizer, is_zero
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.load import load as loading
-from recckpt.load.conf import parse_load_conf
+from recckpt.load.conf import Bank, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
 from recckpt.load.live_state import Target
 from recckpt.load.problems import Problems
@@ -73,8 +73,11 @@ class ModelState(OneProcess):
                 of rank 0 is saved, for all. A ``ZeroRedundancyOptimizer`` is saved by all ranks, for any number.
 
         Raises:
-            ValueError: the name is taken, or the value could not be loaded back.
+            ValueError: the name is taken, or the value could not be loaded back, or a dense optimizer is to have an
+                ``@`` in its name.
         """
+        if "@" in name and isinstance(self._named(obj), NamedOptimizer):
+            raise ValueError(f"register_for_checkpointing: a dense optimizer has no '@' in its name, found {name!r}")
         with self._turn():
             self._extra.add(name, obj, per_rank=per_rank)
 
@@ -146,12 +149,13 @@ class ModelState(OneProcess):
             return until_whole(find, lambda source: self.load_sources([source], shard_id=shard_id))
 
     def load_by_config(
-        self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int | None = None
+        self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None
     ) -> LoadReport:
         """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
 
         Args:
-            bank: a list of entries, or one entry; see docs/warm-start.md.
+            bank: a list of entries, or one entry, or the path of one; see docs/warm-start.md.
+            conf: the rest of the entry, where ``bank`` is a path.
             shard_id: number of this rank; None as in :meth:`load`.
 
         Raises:
@@ -161,20 +165,20 @@ class ModelState(OneProcess):
             CorruptCheckpointError: a file is damaged.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`load`.
         """
-        entries = [bank] if isinstance(bank, Mapping) else bank
+        entries = as_bank(bank, conf)
         with self._turn():
             return until_whole(
                 lambda: located_bank(entries),
                 lambda found: self.load_sources(found[0], shard_id=shard_id, problems=found[1]),
             )
 
-    def plan(self, bank: Mapping[str, Any] | Sequence[Mapping[str, Any]], shard_id: int | None = None) -> LoadPlan:
+    def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
         """Say what :meth:`load_by_config` would do; reads no rows and changes nothing.
 
         Raises:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
-        entries = [bank] if isinstance(bank, Mapping) else bank
+        entries = as_bank(bank, conf)
         with self._turn():
             return until_whole(
                 lambda: located_bank(entries), lambda found: loading.plan(self.target(shard_id), found[0], found[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
@@ -103,6 +103,11 @@ def check_table_name(name: Any) -> str:
             f"a table name has at most {MAX_TABLE_NAME_BYTES} bytes of UTF-8, found {size}: {name[:40]!r}..."
         )
     return name
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Say whether a value of a configuration is a list of whatever kind; a string is not."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def positive_int(name: str, value: Any) -> int:

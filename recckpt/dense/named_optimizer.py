@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -109,6 +109,51 @@ class NamedOptimizer:
         for names, group in zip(self._group_names(), self.optimizer.param_groups, strict=True):
             yield from zip(names, group["params"], strict=True)
 
+    @property
+    def goes_by_name(self) -> bool:
+        """Whether its state is of torch's form, so that each parameter's can come from another place."""
+        try:
+            return is_named(self.state_dict())
+        except ValueError:  # ZeRO before its first step, which a save and a load refuse
+            return False
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its parameters, on all ranks."""
+        return [name for name, _ in self._flat()]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Its parameters by name: of those that are spread over ranks, the ones that this rank has the state of."""
+        return {name: parameter for name, parameter in self._flat() if self._is_own(parameter)}
+
+    def like(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return live values that lie as those of a parameter's saved state are to lie.
+
+        What a parameter has no live state for is taken to be like the parameter itself, as moments are.
+        """
+        parameter = self.parameters[name]
+        own = self.optimizer.state.get(parameter, {})
+        return {key: own.get(key, parameter) for key in values}
+
+    def composed(
+        self, states: Mapping[str, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]] | None
+    ) -> dict[str, Any]:
+        """Return the state dict with the state of some parameters replaced.
+
+        Args:
+            states: parameter -> its state, empty where it starts fresh.
+            settings: saved groups whose settings are taken over, under the names here; None where they stay.
+        """
+        live = self.state_dict()
+        state = dict(live["state"])
+        for group in live["param_groups"]:
+            group.update(_settings_for(group[NAMES], settings or []))
+            for index, name in zip(group["params"], group[NAMES], strict=True):
+                if name in states:
+                    state[index] = states[name]
+        return {**live, "state": {index: values for index, values in state.items() if values}}
+
     def _group_names(self) -> list[list[str]]:
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         return [
@@ -117,10 +162,16 @@ class NamedOptimizer:
         ]
 
 
-def is_named(state: Mapping[str, Any]) -> bool:
-    """Say whether a saved state has the names of its parameters."""
-    groups = state.get("param_groups", ())
-    return len(groups) > 0 and all(NAMES in group and SHAPES in group for group in groups)
+def is_named(saved: Any) -> bool:
+    """Say whether a saved state tells the names of the parameters, as that of a :class:`NamedOptimizer` does."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return False
+    groups = saved.get("param_groups")
+    return (
+        isinstance(groups, list)
+        and len(groups) > 0
+        and all(isinstance(group, Mapping) and _has_names(group) for group in groups)
+    )
 
 
 def names_by_index(state: Mapping[str, Any]) -> dict[Any, tuple[str, tuple[int, ...]]]:
@@ -138,7 +189,23 @@ def _is_torchs(state: Mapping[str, Any]) -> bool:
     return isinstance(groups, list) and all(type(index) is int for group in groups for index in group["params"])
 
 
-def _settings_for(names: list[str], saved_groups: list[dict[str, Any]]) -> dict[str, Any]:
+def states_by_name(saved: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Mapping[str, Any]]]:
+    """Return parameter -> (its shape, its state) of a saved state with names."""
+    return {name: (shape, saved["state"].get(index, {})) for index, (name, shape) in names_by_index(saved).items()}
+
+
+def state_names(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``parameter@optimizer`` of all dense optimizers among the states of registered objects."""
+    named = {name: states_by_name(state) for name, state in extra.items() if is_named(state)}
+    return tuple(f"{parameter}@{name}" for name, states in named.items() for parameter in states)
+
+
+def _has_names(group: Mapping[str, Any]) -> bool:
+    lists = [group.get(key) for key in (NAMES, SHAPES, "params")]
+    return all(isinstance(found, list) for found in lists) and len({len(found) for found in lists if found}) <= 1
+
+
+def _settings_for(names: list[str], saved_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of the saved group that shares most names, or nothing where none does."""
     best = max(saved_groups, key=lambda group: len(set(names) & set(group[NAMES])), default=None)
     if best is None or not set(names) & set(best[NAMES]):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,18 +29,6 @@ _A_GENERATOR = (
     "{'state': generator.get_state()} and whose load_state_dict(state) calls generator.set_state(state['state']); "
     "torch's global generators are saved anyway"
 )
-
-
-class Loading(NamedTuple):
-    """A load of registered objects that is under way.
-
-    Attributes:
-        fresh: parameters of optimizers for which there was no state.
-        give_rest: gives their states to the objects that cannot go back to what they had.
-    """
-
-    fresh: list[str]
-    give_rest: Callable[[], None]
 
 
 class Registry:
@@ -166,15 +154,22 @@ class Registry:
             if isinstance(obj, NamedOptimizer):
                 return obj.beside(saved)
             return saved, self._state(obj) if isinstance(obj, nn.Module) or self._pair(obj) is None else None
-        except Exception:  # a state of another kind, which the object refuses when it gets it
+        except Exception:  # it has none yet
             return saved, None
 
+    @property
+    def optimizers(self) -> dict[str, NamedOptimizer]:
+        """The dense optimizers among the objects whose state goes by the names of parameters."""
+        adapted = {name: self._adapter(obj) for name, obj in self._objects.items()}
+        return {name: obj for name, obj in adapted.items() if isinstance(obj, NamedOptimizer) and obj.goes_by_name}
+
     @contextmanager
-    def loaded(self, states: Mapping[str, Any]) -> Iterator[Loading]:
+    def loaded(self, states: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
         """Load the states, and keep those of names that nobody registered.
 
         Optimizers and schedulers get theirs at once, and get back what they had where a state is refused or the block
-        fails. The block gives other objects theirs when it has little left that can fail: they cannot go back. Plain
+        fails. The block calls what it gets here when it has little left that can fail: that gives all other
+        objects theirs, which cannot go back. Plain
         values get theirs once the block is over.
 
         Raises:
@@ -186,29 +181,26 @@ class Registry:
         self._check_plain({name: states[name] for name in plain})
         undos = {name: _undo_of(obj) for name, obj in own.items() if name not in plain}
         with ExitStack() as undone_on_error:
-            fresh: list[str] = []
             for name, undo in undos.items():
                 if undo is not None:
                     undone_on_error.callback(undo)
-                    fresh += self._give(name, own[name], states[name])
+                    self._give(name, own[name], states[name])
 
             def give_rest() -> None:
                 for name in (name for name, undo in undos.items() if undo is None):
-                    fresh.extend(self._give(name, own[name], states[name]))
+                    self._give(name, own[name], states[name])
                     undone_on_error.callback(self._log_kept, name)
 
-            yield Loading(fresh, give_rest)
+            yield give_rest
             undone_on_error.pop_all()
         for name in plain:
             self._fill(name, states[name])
 
-    def _give(self, name: str, obj: Any, state: Any) -> list[str]:
-        """Load one state and return the parameters of an optimizer that started fresh."""
+    def _give(self, name: str, obj: Any, state: Any) -> None:
         pair = self._pair(obj)
         assert pair is not None
         with _refusals_named(name, obj, pair[1]):
             getattr(obj, pair[1])(state)
-        return [f"{name}: {fresh}" for fresh in obj.fresh] if isinstance(obj, NamedOptimizer) else []
 
     def _check_plain(self, states: Mapping[str, Any]) -> None:
         misfits = {name: misfit(self._objects[name], state) for name, state in states.items()}

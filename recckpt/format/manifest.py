@@ -56,19 +56,13 @@ class TableEntry:
 
 @dataclass(frozen=True)
 class Names:
-    """What a checkpoint has state of, beside its tables.
+    """What a checkpoint has state of, beside its tables."""
 
-    Attributes:
-        dense: the model's tensors, and its plain values in ``model.pt``.
-        extra: registered objects.
-        io_state: datasets, on any rank.
-        extra_of_ranks: registered objects of which each rank has a state of its own.
-    """
-
-    dense: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-    io_state: tuple[str, ...] = ()
-    extra_of_ranks: tuple[str, ...] = ()
+    dense: tuple[str, ...] = ()  # the model's tensors, and its plain values in model.pt
+    extra: tuple[str, ...] = ()  # registered objects
+    io_state: tuple[str, ...] = ()  # datasets, on any rank
+    extra_of_ranks: tuple[str, ...] = ()  # registered objects of which each rank has a state of its own
+    dense_opt: tuple[str, ...] = ()  # parameter@name of the dense optimizers among the registered objects
 
 
 @dataclass(frozen=True)
@@ -228,7 +222,7 @@ def _from_fields(fields: Fields) -> Manifest:
 
 
 def _names(fields: Fields) -> Names:
-    groups = ("dense", "extra", "io_state", *(["extra_of_ranks"] if fields.has("extra_of_ranks") else []))
+    groups = ["dense", "extra", "io_state", *(group for group in ("extra_of_ranks", "dense_opt") if fields.has(group))]
     names = {group: tuple(fields.texts(group)) for group in groups}
     for group, listed in names.items():
         if (twice := first_repeat(listed)) is not None:

@@ -12,8 +12,9 @@ from recckpt.load.renames import Renames, parse_renames
 from recckpt.load.selection import GLOBAL_STEP, ID, Name, Pattern, slot_name
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.text import nearest
-from recckpt.types import EMBEDDING
+from recckpt.types import EMBEDDING, is_list
 
+Bank = str | PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 ACTIONS = ("error", "skip", "cast", "resize")
 
 
@@ -54,17 +55,26 @@ class Entry:
     def wants(self, name: Name) -> bool:
         """Say whether the entry asks for ``name``.
 
-        Ids come along with the embeddings, and the step with the own run. The step and the positions of another run
-        are only taken where they are named.
+        Ids come along with the embeddings, the state of a dense optimizer with its parameters, and the step with the
+        own run. The step, the positions and the settings of optimizers of another run are only taken where they are
+        named.
         """
-        if (self.only is not None and name not in self.only) or any(p.matches(name) for p in self.exclude):
+        if (self.only is not None and name not in self.only) or self._excludes(name):
             return False
+        if name.parameter:
+            optimizer = Name("dense_opt", name.text.rpartition("@")[2])
+            return self.wants(Name("dense", name.parameter)) and not self._excludes(optimizer)
         if name.group == GLOBAL_STEP:
             return self.is_own or Pattern(GLOBAL_STEP) in self.load
-        if name.group == "io_state" and not self.is_own:
+        if name.is_settings and not self.is_own:
+            return Pattern(name.text) in self.load
+        if name.is_position and not self.is_own:
             return any(pattern.matches(name) and not pattern.is_everything for pattern in self.load)
         names = (name, slot_name(name.table, EMBEDDING)) if name.slot == ID else (name,)
         return any(pattern.matches(asked) for pattern in self.load for asked in names)
+
+    def _excludes(self, name: Name) -> bool:
+        return any(pattern.matches(name) for pattern in self.exclude)
 
     @property
     def strict_groups(self) -> frozenset[str]:
@@ -94,9 +104,24 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
     return entry or Entry(load=(), is_own=own)  # it says "skip"
 
 
+def as_bank(bank: Bank, conf: Mapping[str, Any] | None = None) -> Sequence[Mapping[str, Any]]:
+    """Return the entries of a bank that may be given as one entry, or as a path and the rest of its entry.
+
+    Raises:
+        LoadConfError: the rest of an entry is not a dict, or there is no path that it belongs to.
+    """
+    if isinstance(bank, str | PathLike):
+        if not isinstance(conf, Mapping | None):
+            raise LoadConfError([f"conf: found {type(conf).__name__}, expected a dict"])
+        return [{**(conf or {}), "path": bank}]
+    if conf is not None:
+        raise LoadConfError([f"conf: found {conf!r} beside a whole bank; it belongs to a path"])
+    return [bank] if isinstance(bank, Mapping) else bank
+
+
 def parse_bank(bank: Sequence[Mapping[str, Any]], problems: list[str]) -> list[Entry]:
     """Return the entries of a bank that are not skipped, in order; what is wrong with them is added to ``problems``."""
-    if not isinstance(bank, Sequence) or isinstance(bank, str):
+    if not is_list(bank):
         problems.append(f"bank: found {type(bank).__name__}, expected a list of dicts")
         return []
     entries = [_parse(f"bank[{i}]", conf, problems, with_path=True, own=False) for i, conf in enumerate(bank)]
@@ -137,7 +162,7 @@ def _flag(value: Any) -> bool:
 
 
 def _patterns(value: Any) -> tuple[Pattern, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) and name for name in value):
+    if not is_list(value) or not all(isinstance(name, str) and name for name in value):
         raise ValueError(f"found {value!r}, expected a list of names, such as ['sparse', 'tower.*']")
     return tuple(Pattern(name) for name in value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from recckpt.dense.sharded import is_sharded, may_be_sharded
 from recckpt.dense.sharded_loader import as_live, fitted, has_stand_ins
 from recckpt.dense.tiling import StoredTensor
 from recckpt.format import layout
+from recckpt.load.dense_optimizers import dense_optimizer_states
 from recckpt.load.live_state import Target
+from recckpt.load.matching import Planned
 from recckpt.load.optimizer_scalars import merged_optimizer_state
-from recckpt.load.resolve import Planned
 from recckpt.load.source import Source
 
 log = logging.getLogger("recckpt")
@@ -65,7 +66,11 @@ def read_other_state(
     """
     return OtherState(
         dense=_dense_state(by_source, sources, live),
-        extra=_unclaimed_extra(target, sources) | _extra_state(target, by_source, sources),
+        extra={
+            **_unclaimed_extra(target, sources),
+            **_extra_state(target, by_source, sources),
+            **dense_optimizer_states(target, live, items, sources),
+        },
         io_state=_io_state(target, by_source, sources),
         sparse_optim=merged_optimizer_state(target.sparse_optim, items, sources),
         generators=_generators(target, sources) if rng else {},
@@ -123,7 +128,7 @@ def _saved_extra(target: Target, item: Planned, source: Source) -> Any:
     if item.source not in source.extras_of_ranks:
         return source.value(layout.EXTRA, item.source)
     if not target.extra.gathers(item.name.text):
-        return _own_state(source, layout.extra_of, item.source, target.shard)
+        return source.own_state(layout.extra_of, item.source, target.shard)
     order = sorted(range(source.shards), key=lambda shard: shard != target.shard)  # there it all is, most often
     files = (source.read_once(layout.extra_of(shard)) for shard in order)
     return target.extra.gathered(item.name.text, (file[item.source] for file in files if item.source in file))
@@ -138,7 +143,7 @@ def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any
             if name not in source.extras_of_ranks:
                 found[name] = source.value(layout.EXTRA, name)
             elif source.shards in (1, target.shards):
-                found[name] = _own_state(source, layout.extra_of, name, target.shard)
+                found[name] = source.own_state(layout.extra_of, name, target.shard)
     return found
 
 
@@ -148,25 +153,12 @@ def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: S
         for item in (item for item in items if item.name.group == "io_state"):
             name = item.name.text
             if source.shards == target.shards:
-                states[name] = _own_state(source, layout.io_state, item.source, target.shard)
+                states[name] = source.own_state(layout.io_state, item.source, target.shard)
             else:
                 files = [source.state(layout.io_state(shard)) for shard in range(source.shards)]
                 of_all = [found[item.source] for found in files if item.source in found]
                 states[name] = target.io_state.merged(name, of_all, target.shard, target.shards)
     return states
-
-
-def _own_state(source: Source, file_of: Callable[[int], str], name: str, shard: int) -> Any:
-    """Return the state of this rank; where it had none, that of rank 0, or of the first that had one."""
-    own = source.state(file_of(shard))
-    if name in own:
-        return own[name]
-    for other in range(source.shards):
-        found = source.state(file_of(other))
-        if name in found:
-            log.warning("%s: rank %d had no state of %r, it takes that of rank %d", source.label, shard, name, other)
-            return found[name]
-    return source.value(file_of(shard), name)  # an error: the manifest says that a rank has one
 
 
 def _generators(target: Target, sources: Sequence[Source]) -> Mapping[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.resolve import PLAIN, Inventory, Thing
-from recckpt.load.selection import GLOBAL_STEP, GROUPS, ID, Name, slot_name
+from recckpt.load.matching import PLAIN, Inventory, Thing
+from recckpt.load.selection import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.storage.base import Files
 from recckpt.text import escaped
@@ -43,7 +43,7 @@ def checkpoint_inventory(
     dense |= {name: Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes) for name, tensor in found.items()}
     here = names_here(dense, model_dense)
     things |= {Name("dense", here[name]): thing for name, thing in dense.items()}
-    things |= dict.fromkeys(registered_names(checkpoint), Thing(PLAIN))
+    things |= _registered(checkpoint, here)
     if manifest.step is not None:
         things[Name(GLOBAL_STEP, GLOBAL_STEP)] = Thing(PLAIN)
     return things
@@ -55,6 +55,16 @@ def registered_names(checkpoint: Checkpoint) -> list[Name]:
     extra = [Name("sparse_opt" if name == SPARSE_OPTIM else "extra", name) for name in names.extra]
     extra += [Name("extra", name) for name in names.extra_of_ranks]
     return [*extra, *(Name("io_state", name) for name in names.io_state)]
+
+
+def _registered(checkpoint: Checkpoint, here: Mapping[str, str]) -> dict[Name, Thing]:
+    """Return the registered objects; of dense optimizers their parameters, under the names that the model has."""
+    states = [text.rpartition("@") for text in checkpoint.manifest.names.dense_opt]
+    optimizers = {name for _, _, name in states}
+    names = [state_name(here.get(parameter, parameter), name) for parameter, _, name in states]
+    for found in registered_names(checkpoint):
+        names.append(Name("dense_opt", found.text) if found.group == "extra" and found.text in optimizers else found)
+    return dict.fromkeys(names, Thing(PLAIN))
 
 
 def names_here(found: Iterable[str], model: Iterable[str]) -> dict[str, str]:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from recckpt.dense.registered import Registry
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.resolve import PLAIN, Inventory, Thing
-from recckpt.load.selection import GLOBAL_STEP, ID, Name, slot_name
+from recckpt.load.matching import PLAIN, Inventory, Thing
+from recckpt.load.selection import GLOBAL_STEP, ID, Name, slot_name, state_name
 from recckpt.load.source import Needs
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.split import state_of
@@ -56,7 +56,10 @@ class Target:
             for slot in source_of(table).slots:
                 things[slot_name(table.name, slot.name)] = Thing(slot.dtype, slot.shape)
         things |= {Name("dense", name): _thing(value) for name, value in dense.items()}
-        things |= {Name("extra", name): Thing(PLAIN) for name in self.extra}
+        optimizers = self.extra.optimizers
+        things |= {Name("dense_opt" if name in optimizers else "extra", name): Thing(PLAIN) for name in self.extra}
+        for name, optimizer in optimizers.items():
+            things |= {state_name(parameter, name): Thing(PLAIN) for parameter in optimizer.names}
         things |= {Name("io_state", name): Thing(PLAIN) for name in self.io_state}
         if self.sparse_optim is not None:
             things[Name("sparse_opt", SPARSE_OPTIM)] = Thing(PLAIN)

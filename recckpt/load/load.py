@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from recckpt.dense.generators import load_rng
 from recckpt.load.dense_and_registered import OtherState, read_other_state
 from recckpt.load.live_state import Target
+from recckpt.load.matching import Planned
 from recckpt.load.model_bank import plan_load
 from recckpt.load.optimizer_scalars import optimizer_loaded
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.resolve import Planned
 from recckpt.load.selection import GLOBAL_STEP, ID, Name
 from recckpt.load.source import Source, open_files
 from recckpt.sparse.files.loader import CheckpointLoad, Loaded, load_tables
@@ -39,7 +39,7 @@ def plan(target: Target, sources: Sequence[Source], problems: Problems | None = 
 
     def check(items: Sequence[Planned], found: Problems) -> None:
         _check_shards(target, sources, items, found)
-        _check_foreign(target, items, found)
+        _check_foreign(target, sources, items, found)
 
     return plan_load(target.inventory(), sources, problems, check)
 
@@ -77,7 +77,7 @@ def load(
         by_source = [[item for item in planned.items if item.offer == number] for number in range(len(sources))]
         tables, live = target.state()
         other = read_other_state(target, live, planned.items, by_source, sources, rng=rng)
-        loaded, fresh = _apply(target, tables, other, by_source, sources, concurrency=concurrency)
+        loaded = _apply(target, tables, other, by_source, sources, concurrency=concurrency)
     report = LoadReport(
         planned.items,
         planned.sources,
@@ -85,7 +85,6 @@ def load(
         rows_taken=loaded.rows_taken,
         rows_filtered=loaded.rows_filtered,
         bytes_read=loaded.bytes_read + sum(source.bytes_read for source in sources),
-        fresh_parameters=tuple(fresh),
         seconds=time.perf_counter() - begin,
         global_step=_global_step(by_source, sources),
     )
@@ -102,18 +101,18 @@ def _apply(
     sources: Sequence[Source],
     *,
     concurrency: int,
-) -> tuple[Loaded, Sequence[str]]:
-    """Change the live state; return what was loaded into tables, and the parameters that start afresh."""
+) -> Loaded:
+    """Change the live state; return what was loaded into tables."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(optimizer_loaded(target.sparse_optim, other.sparse_optim))
         registries = ((target.extra, other.extra), (target.io_state, other.io_state))
-        loadings = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
-        loaded = _fill_tables(by_source, sources, tables, concurrency, lambda: [each.give_rest() for each in loadings])
+        rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
+        loaded = _fill_tables(by_source, sources, tables, concurrency, lambda: [give_rest() for give_rest in rests])
         if other.dense:
             load_dense(target.model, other.dense)
     if other.generators:
         load_rng(other.generators)
-    return loaded, [fresh for each in loadings for fresh in each.fresh]
+    return loaded
 
 
 def _fill_tables(
@@ -167,24 +166,25 @@ def _check_shards(target: Target, sources: Sequence[Source], items: Iterable[Pla
                     f"{target.shards}: give the object merge_io_state(states, index, count), or leave it out with "
                     "'exclude': ['io_state']"
                 )
-                problems.mismatched[f"io state {item.name.text}"] = (found, expected)
-        if item.name.group == "extra" and item.offer is not None:
+                problems.misfit(source.entry, f"io state {item.name.text}", found, expected)
+        if item.name.group in ("extra", "dense_opt") and item.offer is not None:
             _check_own_state(target, sources[item.offer], item, problems)
 
 
 def _check_own_state(target: Target, source: Source, item: Planned, problems: Problems) -> None:
     """A state that each rank has saved of its own goes to as many ranks again; one of a single rank goes to all."""
-    name, registry = item.name.text, target.extra
-    is_for_all = item.source not in source.extras_of_ranks or source.shards == 1 or registry.gathers(name)
+    registry = target.extra
+    name, there = (text.rpartition("@")[2] if item.name.parameter else text for text in (item.name.text, item.source))
+    is_for_all = there not in source.extras_of_ranks or source.shards == 1 or registry.gathers(name)
     if is_for_all or (registry.is_of_ranks(name) and source.shards == target.shards):
         return
     what = f"states of {target.shards} ranks" if registry.is_of_ranks(name) else "one for all ranks"
     hint = "" if registry.is_of_ranks(name) else "register it with per_rank=True, or "
     expected = f"{what}: {hint}leave it out with 'exclude': [{name!r}]"
-    problems.mismatched[name] = (f"states of {source.shards} ranks, one each", expected)
+    problems.misfit(source.entry, name, f"states of {source.shards} ranks, one each", expected)
 
 
-def _check_foreign(target: Target, items: Iterable[Planned], problems: Problems) -> None:
+def _check_foreign(target: Target, sources: Sequence[Source], items: Iterable[Planned], problems: Problems) -> None:
     """A table that is not ours has no way to take anything but whole rows, as they are."""
     items = list(items)
     for name in (name for name, table in target.state()[0].items() if not isinstance(table, OurTable)):
@@ -193,7 +193,9 @@ def _check_foreign(target: Target, items: Iterable[Planned], problems: Problems)
         whole = {ID, EMBEDDING} <= taken.keys() and not any(item.conversion for item in taken.values())
         if taken and not (from_one and whole):
             expected = "ids and embeddings of one table, unconverted: the table is no recckpt.HashTable"
-            problems.mismatched[name] = (f"only {', '.join(sorted(taken))}, or converted", expected)
+            found = f"only {', '.join(sorted(taken))}, or converted"
+            for number in sorted({item.offer for item in taken.values() if item.offer is not None}):
+                problems.misfit(sources[number].entry, name, found, expected)
 
 
 def _global_step(by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> int | None:

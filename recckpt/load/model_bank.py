@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.load.conf import Entry
+from recckpt.load.matching import Inventory, Planned
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan
-from recckpt.load.resolve import Inventory, Planned, resolve
+from recckpt.load.resolve import resolve
 from recckpt.load.source import Source, locate_source
 
 
@@ -37,7 +38,8 @@ def plan_load(
     items = resolve(model, [source.offer(model) for source in sources], problems)
     check(items, problems)
     _excuse(sources, items, problems)
-    problems.raise_if_any(" and ".join(source.label for source in sources) or "the bank")
+    misfits = [source for source in sources if source.entry.label in problems.misfits] or sources
+    problems.raise_if_any(" and ".join(source.called for source in misfits) or "the bank")
     return LoadPlan(tuple(items), tuple(source.label for source in sources), tuple(problems.warnings))
 
 
@@ -45,7 +47,8 @@ def _excuse(sources: Sequence[Source], items: Sequence[Planned], problems: Probl
     """A run that resumes may do without a bank that is gone, where its own checkpoint has all that was asked of it."""
     own = {number for number, source in enumerate(sources) if source.entry.is_own}
     for entry, error in list(problems.not_found):
-        if own and all(item.offer in own for item in items if entry.wants(item.name)):
+        asked = (item for item in items if entry.wants(item.name) and not item.name.parameter)
+        if own and all(item.offer in own for item in asked):
             problems.not_found.remove((entry, error))
             problems.warn(entry, f"{error}; it is not needed, since the run resumes")
 

@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from recckpt.errors import RecckptError, StateMismatchError
 from recckpt.format import layout
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.resolve import Planned
+from recckpt.load.matching import Planned
 from recckpt.load.selection import ID, Name
 from recckpt.load.source import Source
+from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
+_SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 
 
 def merged_optimizer_state(
@@ -24,9 +26,9 @@ def merged_optimizer_state(
 ) -> dict[str, Any] | None:
     """Return the state to load, None where there is none to take.
 
-    The hyper-parameters come from the checkpoint that the scalars are taken from, group by group where one there holds
-    all of its tables. The step of a table comes from where its slots come from, since they belong together; it starts
-    from 0 where the table is emptied and its slots start fresh.
+    The step of a table comes from where its slots come from, since they belong together; it starts from 0 where the
+    table is emptied and its slots start fresh. The hyper-parameters come from the checkpoint that ``sparse_optim`` is
+    taken from, group by group where one there holds all of its tables; from another run that has to be asked for.
     """
     if optimizer is None:
         return None
@@ -34,14 +36,14 @@ def merged_optimizer_state(
     scalars = next((i.offer for i in items if i.name.text == SPARSE_OPTIM and not i.name.is_slot), None)
     saved = None if scalars is None else _scalars(sources[scalars])
     live = optimizer.state_dict()
-    if not _tables(live):  # not one of ours: it takes what it gave
-        return saved
+    if not _tables(live):
+        return saved if saved is not None else _foreign_steps(live, items, sources)
     steps = dict(live["state"])
     slots: dict[str, list[Planned]] = {table: [] for table in _tables(live)}
     for item in items:
         slots.get(item.name.table, []).append(item)
     for table, its_slots in slots.items():
-        origin = _origin(its_slots, scalars)
+        origin = _origin(its_slots, live, sources)
         if origin is not None:
             steps[table] = _scalars(sources[origin[0]]).get("state", {}).get(origin[1])
         elif _is_emptied(its_slots, sources):
@@ -54,11 +56,30 @@ def merged_optimizer_state(
     return {**live, "state": steps, "param_groups": groups}
 
 
-def _origin(slots: Sequence[Planned], scalars: int | None) -> tuple[int, str] | None:
+def _origin(slots: Sequence[Planned], live: Mapping[str, Any], sources: Sequence[Source]) -> tuple[int, str] | None:
     """Return the checkpoint and table that the step of a table belongs to, None where it is not loaded."""
     own = [item for item in slots if item.name.group == "sparse_opt"]
-    taken = own or [item for item in slots if item.offer == scalars]  # a rule without slots has a step all the same
+    rows = [item for item in slots if item.name.slot == EMBEDDING and _gives_steps(item, live, sources)]
+    taken = own or rows  # a rule without slots has a step all the same
     return next(((i.offer, i.source.rpartition("@")[0]) for i in taken if i.offer is not None), None)
+
+
+def _gives_steps(item: Planned, live: Mapping[str, Any], sources: Sequence[Source]) -> bool:
+    """Say whether the step of a table without slots of the optimizer comes along with its rows."""
+    if item.offer is None or any(pattern.matches(_SCALARS) for pattern in sources[item.offer].entry.exclude):
+        return False
+    return bool(_scalars(sources[item.offer]).get("slots") == live.get("slots"))
+
+
+def _foreign_steps(
+    live: Mapping[str, Any], items: Iterable[Planned], sources: Sequence[Source]
+) -> dict[str, Any] | None:
+    """Return the state of an optimizer that is not ours with the settings it has, from where the last slots come."""
+    offers = [item.offer for item in items if item.name.is_slot and item.name.group == "sparse_opt"]
+    taken = [offer for offer in offers if offer is not None]
+    saved = _scalars(sources[max(taken)]) if taken else {}
+    groups = [[len(group.get("params", ())) for group in state.get("param_groups", ())] for state in (saved, live)]
+    return {**saved, "param_groups": live["param_groups"]} if saved and groups[0] and groups[0] == groups[1] else None
 
 
 def _is_emptied(slots: Iterable[Planned], sources: Sequence[Source]) -> bool:
@@ -101,7 +122,7 @@ def optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | Non
 
 def _scalars(source: Source) -> dict[str, Any]:
     """Return the scalars in a checkpoint, of the shape that optimizers give; {} where it has none."""
-    is_there = Name("sparse_opt", SPARSE_OPTIM) in source.registered
+    is_there = _SCALARS in source.registered
     found = source.value(layout.EXTRA, SPARSE_OPTIM) if is_there else {}
     if not _is_state(found):
         expected = "the state dict of an optimizer"

@@ -20,6 +20,7 @@ class Problems:
         missing: what the model has, and the checkpoints that must have it lack.
         unexpected: what a checkpoint has, and the model that must have it lacks.
         mismatched: name -> (found, expected) of dtypes, shapes and numbers of shards.
+        misfits: labels of the entries that these are about.
         not_found: entries whose checkpoint cannot be read, with the reason.
         warnings: what is no error.
     """
@@ -28,8 +29,10 @@ class Problems:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: dict[str, tuple[object, object]] = field(default_factory=dict)
+    misfits: list[str] = field(default_factory=list)
     not_found: list[tuple[Entry, RecckptError]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    _mismatched_in: dict[str, str] = field(default_factory=dict)
 
     def about_names(self, entry: Entry, problem: str) -> None:
         """Add a problem with names, which an entry may ask to be only warned of."""
@@ -38,6 +41,26 @@ class Problems:
     def warn(self, entry: Entry, text: str) -> None:
         """Add a warning."""
         self._add(self.warnings, f"{entry.label}: {text}")
+
+    def misfit(self, entry: Entry, name: str, found: object, expected: object) -> None:
+        """Add a name whose state does not fit."""
+        self.mismatched[name] = (found, expected)
+        self._mismatched_in[name] = entry.label
+        self._about(entry)
+
+    def miss(self, entries: Sequence[Entry], name: str) -> None:
+        """Add a name of the model that entries must have and lack."""
+        self.missing.append(name)
+        for entry in entries:
+            self._about(entry)
+
+    def surprise(self, entry: Entry, name: str) -> None:
+        """Add a name that the model must have and lacks."""
+        self.unexpected.append(name)
+        self._about(entry)
+
+    def _about(self, entry: Entry) -> None:
+        self._add(self.misfits, entry.label)
 
     def _add(self, known: list[str], text: str) -> None:
         if text not in known:
@@ -55,16 +78,30 @@ class Problems:
             CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: there is nothing but one checkpoint
                 that cannot be read.
         """
+        mismatched = self.mismatched
+        if len(self.misfits) > 1:
+            mismatched = {
+                name: (f"{found} in {self._mismatched_in[name]}", expected)
+                for name, (found, expected) in mismatched.items()
+            }
         misfit = StateMismatchError(
-            what, missing=self.missing, unexpected=self.unexpected, mismatched=self.mismatched, remedy=_REMEDY
+            what, missing=self.missing, unexpected=self.unexpected, mismatched=mismatched, remedy=_REMEDY
         )
         misfits = [misfit] if self.missing or self.unexpected or self.mismatched else []
-        unreadable = [error for _, error in self.not_found]
-        if not self.conf and len(misfits) + len(unreadable) == 1:
-            raise [*unreadable, *misfits][0]
-        texts = [*self.conf, *map(str, unreadable), *map(str, misfits)]
+        if not self.conf and not misfits and len(self.not_found) == 1:
+            raise _named(*self.not_found[0])
+        if misfits and not self.conf and not self.not_found:
+            raise misfit
+        texts = [*self.conf, *(f"{entry.label}: {error}" for entry, error in self.not_found), *map(str, misfits)]
         if texts:
             raise LoadConfError(texts)
+
+
+def _named(entry: Entry, error: RecckptError) -> RecckptError:
+    """Return an error whose message begins with the entry that it is about."""
+    if entry.path:
+        error.args = (f"{entry.label}: {error}", *error.args[1:])
+    return error
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:

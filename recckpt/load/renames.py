@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from recckpt.load.selection import Name, star_regex
+from recckpt.load.selection import ID, Name, has_wildcards, pieces, wildcard_regex, wildcards
+from recckpt.types import EMBEDDING, is_list
+
+_Found = dict[str, tuple[str, str]]  # name in the checkpoint -> the rule that gives it
 
 
 @dataclass(frozen=True)
 class Renames:
-    """Rules, model name -> name in the checkpoint; ``*`` on both sides, as often, or on neither.
+    """Rules, model name -> name in the checkpoint, with the same wildcards on both sides, or none.
 
-    A rule for a table renames all of its slots, but for those that a rule for ``table@slot`` speaks of.
+    A rule for a table renames all of its slots, but for those that a rule for ``table@slot`` speaks of. A rule for
+    the ids or embeddings of a table is one for the table: its rows come from one.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -24,19 +29,23 @@ class Renames:
         Raises:
             ValueError: it is given different names.
         """
-        found = self._found(name.text, self._for_slots if name.is_slot else self._starred)
-        if not found and name.is_slot:
-            found = {f"{text}@{name.slot}": rule for text, rule in self._found(name.table, self._starred).items()}
-        if len(found) > 1:
-            rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in found.values()}))
-            raise ValueError(f"{name.text!r} is ambiguous: {' or '.join(map(repr, sorted(found)))}, by {rules}")
-        return next(iter(found), name.text)
+        if not name.is_slot:
+            return _only(name.text, self._found(name.text, self._starred))
+        found = self._found(name.text, self._for_slots)
+        if found and name.slot not in (ID, EMBEDDING):
+            return _only(name.text, found)
+        tables = self._found(name.table, self._starred)
+        for slot in (ID, EMBEDDING):
+            renamed = self._found(f"{name.table}@{slot}", self._for_slots)
+            tables |= {text.rpartition("@")[0] or text: rule for text, rule in renamed.items()}
+        table = _only(name.table, tables)
+        return _only(name.text, found) if found else f"{table}@{name.slot}"
 
     def is_explicit(self, text: str) -> bool:
         """Say whether a rule without ``*`` speaks of a name or table."""
         return text in self._explicit
 
-    def _found(self, text: str, starred: Sequence[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    def _found(self, text: str, starred: Sequence[tuple[str, str]]) -> _Found:
         """Return the names that rules give to a text, each with its rule."""
         found = {other: (text, other) for other in self._explicit.get(text, ())}
         for rule in starred:
@@ -47,43 +56,51 @@ class Renames:
     def _explicit(self) -> dict[str, list[str]]:
         explicit: dict[str, list[str]] = {}
         for model_side, checkpoint_side in self.rules:
-            if "*" not in model_side:
+            if not has_wildcards(model_side):
                 explicit.setdefault(model_side, []).append(checkpoint_side)
         return explicit
 
     @cached_property
     def _starred(self) -> list[tuple[str, str]]:
-        return [rule for rule in self.rules if "*" in rule[0]]
+        return [rule for rule in self.rules if has_wildcards(rule[0])]
 
     @cached_property
     def _for_slots(self) -> list[tuple[str, str]]:
         return [rule for rule in self._starred if "@" in rule[0]]
 
 
-def parse_renames(value: object) -> Renames:
+def parse_renames(value: Any) -> Renames:
     """Return the rules of an ``oname`` value.
 
     Raises:
-        ValueError: not a dict or list of dicts of strings, or different numbers of stars on the two sides.
+        ValueError: not a dict or list of dicts of strings, or different wildcards on the two sides.
     """
     dicts = [value] if isinstance(value, Mapping) else value
-    if not isinstance(dicts, Sequence) or isinstance(dicts, str) or not all(isinstance(d, Mapping) for d in dicts):
+    if not is_list(dicts) or not all(isinstance(d, Mapping) for d in dicts):
         raise ValueError(f"found {value!r}, expected a dict or a list of dicts, model name -> name in the checkpoint")
     rules = [rule for mapping in dicts for rule in mapping.items()]
     for rule in rules:
         if not all(isinstance(side, str) and side for side in rule):
             raise ValueError(f"found {rule[0]!r}: {rule[1]!r}, expected two names")
-        if rule[0].count("*") != rule[1].count("*"):
-            raise ValueError(f"{rule[0]!r}: {rule[1]!r} has not as many '*' on either side")
+        if wildcards(rule[0]) != wildcards(rule[1]):
+            raise ValueError(f"{rule[0]!r}: {rule[1]!r}: the two sides need the same wildcards in the same order")
     return Renames(tuple(rules))
+
+
+def _only(text: str, found: _Found) -> str:
+    """Return the one name that rules give to a text; itself where there is none."""
+    if len(found) > 1:
+        rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in found.values()}))
+        raise ValueError(f"{text!r} is ambiguous: {' or '.join(map(repr, sorted(found)))}, by {rules}")
+    return next(iter(found), text)
 
 
 def _renamed(model_side: str, checkpoint_side: str, text: str) -> set[str]:
     """Return what a rule makes of a text: several names where its stars can share it out in several ways."""
-    regexes = star_regex(model_side), star_regex(model_side, lazy=True)
+    regexes = wildcard_regex(model_side), wildcard_regex(model_side, lazy=True)
     return {_fill(checkpoint_side, match.groups()) for regex in regexes if (match := regex.fullmatch(text))}
 
 
 def _fill(text: str, runs: Sequence[str]) -> str:
-    pieces = text.split("*")
-    return pieces[0] + "".join(run + piece for run, piece in zip(runs, pieces[1:], strict=True))
+    first, *rest = pieces(text)
+    return first + "".join(run + piece for run, piece in zip(runs, rest, strict=True))

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recckpt.load.matching import SETTINGS_STAY, Planned
 from recckpt.load.problems import first_few
-from recckpt.load.resolve import Planned
+from recckpt.load.selection import GLOBAL_STEP
 from recckpt.text import count, escaped, grid, one_line, plural, size
 from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
 
-_OF_A_RESUME = ("global_step", "io_state")  # nobody expects them of a warm start
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 
@@ -44,6 +44,12 @@ class LoadPlan:
         """The names that stay at their initial values."""
         return [item for item in self.items if item.offer is None]
 
+    @property
+    def fresh_parameters(self) -> tuple[str, ...]:
+        """``optimizer: parameter`` of the registered optimizers that get no state for it."""
+        names = (item.name.text.rpartition("@") for item in self.fresh if item.name.parameter)
+        return tuple(f"{optimizer}: {parameter}" for parameter, _, optimizer in names)
+
     def source_of(self, item: Planned) -> str:
         """Return the checkpoint that an item is taken from, "" where it stays."""
         return "" if item.offer is None else self.sources[item.offer]
@@ -65,6 +71,7 @@ class LoadPlan:
                 }
                 for item in self.items
             ],
+            "fresh_parameters": list(self.fresh_parameters),
             "sources": list(self.sources),
             "warnings": list(self.warnings),
         }
@@ -105,7 +112,9 @@ class LoadPlan:
     def _fresh_lines(self) -> list[str]:
         """Say what starts from scratch, one line a reason."""
         by_reason: dict[str, list[str]] = {}
-        for name, reason in _by_table(item for item in self.fresh if item.name.group not in _OF_A_RESUME):
+        tensors = {item.name.text for item in self.fresh if item.name.group == "dense"}
+        items = (item for item in self.fresh if not _is_expected(item) and item.name.parameter not in tensors)
+        for name, reason in _by_table(items):
             by_reason.setdefault(reason, []).append(name)
         return [f"from scratch: {first_few(names, _MOST)}: {one_line(reason)}" for reason, names in by_reason.items()]
 
@@ -130,7 +139,6 @@ class LoadReport(LoadPlan):
         rows_filtered: table -> rows that ``where`` left out.
         bytes_read: bytes of column values and whole files that were read.
         seconds: for all of it.
-        fresh_parameters: ``optimizer: parameter`` of the registered optimizers that no saved state fitted.
         global_step: the step that was taken over, None where none was.
     """
 
@@ -138,7 +146,6 @@ class LoadReport(LoadPlan):
     rows_filtered: Mapping[str, int] = field(default_factory=dict)
     bytes_read: int = 0
     seconds: float = 0.0
-    fresh_parameters: tuple[str, ...] = ()
     global_step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,7 +156,6 @@ class LoadReport(LoadPlan):
             "rows_filtered": dict(self.rows_filtered),
             "bytes_read": self.bytes_read,
             "seconds": self.seconds,
-            "fresh_parameters": list(self.fresh_parameters),
             "global_step": self.global_step,
         }
 
@@ -158,9 +164,10 @@ class LoadReport(LoadPlan):
         what = f"{plural(taken, 'row')} taken, {count(filtered)} filtered, {size(self.bytes_read)} read"
         return [*super()._footer(), f"{what} in {self.seconds:.2f} s"]
 
-    def _fresh_lines(self) -> list[str]:
-        of_optimizers = [f"from scratch in the optimizers: {first_few(self.fresh_parameters, _MOST)}: no state fits"]
-        return [*super()._fresh_lines(), *(of_optimizers if self.fresh_parameters else [])]
+
+def _is_expected(item: Planned) -> bool:
+    """Say whether nobody expects a name of a warm start: it belongs to a resume."""
+    return item.name.group == GLOBAL_STEP or item.name.is_position or item.reason == SETTINGS_STAY
 
 
 def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fnmatch import translate
 from functools import cached_property, lru_cache
+from itertools import zip_longest
 
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.types import is_optimizer_slot
 
-GROUPS = ("sparse", "dense", "extra", "sparse_opt", "io_state", "global_step")
+GROUPS = ("sparse", "dense", "extra", "sparse_opt", "dense_opt", "io_state", "global_step")
 ID = "id"
 GLOBAL_STEP = "global_step"
+_POSITIONS = ("train_window_io", "eval_window_io", "train_epoch")  # objects that RecIS counts among its positions
+_END = translate("")[-2:]  # the end of the text, in the regular expressions of this Python
+_WILDCARD = re.compile(r"\*|\?|\[(?:!.|[^!])[^\]]*\]", re.DOTALL)
 
 
 @dataclass(frozen=True, order=True)
@@ -20,7 +25,8 @@ class Name:
 
     Attributes:
         group: one of :data:`GROUPS`.
-        text: ``table@slot``, or the name of a tensor or registered object.
+        text: ``table@slot``, ``parameter@optimizer`` of the group ``dense_opt``, or the name of a tensor or
+            registered object.
     """
 
     group: str
@@ -41,6 +47,33 @@ class Name:
         """Whether this is a slot of a table, its ids included."""
         return self.group == "sparse" or (self.group == "sparse_opt" and self.text != SPARSE_OPTIM)
 
+    @cached_property
+    def parameter(self) -> str:
+        """The parameter whose state in a dense optimizer this is; "" for everything else."""
+        return self.text.rpartition("@")[0] if self.group == "dense_opt" else ""
+
+    @property
+    def is_settings(self) -> bool:
+        """Whether this is the hyper-parameters of an optimizer."""
+        if self.group == "sparse_opt":
+            return self.text == SPARSE_OPTIM
+        return self.group == "dense_opt" and not self.parameter
+
+    @property
+    def is_position(self) -> bool:
+        """Whether this is a position in the data."""
+        return self.group == "io_state" or (self.group == "extra" and self.text in _POSITIONS)
+
+    def is_in(self, group: str) -> bool:
+        """Say whether a group means this: dense optimizers are registered objects, and some of those positions."""
+        others = {"extra": self.group == "dense_opt", "io_state": self.is_position}
+        return self.group == group or others.get(group, False)
+
+
+def state_name(parameter: str, optimizer: str) -> Name:
+    """Return the name of the state that a registered dense optimizer has for a parameter."""
+    return Name("dense_opt", f"{parameter}@{optimizer}")
+
 
 def slot_name(table: str, slot: str) -> Name:
     """Return the name of a slot of a table; its group is ``sparse_opt`` where the sparse optimizer owns it."""
@@ -49,9 +82,10 @@ def slot_name(table: str, slot: str) -> Name:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A group, a name, or a name in which ``*`` stands for any run of characters.
+    """A group, a name, or a pattern of names as in :mod:`fnmatch`, in which case matters.
 
-    The name of a table means all of its slots. A group's name means the group, whatever else may be called so.
+    The name of a table means all of its slots. A group's name means the group, whatever else may be called so. What
+    is called exactly as a pattern is written is meant by it, too.
     """
 
     text: str
@@ -64,7 +98,7 @@ class Pattern:
     @property
     def is_explicit(self) -> bool:
         """Whether this names one thing, so that its absence is an error."""
-        return "*" not in self.text and not self.is_group
+        return not has_wildcards(self.text) and not self.is_group
 
     @property
     def is_everything(self) -> bool:
@@ -74,8 +108,8 @@ class Pattern:
     def matches(self, name: Name) -> bool:
         """Say whether a name is meant."""
         if self.is_group:
-            return name.group == self.text
-        if self.is_explicit:
+            return name.is_in(self.text)
+        if self.text in (name.text, name.table) or self.is_explicit:
             return self.text in (name.text, name.table)
         if name.is_slot and self._regex.fullmatch(name.table):
             return True
@@ -84,16 +118,38 @@ class Pattern:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        return star_regex(self.text)
+        return wildcard_regex(self.text)
+
+
+def wildcards(text: str) -> list[str]:
+    """Return the wildcards of a pattern: ``*``, ``?`` and ``[...]``."""
+    return _WILDCARD.findall(text)
+
+
+def has_wildcards(text: str) -> bool:
+    """Say whether a text is a pattern."""
+    return _WILDCARD.search(text) is not None
+
+
+def pieces(text: str) -> list[str]:
+    """Return what stands between the wildcards of a pattern."""
+    return _WILDCARD.split(text)
 
 
 @lru_cache(maxsize=4096)
-def star_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
-    """Return a regular expression in which each ``*`` is a group that matches any run of characters.
+def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
+    """Return a regular expression that matches what :mod:`fnmatch` does, with a group for each wildcard.
 
     Args:
-        text: a name with stars.
+        text: a pattern.
         lazy: whether the first stars match as little as they can, in place of as much.
     """
     run = "(.*?)" if lazy else "(.*)"
-    return re.compile(run.join(re.escape(piece) for piece in text.split("*")), re.DOTALL)
+    groups = [run if found == "*" else "(.)" if found == "?" else _class_regex(found) for found in wildcards(text)]
+    names = [re.escape(piece) for piece in pieces(text)]
+    return re.compile("".join(map("".join, zip_longest(names, groups, fillvalue=""))), re.DOTALL)
+
+
+def _class_regex(wildcard: str) -> str:
+    """Return a group for ``[...]``; a range whose end lies before its begin means nothing."""
+    return f"({translate(wildcard).removesuffix(_END)})"

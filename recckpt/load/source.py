@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
@@ -13,14 +14,17 @@ from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Part
 from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.inventory import checkpoint_inventory, names_here, registered_names
+from recckpt.load.matching import Inventory, Offer
 from recckpt.load.problems import Problems
-from recckpt.load.resolve import Inventory, Offer
 from recckpt.load.selection import Name
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.catalogs import met_shards, read_parts
 from recckpt.storage import Storage
+
+log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class Source:
     def label(self) -> str:
         """Where it is."""
         return layout.join(self.storage.url.removesuffix("/"), self.checkpoint.directory)
+
+    @property
+    def called(self) -> str:
+        """What messages call it: the entry of a bank, and where it is."""
+        return f"{self.entry.label} ({self.label})" if self.entry.path else self.label
 
     @property
     def shards(self) -> int:
@@ -165,6 +174,18 @@ class Source:
             raise self.corrupt(name, repr(key), found="nothing", expected="its state, as the manifest says")
         return state[key]
 
+    def own_state(self, file_of: Callable[[int], str], name: str, shard: int) -> Any:
+        """Return the state of a rank; where it had none, that of rank 0, or of the first that had one."""
+        own = self.state(file_of(shard))
+        if name in own:
+            return own[name]
+        for other in range(self.shards):
+            found = self.state(file_of(other))
+            if name in found:
+                log.warning("%s: rank %d had no state of %r, it takes that of rank %d", self.label, shard, name, other)
+                return found[name]
+        return self.value(file_of(shard), name)  # an error: the manifest says that a rank has one
+
     def corrupt(self, name: str, where: str, *, found: object, expected: object) -> CorruptCheckpointError:
         """Return the error that says what is wrong with a file."""
         path = layout.join(self.checkpoint.directory, name)
@@ -178,8 +199,12 @@ class Source:
         path, names = layout.join(self.checkpoint.directory, layout.MODEL), self.checkpoint.manifest.names.dense
         check_indexed(found, self.tensors.model, names, path)
         found |= {name: tensor for name, tensor in self.tensors.model.items() if tensor.is_sharded}
-        here = names_here(found, live)
-        return {here[name]: value for name, value in found.items()}
+        return self.under_names_of(live, found)
+
+    def under_names_of(self, live: Iterable[str], found: Mapping[str, _T]) -> dict[str, _T]:
+        """Return what is known by names of tensors there by those of a model, where one of the two was wrapped."""
+        here = names_here(self.checkpoint.manifest.names.dense, live)
+        return {here.get(name, name): value for name, value in found.items()}
 
 
 def open_files(sources: Sequence[Source], needs: Needs) -> None:

@@ -59,6 +59,7 @@ def compared(
         extra=tuple(staged.extra),
         io_state=_once(each.io_state for each in of_all),
         extra_of_ranks=_once(each.own_extra for each in of_all),
+        dense_opt=staged.dense_opt,
     )
 
 

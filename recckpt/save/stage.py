@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from recckpt.dense.buffers import Copy, DenseBuffers, as_it_is, without_values
 from recckpt.dense.generators import dump_rng
+from recckpt.dense.named_optimizer import state_names
 from recckpt.dense.portable import portable
 from recckpt.dense.rank_digests import RankDigest
 from recckpt.dense.registered import Registry
@@ -57,6 +58,11 @@ class Staged:
     def sparse_bytes(self) -> int:
         """Bytes of all rows, ids included."""
         return sum(t.n_rows * (8 + sum(slot.row_bytes for slot in t.slots)) for t in self.tables)
+
+    @property
+    def dense_opt(self) -> tuple[str, ...]:
+        """``parameter@name`` of the dense optimizers among the registered objects."""
+        return state_names({**self.extra, **self.own_extra})
 
     def close(self) -> None:
         """Let go of the tables, so that training copies no rows aside any more."""

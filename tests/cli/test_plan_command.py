@@ -5,14 +5,20 @@ import subprocess
 import sys
 
 import pytest
-from bank_runs import run, saved, table
+import torch
+from bank_runs import run, table
 from torch import nn
+
+
+def with_optimizer(saver):
+    saver.register_for_checkpointing("dense_optim", torch.optim.Adam(saver.model.top.parameters()))
+    return saver
 
 
 @pytest.fixture
 def names(tmp_path):
     """A file of the names of a model."""
-    saver = run(tmp_path / "own", table("t"), table("new"), optimizer="adam", top=nn.Linear(2, 1))
+    saver = with_optimizer(run(tmp_path / "own", table("t"), table("new"), optimizer="adam", top=nn.Linear(2, 1)))
     path = tmp_path / "names.txt"
     path.write_text("\n".join(saver.names()))
     return path
@@ -20,7 +26,9 @@ def names(tmp_path):
 
 @pytest.fixture
 def source(tmp_path):
-    return saved(tmp_path / "a", table("u", range(1000)), optimizer="adam", steps=1, top=nn.Linear(2, 1))
+    saver = with_optimizer(run(tmp_path / "a", table("u", range(1000)), optimizer="adam", steps=1, top=nn.Linear(2, 1)))
+    saver.save("c")
+    return str(tmp_path / "a")
 
 
 def bank_file(tmp_path, bank):
@@ -31,12 +39,13 @@ def bank_file(tmp_path, bank):
 
 def test_a_bank_is_planned_as_the_saver_would(recckpt, tmp_path, names, source):
     bank = [{"path": source, "oname": {"t": "u"}}]
-    saver = run(tmp_path / "own", table("t"), table("new"), optimizer="adam", top=nn.Linear(2, 1))
+    saver = with_optimizer(run(tmp_path / "own", table("t"), table("new"), optimizer="adam", top=nn.Linear(2, 1)))
     expected = saver.plan(bank)
     answer = recckpt("plan", "--model-names", names, bank_file(tmp_path, bank))
     assert (answer.code, answer.err) == (0, "")
     assert answer.out == str(expected) + "\n"
     assert ["t@embedding", f"{source}/c", "u@embedding", "1,000", "16.0", "kB"] in answer.lines
+    assert ["top.weight@dense_optim", f"{source}/c"] in answer.lines
     answer = recckpt("plan", "--model-names", names, bank_file(tmp_path, bank), "--json")
     assert answer.json == expected.to_dict()
 

@@ -112,14 +112,33 @@ def test_two_tables_are_swapped_and_back(tmp_path):
     assert (values_of(one_), values_of(two)) == ({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0, 2: 2.0})
 
 
-def test_a_renamed_table_keeps_its_step_and_its_group_its_settings(tmp_path, adam):
+@pytest.mark.parametrize(
+    ("load", "rate"), [(["sparse", "sparse_opt"], 0.9), (["*"], 0.9), (["renamed"], 0.9), (["*", "sparse_optim"], 0.01)]
+)
+def test_a_renamed_table_keeps_its_step_and_the_run_its_settings_unless_they_are_named(tmp_path, adam, load, rate):
     t, source = table("renamed"), adam[1]
-    saver = run(tmp_path / "own", t, optimizer="adam")
+    saver = run(tmp_path / "own", t, optimizer="adam", top=nn.Linear(2, 1))
     saver.sparse_optim.param_groups[0]["lr"] = 0.9
-    saver.load_by_config([{"path": adam[0], "oname": {"renamed": "t"}, "load": ["sparse", "sparse_opt"]}])
+    saver.load_by_config([{"path": adam[0], "oname": {"renamed": "t"}, "load": load}])
     assert slots_of(t) == slots_of(source)
     assert saver.sparse_optim.state_dict()["state"] == {"renamed": {"step": 2}}
-    assert saver.sparse_optim.param_groups[0]["lr"] == 0.01
+    assert saver.sparse_optim.param_groups[0]["lr"] == rate
+
+
+def test_a_resume_brings_the_settings_of_the_sparse_optimizer_back(tmp_path, adam):
+    for conf in (None, {"load": ["*"]}, {"exclude": ["dense"]}):
+        saver = run(adam[0], table("t"), optimizer="adam", top=nn.Linear(2, 1))
+        saver.sparse_optim.param_groups[0]["lr"] = 0.9
+        saver.load(load_conf=conf)
+        assert saver.sparse_optim.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(("exclude", "steps"), [([], {"t": {"step": 2}}), (["sparse_opt"], {}), (["sparse_optim"], {})])
+def test_the_step_of_a_rule_without_slots_comes_with_the_rows(tmp_path, exclude, steps):
+    url = saved(tmp_path / "a", table("t", range(3)), optimizer="sgd", steps=2)
+    saver = run(tmp_path / "own", table("t"), optimizer="sgd")
+    saver.load_by_config([{"path": url, "exclude": exclude}])
+    assert saver.sparse_optim.state_dict()["state"] == steps
 
 
 def test_each_table_has_the_step_of_the_run_that_its_slots_are_from(tmp_path):
@@ -142,7 +161,8 @@ def test_tables_of_two_groups_come_from_one_and_settings_without_a_home_stay(tmp
     from recckpt.sparse import SparseAdam
 
     saver.sparse_optim = SparseAdam([{"tables": [c], "lr": 0.1}, {"tables": [d, e], "lr": 0.2}])
-    saver.load_by_config([{"path": str(tmp_path / "a"), "oname": {"c": "a", "d": "b"}}])
+    bank = [{"path": str(tmp_path / "a"), "oname": {"c": "a", "d": "b"}, "load": ["*", "sparse_optim"]}]
+    saver.load_by_config(bank)
     assert saver.sparse_optim.state_dict()["state"] == {"c": {"step": 3}, "d": {"step": 3}}
     assert [group["lr"] for group in saver.sparse_optim.param_groups] == [0.5, 0.2]
     assert "['b', 'e'] were in no one group; their hyper-parameters stay" in caplog.text
@@ -400,7 +420,7 @@ def test_adams_table_under_adagrad_keeps_ids_and_embeddings_and_starts_the_slots
     assert saver.sparse_optim.state_dict()["state"] == {}
     assert "'t@sparse_adagrad_sum'" in caplog.text
     reasons = {item.name.text: item.reason for item in report.fresh}
-    assert "sparse_adam_exp_avg" in reasons["sparse_optim"]
+    assert reasons["t@sparse_adagrad_sum"] == f"not in {url}/c"
     t(torch.arange(4)).sum().backward()
     saver.sparse_optim.step()
 
@@ -469,6 +489,7 @@ def test_a_plan_changes_nothing_and_says_what_the_load_then_does(tmp_path, adam,
     assert f"{adam[0]}/c: 1 table, 3 rows, 2 tensors" in caplog.text
     assert {item.name.text for item in plan.fresh} == {
         *("new@id", "new@embedding", "new@sparse_adam_exp_avg", "new@sparse_adam_exp_avg_sq", "opt", "global_step"),
+        *("top.weight@opt", "top.bias@opt", "sparse_optim"),
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 from recckpt.errors import LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.load.conf import Entry, parse_bank, parse_load_conf
-from recckpt.load.selection import Name, slot_name
+from recckpt.load.selection import Name, slot_name, state_name
 from recckpt.sparse.files.row_filter import RowFilter
 
 ID, EMBEDDING, MOMENT = (slot_name("t", slot) for slot in ("id", "embedding", "sparse_m"))
@@ -15,13 +15,17 @@ NAMES = [
     *(ID, EMBEDDING, MOMENT),
     Name("sparse_opt", SPARSE_OPTIM),
     Name("dense", "top.weight"),
+    state_name("top.weight", "adam"),
+    Name("dense_opt", "adam"),
     Name("extra", "lr"),
+    Name("extra", "train_epoch"),
     Name("io_state", "reader"),
     Name("global_step", "global_step"),
 ]
+DENSE, POSITIONS = {"top.weight", "top.weight@adam"}, {"reader", "train_epoch"}
 SPARSE, OPTIM = {"t@id", "t@embedding"}, {"t@sparse_m", "sparse_optim"}
 EVERYTHING = {name.text for name in NAMES}
-OF_A_RESUME = {"reader", "global_step"}
+OF_A_RESUME = {*POSITIONS, "global_step", "sparse_optim", "adam"}
 
 
 def wanted(conf, *, own=True):
@@ -37,8 +41,19 @@ def wanted(conf, *, own=True):
         ({"load": ["*"]}, EVERYTHING),
         ({"load": []}, {"global_step"}),
         ({"skip": True}, {"global_step"}),
-        ({"load": ["dense"]}, {"top.weight", "global_step"}),
-        ({"load": ("sparse", "extra")}, SPARSE | {"lr", "global_step"}),
+        ({"load": ["dense"]}, DENSE | {"global_step"}),
+        ({"load": ["top.*"]}, DENSE | {"global_step"}),
+        ({"load": ["top.weight"]}, DENSE | {"global_step"}),
+        ({"load": ["adam"]}, {"adam", "global_step"}),
+        ({"load": ["dense_opt"]}, {"adam", "global_step"}),
+        ({"load": ["top.weight@adam"]}, {"global_step"}),
+        ({"exclude": ["dense"]}, EVERYTHING - DENSE),
+        ({"exclude": ["dense_opt"]}, EVERYTHING - {"adam", "top.weight@adam"}),
+        ({"exclude": ["ad*"]}, EVERYTHING - {"adam", "top.weight@adam"}),
+        ({"exclude": ["extra"]}, EVERYTHING - {"adam", "top.weight@adam", "lr", "train_epoch"}),
+        ({"exclude": ["top.*@adam"]}, EVERYTHING - {"top.weight@adam"}),
+        ({"exclude": ["io_state"]}, EVERYTHING - POSITIONS),
+        ({"load": ("sparse", "extra")}, SPARSE | {"lr", "train_epoch", "adam", "global_step"}),
         ({"load": ["t"]}, SPARSE | {"t@sparse_m", "global_step"}),
         ({"load": ["t@embedding"]}, SPARSE | {"global_step"}),
         ({"load": ["t@id"]}, {"t@id", "global_step"}),
@@ -49,7 +64,7 @@ def wanted(conf, *, own=True):
         ({"exclude": ["t@sparse_*"]}, EVERYTHING - {"t@sparse_m"}),
         ({"exclude": ["sparse"]}, EVERYTHING - SPARSE),
         ({"exclude": ["global_step"]}, EVERYTHING - {"global_step"}),
-        ({"exclude": ["io_state", "t"]}, {"sparse_optim", "top.weight", "lr", "global_step"}),
+        ({"exclude": ["io_state", "t"]}, {"sparse_optim", *DENSE, "adam", "lr", "global_step"}),
         ({"load": ["dense", "extra"], "exclude": ["*"]}, set()),
         ({"load": ["top.*"], "exclude": ["*.weight"]}, {"global_step"}),
     ],
@@ -64,17 +79,21 @@ def test_a_selection_is_load_minus_exclude(conf, names):
         (None, EVERYTHING - OF_A_RESUME),
         ({"load": ["*"]}, EVERYTHING - OF_A_RESUME),
         ({"load": ["**"]}, EVERYTHING - OF_A_RESUME),
-        ({"load": ["*", "global_step"]}, EVERYTHING - {"reader"}),
-        ({"load": ["io_state"]}, {"reader"}),
+        ({"load": ["*", "global_step"]}, EVERYTHING - OF_A_RESUME | {"global_step"}),
+        ({"load": ["*", "sparse_optim"]}, EVERYTHING - OF_A_RESUME | {"sparse_optim"}),
+        ({"load": ["*", "adam"]}, EVERYTHING - OF_A_RESUME | {"adam"}),
+        ({"load": ["sparse_opt", "dense_opt"]}, {"t@sparse_m"}),
+        ({"load": ["io_state"]}, POSITIONS),
+        ({"load": ["train_epoch"]}, {"train_epoch"}),
         ({"load": ["reader"]}, {"reader"}),
         ({"load": ["read*"]}, {"reader"}),
-        ({"load": ["*o*"]}, {"sparse_optim", "top.weight"}),
+        ({"load": ["*o*"]}, {*DENSE, "train_epoch"}),
         ({"load": ["global_*"]}, set()),
-        ({"load": ["global_step", "io_state"], "exclude": ["reader"]}, {"global_step"}),
+        ({"load": ["global_step", "io_state"], "exclude": ["reader"]}, {"global_step", "train_epoch"}),
         ({"load": []}, set()),
     ],
 )
-def test_the_step_and_the_positions_of_another_run_are_taken_where_they_are_named(conf, names):
+def test_step_positions_and_settings_of_optimizers_of_another_run_are_taken_where_they_are_named(conf, names):
     assert wanted(conf, own=False) == names
 
 
@@ -135,7 +154,7 @@ def test_what_is_said_of_one_name_goes_before_what_is_said_of_many(value, action
         ({"on_mismatch": {"t": "casts"}}, "did you mean 'cast'"),
         ({"on_mismatch": {"t": ["skip"]}}, "expected one of error"),
         ({"on_mismatch": 3}, "expected one of error, skip, cast, resize, or a dict"),
-        ({"oname": {"a*": "b"}}, r"\['oname'\]: 'a\*': 'b' has not as many '\*' on either side"),
+        ({"oname": {"a*": "b"}}, r"\['oname'\]: 'a\*': 'b': the two sides need the same wildcards in the same order"),
         ({"where": "x"}, r"\['where'\]: found 'x', expected a dict"),
         (["dense"], "found list, expected a dict"),
         ("dense", "found str, expected a dict"),

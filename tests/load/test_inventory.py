@@ -9,7 +9,7 @@ from torch import nn
 from recckpt.errors import CorruptCheckpointError, LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.load.inventory import checkpoint_inventory, dense_prefix, list_inventory, listed_inventory, names_here
-from recckpt.load.resolve import PLAIN, Thing
+from recckpt.load.matching import PLAIN, Thing
 from recckpt.load.selection import Name, slot_name
 from recckpt.output_dir.at_path import locate_path
 

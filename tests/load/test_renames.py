@@ -36,6 +36,24 @@ def test_a_rule_for_a_slot_renames_that_slot_and_goes_before_the_one_for_its_tab
     assert slot(rules, "t", "embedding") == "u@embedding"
 
 
+@pytest.mark.parametrize("side", ["id", "embedding"])
+def test_a_rule_for_ids_or_embeddings_renames_the_table(side):
+    rules = {f"t@{side}": f"u@{side}", "t@sparse_m": "t@sparse_v"}
+    for name in ("id", "embedding", "sparse_w"):
+        assert slot(rules, "t", name) == f"u@{name}"
+    assert slot(rules, "t", "sparse_m") == "t@sparse_v"
+    assert slot({f"*@{side}": f"*_old@{side}"}, "t", "id") == "t_old@id"
+
+
+@pytest.mark.parametrize(
+    "rules", [{"t@id": "u@id", "t@embedding": "v@embedding"}, {"t": "u", "t@embedding": "v@embedding"}]
+)
+def test_a_table_whose_ids_and_embeddings_would_come_from_two_is_ambiguous(rules):
+    for name in ("id", "embedding", "sparse_m"):
+        with pytest.raises(ValueError, match="'t' is ambiguous: 'u' or 'v'"):
+            slot(rules, "t", name)
+
+
 def test_rules_are_not_applied_twice_so_names_can_be_swapped():
     rules = {"a": "b", "b": "a"}
     assert (slot(rules, "a"), slot(rules, "b")) == ("b@embedding", "a@embedding")
@@ -50,6 +68,10 @@ def test_rules_are_not_applied_twice_so_names_can_be_swapped():
         ({"*.*": "*/*"}, "a.b", "a/b"),
         ({"x.*.*": "y.*.*"}, "x.1.2.3", "y.1.2.3"),
         ({"a*": "b*"}, "a", "b"),
+        ({"top.?.w": "layer.?.w"}, "top.3.w", "layer.3.w"),
+        ({"top.?.w": "layer.?.w"}, "top.33.w", "top.33.w"),
+        ({"[ab]_*": "x[ab]*"}, "b_1", "xb1"),
+        ({"[!a]": "x[!a]"}, "a", "a"),
         ({"top\n*": "x*"}, "top\ny\nz", "xy\nz"),
     ],
 )
@@ -88,9 +110,11 @@ def test_rules_that_agree_are_no_conflict():
     assert dense([{"a": "x"}, {"a": "x"}, {"a*": "x*"}], "a") == "x"
 
 
-@pytest.mark.parametrize("rule", [{"a*": "b"}, {"a": "b*"}, {"*a*": "*b"}, {"**": "*"}])
-def test_both_sides_have_as_many_stars(rule):
-    with pytest.raises(ValueError, match="has not as many"):
+@pytest.mark.parametrize(
+    "rule", [{"a*": "b"}, {"a": "b*"}, {"*a*": "*b"}, {"**": "*"}, {"a?": "b*"}, {"*?": "?*"}, {"[ab]": "[ac]"}]
+)
+def test_both_sides_have_the_same_wildcards(rule):
+    with pytest.raises(ValueError, match="the same wildcards in the same order"):
         parse_renames(rule)
 
 

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from recckpt.load.matching import PLAIN, Planned, Thing
 from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.resolve import PLAIN, Planned, Thing
 from recckpt.load.selection import Name, slot_name
 
 ROWS = 1_234_567
@@ -24,6 +24,9 @@ ITEMS = (
     Planned(Name("dense", "<b>\nx"), reason="nothing asks for it"),
     Planned(Name("io_state", "reader"), reason="nothing asks for it"),
     Planned(Name("extra", "lr"), 1, "lr", Thing(PLAIN)),
+    Planned(Name("dense_opt", "w@adam"), reason="/b/<c> has no 'adam'"),
+    Planned(Name("dense_opt", "<b>\nx@adam"), reason="its parameter is not loaded"),
+    Planned(Name("dense_opt", "adam"), reason="the settings of this run stay"),
 )
 PLAN = LoadPlan(ITEMS, ("/a/c", "/b/<c>"), ("bank[0]: 'x*' matches nothing in the model",))
 REPORT = LoadReport(
@@ -32,7 +35,6 @@ REPORT = LoadReport(
     rows_filtered={"t": 234_567},
     bytes_read=20_000_000,
     seconds=1.5,
-    fresh_parameters=("adam: top.weight",),
     global_step=7,
 )
 
@@ -55,13 +57,14 @@ def test_below_it_stands_how_much_comes_from_where_and_what_starts_from_scratch(
         "from scratch: 't@sparse_m': /a/c has no 'u@sparse_m'",
         "from scratch: 'new': /a/c has no 'new'",
         "from scratch: '<b>\\nx': nothing asks for it",
+        "from scratch: 'w@adam': /b/<c> has no 'adam'",
         "warning: bank[0]: 'x*' matches nothing in the model",
     ]
 
 
 def test_a_report_says_what_happened():
     assert str(REPORT).splitlines()[-3:] == [
-        "from scratch in the optimizers: 'adam: top.weight': no state fits",
+        "from scratch: 'w@adam': /b/<c> has no 'adam'",
         "warning: bank[0]: 'x*' matches nothing in the model",
         "1,000,000 rows taken, 234,567 filtered, 20.0 MB read in 1.50 s",
     ]
@@ -104,7 +107,7 @@ def test_a_program_gets_all_of_it_as_json():
     }
     assert data["items"][2]["source"] is None
     assert data["items"][2]["reason"] == "/a/c has no 'u@sparse_m'"
-    assert [item["renamed"] for item in data["items"]] == [True, True, *[False] * 7]
+    assert [item["renamed"] for item in data["items"]] == [True, True, *[False] * 10]
     assert (data["sources"], data["warnings"]) == (["/a/c", "/b/<c>"], list(PLAN.warnings))
     report = json.loads(json.dumps(REPORT.to_dict(), allow_nan=False))
     assert {key: report[key] for key in report.keys() - data.keys()} == {
@@ -112,9 +115,9 @@ def test_a_program_gets_all_of_it_as_json():
         "rows_filtered": {"t": 234_567},
         "bytes_read": 20_000_000,
         "seconds": 1.5,
-        "fresh_parameters": ["adam: top.weight"],
         "global_step": 7,
     }
+    assert data["fresh_parameters"] == ["adam: w", "adam: <b>\nx"]
 
 
 def test_the_log_says_loudly_what_starts_from_scratch(caplog):
@@ -127,7 +130,7 @@ def test_the_log_says_loudly_what_starts_from_scratch(caplog):
         "from scratch: 't@sparse_m': /a/c has no 'u@sparse_m'",
         "from scratch: 'new': /a/c has no 'new'",
         "from scratch: '<b>\\nx': nothing asks for it",
-        "from scratch in the optimizers: 'adam: top.weight': no state fits",
+        "from scratch: 'w@adam': /b/<c> has no 'adam'",
         "bank[0]: 'x*' matches nothing in the model",
     ]
 
@@ -141,7 +144,7 @@ def test_many_names_with_one_reason_are_one_line():
 
 def test_what_is_taken_and_what_is_not():
     assert [item.name.text for item in PLAN.taken] == ["t@id", "t@embedding", "w", "lr"]
-    assert len(PLAN.fresh) == 5
+    assert len(PLAN.fresh) == 8
     assert [PLAN.source_of(item) for item in PLAN.items[1:3]] == ["/a/c", ""]
 
 

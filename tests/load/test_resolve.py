@@ -5,8 +5,9 @@ import pytest
 from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.load.conf import Entry, parse_bank, parse_load_conf
+from recckpt.load.matching import PLAIN, Offer, Thing
 from recckpt.load.problems import Problems
-from recckpt.load.resolve import PLAIN, Offer, Thing, resolve
+from recckpt.load.resolve import resolve
 from recckpt.load.selection import Name, slot_name
 
 OWN = Entry(label="output_dir", is_own=True)
@@ -317,13 +318,14 @@ def test_what_is_not_known_fits_and_a_module_takes_back_its_extra_state():
 def test_the_scalars_of_another_sparse_optimizer_stay_out():
     scalars = others("sparse_opt", SPARSE_OPTIM)
     model = {**table("t", "sparse_adagrad_sum"), **scalars}
-    items, problems = planned(model, ({}, {**table("t", "sparse_adam_exp_avg"), **scalars}))
+    named = {"load": ["*", "sparse_optim"]}
+    items, problems = planned(model, (named, {**table("t", "sparse_adam_exp_avg"), **scalars}))
     assert not problems.mismatched
     assert items["sparse_optim"].reason == (
         "saved by an optimizer with slots ['sparse_adam_exp_avg'], this one has ['sparse_adagrad_sum']"
     )
     assert (items["t@embedding"].offer, items["t@sparse_adagrad_sum"].offer) == (0, None)
-    assert sources(model, ({}, model))["sparse_optim"] == (0, "sparse_optim")
+    assert sources(model, (named, model))["sparse_optim"] == (0, "sparse_optim")
 
 
 def test_a_filter_looks_at_one_number_a_row_of_the_tables_that_are_taken():
@@ -355,5 +357,5 @@ def test_one_kind_of_problem_has_its_own_error_and_several_come_as_one():
     error = raised(Problems(conf=["a", "b"], not_found=[(OWN, gone), (OWN, gone)], **misfit))
     assert isinstance(error, LoadConfError)
     assert len(error.problems) == 5
-    assert error.problems[:3] == ["a", "b", "gone"]
+    assert error.problems[:3] == ["a", "b", "output_dir: gone"]
     assert all(name in error.problems[4] for name in ("'m'", "'u'", "'x'"))

@@ -1,11 +1,14 @@
 """What a pattern means among the names of a checkpoint."""
 
 import pickle
+from fnmatch import fnmatchcase
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.selection import GROUPS, Name, Pattern, slot_name, star_regex
+from recckpt.load.selection import GROUPS, Name, Pattern, slot_name, state_name, wildcard_regex, wildcards
 
 NAMES = [
     slot_name("user", "id"),
@@ -90,8 +93,8 @@ def test_a_pattern_of_tables_does_not_mean_the_ids_of_all_because_they_end_alike
     assert Pattern("*id").matches(slot_name("item_id", "id"))
 
 
-@pytest.mark.parametrize("table", ["a.b", "a+b", "(a", "[x]", "line\nbreak", "a@b", "表", "a\\d", "^$"])
-def test_nothing_but_the_star_is_special(table):
+@pytest.mark.parametrize("table", ["a.b", "a+b", "(a", "[x", "x]", "line\nbreak", "a@b", "表", "a\\d", "^$"])
+def test_nothing_but_the_wildcards_is_special(table):
     assert Pattern(table).matches(slot_name(table, "embedding"))
     assert Pattern("*").matches(slot_name(table, "embedding"))
     assert Pattern(f"{table}@*").matches(slot_name(table, "embedding"))
@@ -100,14 +103,38 @@ def test_nothing_but_the_star_is_special(table):
 
 
 def test_what_names_one_thing_is_explicit():
-    explicit = {text for text in ("t", "t@id", "*", "t*", "dense", "global_step") if Pattern(text).is_explicit}
-    assert explicit == {"t", "t@id"}
+    texts = ("t", "t@id", "*", "t*", "t?", "t[0]", "t[!0]", "t[", "t[]", "t[!]", "dense", "global_step")
+    assert {text for text in texts if Pattern(text).is_explicit} == {"t", "t@id", "t[", "t[]", "t[!]"}
+
+
+@given(st.text("ab[]!-*?\\", min_size=1, max_size=8), st.text("ab[]!-", max_size=6))
+def test_patterns_are_those_of_fnmatch(pattern, name):
+    assert bool(wildcard_regex(pattern).fullmatch(name)) == fnmatchcase(name, pattern)
+    assert len(wildcards(pattern)) == wildcard_regex(pattern).groups
+    assert bool(wildcards(pattern)) == (not Pattern(pattern).is_explicit)
+    if name:
+        meant = name == pattern or fnmatchcase(name, pattern)
+        assert Pattern(pattern).matches(Name("dense", name)) == meant
+
+
+def test_an_optimizer_is_a_registered_object_and_its_state_of_a_parameter_is_of_its_group():
+    settings, state = Name("dense_opt", "adam"), state_name("top.weight", "adam")
+    assert (settings.is_settings, settings.parameter, state.is_settings, state.parameter) == (
+        True,
+        "",
+        False,
+        "top.weight",
+    )
+    for pattern in ("dense_opt", "extra", "*"):
+        assert Pattern(pattern).matches(settings)
+        assert Pattern(pattern).matches(state)
+    assert not Pattern("dense").matches(state)
     assert [text for text in ("*", "**", "a*", "dense") if Pattern(text).is_everything] == ["*", "**"]
 
 
 def test_a_star_takes_as_much_as_it_can_or_as_little():
-    assert star_regex("*.*").fullmatch("a.b.c").groups() == ("a.b", "c")
-    assert star_regex("*.*", lazy=True).fullmatch("a.b.c").groups() == ("a", "b.c")
+    assert wildcard_regex("*.*").fullmatch("a.b.c").groups() == ("a.b", "c")
+    assert wildcard_regex("*.*", lazy=True).fullmatch("a.b.c").groups() == ("a", "b.c")
 
 
 def test_names_cross_ranks():

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.buckets import mix64
+from recckpt.types import is_list
 
 _SAMPLE_SALT = np.uint64(0x9E3779B97F4A7C15)  # a sample must not be a range of buckets
 _MOST = sys.float_info.max
@@ -61,14 +62,14 @@ class RowFilter:
         return np.array(sorted(self.ids or ()), np.int64)
 
 
-def parse_row_filter(value: object) -> RowFilter:
+def parse_row_filter(value: Any) -> RowFilter:
     """Return the filter of a ``where`` value.
 
     Raises:
         ValueError: neither a list of ids nor a dict of ``{"<slot>": {"min": number}}``, ``{"ids": [...]}`` and
             ``{"sample": share}``.
     """
-    if isinstance(value, list | tuple):
+    if is_list(value):
         return RowFilter(ids=_ids(value))
     if not isinstance(value, Mapping):
         raise ValueError(f"found {value!r}, expected a dict such as {{'frequency': {{'min': 5}}}}")
@@ -87,8 +88,8 @@ def parse_row_filter(value: object) -> RowFilter:
     return RowFilter(tuple(minimum), ids, sample)
 
 
-def _ids(value: object) -> frozenset[int]:
-    if not isinstance(value, list | tuple) or not all(type(i) is int and -(2**63) <= i < 2**63 for i in value):
+def _ids(value: Any) -> frozenset[int]:
+    if not is_list(value) or not all(type(i) is int and -(2**63) <= i < 2**63 for i in value):
         raise ValueError(f"'ids': found {str(value)[:80]}, expected a list of int64 ids")
     return frozenset(value)
 
