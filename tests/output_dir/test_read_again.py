@@ -82,8 +82,10 @@ class Rotates:
         monkeypatch.setattr(ObjectStorage, "open", lambda storage, name: self.open(storage, name))
 
     def open(self, storage, name):
-        self._opened |= {name} if name.endswith(".arrow") and storage.url == self.run.saver.output_dir else set()
-        if len(self._opened) == 2 and self.times:
+        is_part = name.endswith(".arrow") and storage.url == self.run.saver.output_dir
+        self._opened |= {name} if is_part else set()
+        of_one = [other for other in self._opened if other.split("/")[0] == name.split("/")[0]]
+        if is_part and len(of_one) == 2 and self.times:
             self._opened.clear()
             self.times -= 1
             self.run.save()
@@ -184,14 +186,21 @@ def test_a_reader_of_what_is_gone_says_so(rotates, memory_url):
 @pytest.fixture
 def commands(memory_url, monkeypatch, capsys):
     """Runs commands on a run that saves, and rotates, before each of the next files is opened."""
-    run, opened, left = Run(memory_url), ObjectStorage.open, []
+    run, opened, read, left = Run(memory_url), ObjectStorage.open, ObjectStorage.read, []
     run.save()
 
-    def open_after_saving(storage, name):
-        if name.endswith((".arrow", "model.pt")) and left:
+    def save_before(name):
+        if (name.endswith(".arrow") or "/dense/" in name) and left:
             left.pop()
             run.save()
+
+    def open_after_saving(storage, name):
+        save_before(name)
         return opened(storage, name)
+
+    def read_after_saving(storage, name, max_bytes):
+        save_before(name)
+        return read(storage, name, max_bytes)
 
     def command(*args, saves):
         left.extend([None] * saves)
@@ -201,6 +210,7 @@ def commands(memory_url, monkeypatch, capsys):
         return json.loads(out) if code == 0 else err
 
     monkeypatch.setattr(ObjectStorage, "open", open_after_saving)
+    monkeypatch.setattr(ObjectStorage, "read", read_after_saving)
     return command
 
 
