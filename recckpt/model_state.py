@@ -29,6 +29,7 @@ from recckpt.parallel.ranks import this_rank
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.storage import Storage, open_storage
+from recckpt.storage.staging_dir import WorkDir
 from recckpt.types import HashTable, positive_int
 
 
@@ -42,7 +43,14 @@ class ModelState(OneProcess):
         OSError: the output dir cannot be written.
     """
 
-    def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, output_dir: str, concurrency: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sparse_optim: Optimizer | None,
+        output_dir: str,
+        concurrency: int,
+        download_dir: WorkDir | None,
+    ) -> None:
         super().__init__()
         _check_parts(model, sparse_optim)
         tables = state_of(model)[0]
@@ -50,6 +58,7 @@ class ModelState(OneProcess):
             _check_trained(sparse_optim, tables)
         self.model, self.sparse_optim = model, sparse_optim
         self._is_resumed = False  # whether a checkpoint of the own output dir was loaded
+        self._download_dir = download_dir
         self._concurrency = positive_int("concurrency", concurrency)
         self._extra, self._io_state = extra_registry(self._named), io_registry()
         self.storage: Storage = open_storage(
@@ -202,9 +211,14 @@ class ModelState(OneProcess):
         with self._turn():
             target = self.target(shard_id, shard_num)
             self._is_resumed = self._is_resumed or any(source.entry.is_own for source in sources)
-            for source in sources:
-                source.storage.transfers = self.storage.transfers
-            return loading.load(target, sources, concurrency=self._concurrency, rng=rng, problems=problems)
+            return loading.load(
+                target,
+                sources,
+                concurrency=self._concurrency,
+                download_dir=self._download_dir,
+                rng=rng,
+                problems=problems,
+            )
 
     def target(self, shard_id: int | None = None, shard_num: int | None = None) -> Target:
         """Return what a load fills."""

@@ -24,8 +24,7 @@ from recckpt.save.preflight import check_name, check_owners, check_rooms
 from recckpt.save.save import lost_ranks_named
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged, estimated_bytes, stage
-from recckpt.storage.options import transfers_of
-from recckpt.storage.transfer_options import VISIBLE_SEC
+from recckpt.storage.transfers import VISIBLE_SEC, transfers_of
 from recckpt.types import positive_number
 
 log = logging.getLogger("recckpt")
@@ -86,7 +85,7 @@ class Saver(ModelState):
         if on_save is not None and not callable(on_save):
             raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
         self._timeout_sec = positive_number("timeout_sec", timeout_sec)
-        transfers = transfers_of(
+        self._transfers = transfers_of(
             output_dir,
             max_uploads=max_uploads,
             work_dir=work_dir,
@@ -94,14 +93,15 @@ class Saver(ModelState):
             visible_sec=visible_sec,
             timeout_sec=self._timeout_sec,
         )
-        super().__init__(model, sparse_optim, output_dir, concurrency)  # last: it makes the output dir
-        self.storage.transfers = transfers
+        super().__init__(  # last: it makes the output dir
+            model, sparse_optim, output_dir, concurrency, self._transfers.download_dir
+        )
         self.max_keep, self._min_free_bytes = max_keep, min_free_bytes
         self._groups: dict[tuple[int, int], Groups] = {}
         self._buffers = DenseBuffers()
         self._digests = RankDigests()
         self._step_now: Callable[[], int | None] = lambda: None
-        self._runner = SaveRunner(self.storage, self._concurrency, on_save, self.made_at)
+        self._runner = SaveRunner(self.storage, self._transfers, self._concurrency, on_save, self.made_at)
 
     @overload
     def save(
@@ -274,7 +274,8 @@ class Saver(ModelState):
     def _take(self, info: SaveInfo, group: Group, state: Mapping[str, Scalar] | None) -> Staged:
         """Refuse what cannot be saved, and stage the rest. Collective."""
         check_owners(self.model, group)  # first: it fails on all ranks or on none
-        check_rooms(self.storage, estimated_bytes(self.model, group.rank), self._min_free_bytes, group)
+        n_bytes = estimated_bytes(self.model, group.rank)
+        check_rooms(self.storage, self._transfers.work_dir, n_bytes, self._min_free_bytes, group)
         with info.timed("stage"):
             return stage(
                 self.model,

@@ -20,6 +20,7 @@ from recckpt.sparse.files.loader import CheckpointLoad, Loaded, load_tables
 from recckpt.sparse.files.table_fill import TableLoad
 from recckpt.sparse.split import load_dense
 from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.storage.staging_dir import WorkDir
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, HashTable
 
@@ -49,6 +50,7 @@ def load(
     sources: Sequence[Source],
     *,
     concurrency: int,
+    download_dir: WorkDir | None = None,
     rng: bool = False,
     problems: Problems | None = None,
 ) -> LoadReport:
@@ -58,6 +60,7 @@ def load(
         target: what to fill.
         sources: as in :func:`plan`.
         concurrency: number of reader threads.
+        download_dir: where to copy files that cannot be mapped, before they are read; None reads them where they lie.
         rng: whether to restore the random generators from the last source, if as many ranks wrote it.
         problems: as in :func:`plan`.
 
@@ -77,7 +80,7 @@ def load(
         by_source = [[item for item in planned.items if item.offer == number] for number in range(len(sources))]
         tables, live = target.state()
         other = read_other_state(target, live, planned.items, by_source, sources, rng=rng)
-        loaded = _apply(target, tables, other, by_source, sources, concurrency=concurrency)
+        loaded = _apply(target, tables, other, by_source, sources, concurrency=concurrency, download_dir=download_dir)
     report = LoadReport(
         planned.items,
         planned.sources,
@@ -101,13 +104,21 @@ def _apply(
     sources: Sequence[Source],
     *,
     concurrency: int,
+    download_dir: WorkDir | None,
 ) -> Loaded:
     """Change the live state; return what was loaded into tables."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(optimizer_loaded(target.sparse_optim, other.sparse_optim))
         registries = ((target.extra, other.extra), (target.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
-        loaded = _fill_tables(by_source, sources, tables, concurrency, lambda: [give_rest() for give_rest in rests])
+        loaded = _fill_tables(
+            by_source,
+            sources,
+            tables,
+            lambda: [give_rest() for give_rest in rests],
+            concurrency=concurrency,
+            download_dir=download_dir,
+        )
         if other.dense:
             load_dense(target.model, other.dense)
     if other.generators:
@@ -119,14 +130,17 @@ def _fill_tables(
     by_source: Sequence[Sequence[Planned]],
     sources: Sequence[Source],
     tables: Mapping[str, HashTable],
-    concurrency: int,
     when_checked: Callable[[], object],
+    *,
+    concurrency: int,
+    download_dir: WorkDir | None,
 ) -> Loaded:
     loads = []
     for items, source in zip(by_source, sources, strict=True):
         chosen = _table_loads(items, source, tables)
         loads.append(CheckpointLoad(chosen, source.parts if chosen else [], source.files, source.checkpoint.directory))
-        source.files.fetch(loads[-1].wanted_files(), concurrency)
+        if download_dir is not None:
+            source.files.fetch(loads[-1].wanted_files(), download_dir, concurrency)
     what = sources[0].checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     with Progress(f"loading {what}", sum(load.n_bytes for load in loads)) as progress:
         loaded = load_tables(loads, concurrency=concurrency, advance=progress.advance, when_checked=when_checked)

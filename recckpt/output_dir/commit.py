@@ -18,6 +18,8 @@ from recckpt.output_dir.late_files import Lookout
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.manifests import listed_files, read_manifest
 from recckpt.storage import Storage
+from recckpt.storage.retry import RetryPolicy
+from recckpt.storage.transfers import VISIBLE
 
 
 def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool) -> tuple[Intent, int]:
@@ -53,7 +55,9 @@ def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, ove
     raise AssertionError("the names of attempts have no end")
 
 
-def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> Manifest:
+def commit(
+    storage: Storage, fence: Fence, directory: str, record: Manifest, visible: RetryPolicy = VISIBLE
+) -> Manifest:
     """Make a checkpoint visible and return its manifest; it is durable then, by the owner of the output dir.
 
     Raises:
@@ -64,7 +68,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> 
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
     manifest.decode(data, path)  # what no reader would take must not count
-    check_files(storage, directory, record)
+    check_files(storage, directory, record, visible)
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))
     fence.check()
@@ -83,13 +87,13 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest) -> 
     return record
 
 
-def check_files(storage: Storage, directory: str, record: Manifest) -> None:
+def check_files(storage: Storage, directory: str, record: Manifest, visible: RetryPolicy) -> None:
     """Look at the size of each file that a manifest lists.
 
     Raises:
         OSError: a file is not there, or has another size.
     """
-    lookout = Lookout(storage, is_patient=len(record.shards) > 1)
+    lookout = Lookout(storage, visible, is_patient=len(record.shards) > 1)
     listed = listed_files(storage, directory)
     for file in record.files:
         if file.name not in listed or listed[file.name].n_bytes != file.n_bytes:

@@ -9,21 +9,21 @@ from recckpt.format import layout
 from recckpt.output_dir.attempt import Intent, read_intent
 from recckpt.storage import Storage
 from recckpt.storage.backend_errors import TryAgainError
-from recckpt.storage.retry import Retries
+from recckpt.storage.retry import Retries, RetryPolicy
 
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 class Lookout:
-    """Looks for files until they are there, or the time is up that :attr:`Storage.transfers` gives for all of them.
+    """Looks for files until they are there, or the time is up that the policy gives for all of them.
 
     Args:
         storage: where they are.
+        policy: how often to look, and for how long.
         is_patient: whether another host may have written them; one look is enough otherwise.
     """
 
-    def __init__(self, storage: Storage, *, is_patient: bool = True) -> None:
-        policy = storage.transfers.visible
+    def __init__(self, storage: Storage, policy: RetryPolicy, *, is_patient: bool = True) -> None:
         self._storage, self._is_patient, self._retries = storage, is_patient, Retries(policy, storage.url)
         self._operation = "looking for what was written"
         if is_patient:

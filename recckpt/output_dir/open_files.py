@@ -13,6 +13,7 @@ from recckpt.format import layout
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 from recckpt.storage.spool import map_copy
+from recckpt.storage.staging_dir import WorkDir
 
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
 _T = TypeVar("_T")
@@ -84,16 +85,13 @@ class HeldFiles:
         """Return how many threads are worth having of those that were asked for."""
         return self._storage.threads(asked)
 
-    def fetch(self, names: Iterable[str], concurrency: int) -> None:
-        """Copy files that have no map to the download dir, if there is one, and read the copies from now on.
+    def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:
+        """Copy files that have no map to a directory of this host, and read the copies from now on.
 
         Raises:
             CheckpointRemovedError, CorruptCheckpointError: a file is gone, or has another size.
             OSError: a file cannot be read, or the download dir has no room for them all.
         """
-        download_dir = self._storage.transfers.download_dir
-        if download_dir is None:
-            return
         wanted = [name for name in names if name not in self._maps]
         download_dir.check_room(sum(self._sizes[name] for name in wanted))
 

@@ -26,6 +26,7 @@ from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
+from recckpt.storage.transfers import Transfers
 
 log = logging.getLogger("recckpt")
 
@@ -91,15 +92,22 @@ class SaveRunner:
 
     Args:
         storage: the output dir.
+        transfers: how files go up to it.
         concurrency: threads that write.
         on_save: called with each save that is committed, once it is over, in its thread.
         made_at: where in the caller's program its saver was made.
     """
 
     def __init__(
-        self, storage: Storage, concurrency: int, on_save: OnSave | None = None, made_at: str | None = None
+        self,
+        storage: Storage,
+        transfers: Transfers,
+        concurrency: int,
+        on_save: OnSave | None = None,
+        made_at: str | None = None,
     ) -> None:
-        self._storage, self._concurrency, self._on_save = storage, concurrency, on_save
+        self._storage, self._transfers = storage, transfers
+        self._concurrency, self._on_save = concurrency, on_save
         self._fence = Fence(storage, made_at)
         self._sparse_saver = SparseSaver(concurrency)
         self._handle: SaveHandle | None = None
@@ -159,7 +167,9 @@ class SaveRunner:
             settle_together(self.settle, info, ranks.front)
         self._fence.is_resumed = resumed
         staged = stage_on_all_ranks(take, info, ranks.front)
-        to = Destination(self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep)
+        to = Destination(
+            self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep, self._transfers
+        )
         if not info.background:
             handle.committed.set_result(self._finish(staged, info, to, overwrite))
             return handle

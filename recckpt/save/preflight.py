@@ -14,14 +14,16 @@ from recckpt.format.json_fields import MAX_COUNT
 from recckpt.parallel.ranks import Group
 from recckpt.sparse.split import state_of
 from recckpt.storage import Storage
+from recckpt.storage.staging_dir import WorkDir
 from recckpt.text import size
 
 
-def check_rooms(storage: Storage, own_bytes: int, min_free_bytes: int, group: Group) -> None:
+def check_rooms(storage: Storage, work_dir: WorkDir | None, own_bytes: int, min_free_bytes: int, group: Group) -> None:
     """Refuse a save that would not fit into the storage, or those of this host not into the work dir. Collective.
 
     Args:
         storage: where the save goes.
+        work_dir: where its files lie first.
         own_bytes: an estimate of what this rank writes.
         min_free_bytes: what must be left of the storage's room afterwards.
         group: all ranks.
@@ -29,7 +31,6 @@ def check_rooms(storage: Storage, own_bytes: int, min_free_bytes: int, group: Gr
     Raises:
         OSError: ENOSPC, with what is free and what is needed.
     """
-    work_dir = storage.transfers.work_dir
     needs = group.all_gather((own_bytes, work_dir and work_dir.device))
     check_room(storage, sum(n_bytes for n_bytes, _ in needs), min_free_bytes)
     if work_dir is not None:

@@ -20,6 +20,7 @@ from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import HashingSink, NewFiles, Storage
 from recckpt.storage.staged_upload import Outbox
+from recckpt.storage.transfers import STRAIGHT, Transfers
 from recckpt.text import Progress
 
 
@@ -48,10 +49,17 @@ class ShardWriter:
     """Writes the files of one rank into the directory of an attempt."""
 
     def __init__(
-        self, intent: Intent, storage: Storage, sparse_saver: SparseSaver, concurrency: int, group: Group
+        self,
+        intent: Intent,
+        storage: Storage,
+        sparse_saver: SparseSaver,
+        concurrency: int,
+        group: Group,
+        *,
+        transfers: Transfers = STRAIGHT,
     ) -> None:
-        self._intent, self._storage, self._sparse_saver = intent, storage, sparse_saver
-        self._concurrency = concurrency
+        self._intent, self._storage, self._transfers = intent, storage, transfers
+        self._sparse_saver, self._concurrency = sparse_saver, concurrency
         self._rank, self._ranks = group.rank, group.size
 
     def write(self, staged: Staged, progress: Progress) -> ShardRecord:
@@ -62,8 +70,8 @@ class ShardWriter:
         """
         begin = time.perf_counter()
         if self._rank:
-            Lookout(self._storage).check_intent(self._intent)
-        with Outbox(self._storage) as outbox:
+            Lookout(self._storage, self._transfers.visible).check_intent(self._intent)
+        with Outbox(self._storage, self._transfers) as outbox:
             record = self._write_to(outbox, staged, progress)
             staged.close()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(self._concurrency)

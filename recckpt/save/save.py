@@ -36,6 +36,7 @@ from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
+from recckpt.storage.transfers import STRAIGHT, Transfers
 from recckpt.text import Progress
 from recckpt.types import SlotSpec
 
@@ -54,6 +55,7 @@ class Destination:
         sparse_saver: writes the tables of this rank.
         concurrency: threads that write; with one, a save makes none.
         max_keep: which checkpoints stay.
+        transfers: how files go up.
     """
 
     storage: Storage
@@ -62,6 +64,7 @@ class Destination:
     sparse_saver: SparseSaver
     concurrency: int
     max_keep: int | Keep | None
+    transfers: Transfers = STRAIGHT
 
 
 def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = False) -> Manifest:
@@ -89,6 +92,7 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
                     fence,
                     intent.directory,
                     replace(_manifest(info, intent, seq, staged, records), names=names),
+                    to.transfers.visible,
                 )
                 outcome.is_committed = True
                 return record
@@ -147,7 +151,7 @@ def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> t
     group = to.group
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
-        writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group)
+        writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group, transfers=to.transfers)
         names = compared(staged, group.rank, partial(_on_all_ranks, group, info), partial(_on_rank_0, group, info))
         records = _on_all_ranks(group, info, lambda: writer.write(staged, progress))
         seconds = [record.seconds for record in records]

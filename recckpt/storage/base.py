@@ -8,7 +8,6 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.storage.plain_files import NotPlainError
-from recckpt.storage.transfer_options import Transfers
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # what reaching for a file raises where there is none
 NOT_READABLE = (*ABSENT, NotPlainError)  # or where it is not one that may be read
@@ -121,12 +120,10 @@ class Storage(ABC):
 
     Attributes:
         url: of the root.
-        transfers: how the files of saves go up and those of loads come down; nothing here heeds it, they do.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.transfers = Transfers()
 
     @abstractmethod
     def prepare(self) -> None:

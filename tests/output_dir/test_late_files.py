@@ -38,7 +38,7 @@ def attempt(storage, names=FILES):
 
 
 def commit(storage, record):
-    committing.commit(storage, fence_of(storage), "c", record)
+    committing.commit(storage, fence_of(storage), "c", record, storage.visible)
 
 
 def test_a_commit_waits_for_files_that_are_missing_or_short(storage):
@@ -93,7 +93,7 @@ def test_a_link_out_of_the_checkpoint_is_not_waited_for(storage, tmp_path):
 def test_a_rank_waits_for_the_directory_that_the_first_one_has_made(storage):
     intent, _ = attempt(storage)
     storage.late = {"c/INTENT": [None, None, None]}
-    Lookout(storage).check_intent(intent)
+    Lookout(storage, storage.visible).check_intent(intent)
     assert storage.waited > 0
 
 
@@ -101,10 +101,10 @@ def test_a_rank_that_sees_another_output_dir_says_so(storage):
     intent, _ = attempt(storage)
     storage.late = {"c/INTENT": FOREVER}
     with pytest.raises(FileNotFoundError, match=r"found no such file, .*the same one on every host: '.*/c/INTENT'"):
-        Lookout(storage).check_intent(intent)
+        Lookout(storage, storage.visible).check_intent(intent)
     assert 0 < storage.waited <= 60
     other = replace(intent, directory="d", save_id="0" * 32)
     storage.make_dir("d")
     write_intent(storage, other)
     with pytest.raises(FileNotFoundError, match=f"found that of save {'0' * 32}, rank 0 has written"):
-        Lookout(storage).check_intent(replace(other, save_id="1" * 32))
+        Lookout(storage, storage.visible).check_intent(replace(other, save_id="1" * 32))

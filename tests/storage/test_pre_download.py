@@ -19,15 +19,18 @@ from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.options import transfers_of
 from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.transfers import transfers_of
 
+DEFAULTS = {"max_uploads": None, "work_dir": None, "pre_download": False, "visible_sec": 0, "timeout_sec": 60}
 PART = "ckpt_1/sparse/00000-of-00001.g0.00.arrow"
 
 
 @pytest.fixture
 def work_dir(tmp_path):
-    return tmp_path / "work"
+    found = WorkDir(str(tmp_path / "work"))
+    found.prepare()
+    return found
 
 
 @pytest.fixture
@@ -38,47 +41,39 @@ def opened(monkeypatch):
     return names
 
 
-def downloading(url, work_dir):
-    """Return a storage whose loads copy what they need."""
-    storage = open_storage(url)
-    options = {"max_uploads": None, "work_dir": work_dir, "visible_sec": 0, "timeout_sec": 60}
-    storage.transfers = transfers_of(url, pre_download=True, **options)
-    return storage
-
-
 def held(storage):
     manifest = locate(storage, "ckpt_1").manifest
     return HeldFiles(storage, "ckpt_1", {file.name: file.n_bytes for file in manifest.files})
 
 
-def mapped_from(work_dir):
+def mapped_from(directory):
     """Return the copies that this process has in memory."""
     gc.collect()
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(work_dir) in line]
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line]
 
 
 def test_rows_are_the_same_and_the_copies_go_with_the_load(memory_url, work_dir, opened):
     table = filled("t", range(1000), slots={"m": ()})
     save_tables(open_storage(memory_url), [table], batch_bytes=500)
     target = empty("t", slots={"m": ()})
-    assert load(downloading(memory_url, work_dir), [target]) == 1000
+    assert load(open_storage(memory_url), [target], download_dir=work_dir) == 1000
     assert rows_of(target) == rows_of(table)
     assert opened == [PART, PART.replace("00.arrow", "01.arrow")]
-    assert list(work_dir.iterdir()) == []
-    assert mapped_from(work_dir) == []
+    assert list(Path(work_dir.url).iterdir()) == []
+    assert mapped_from(work_dir.url) == []
 
 
 def test_a_copy_is_read_where_it_lies_until_it_is_let_go(memory_url, work_dir, opened):
     save_tables(open_storage(memory_url), [filled("t", range(1000))], concurrency=1)
-    files = held(downloading(memory_url, work_dir))
-    files.fetch([PART], 2)
-    files.fetch([PART], 2)
+    files = held(open_storage(memory_url))
+    files.fetch([PART], work_dir, 2)
+    files.fetch([PART], work_dir, 2)
     assert opened == [PART]
     data = open_storage(memory_url).read(PART, 1 << 20)
     assert (bytes(files.map(PART)), files.read(PART, 1 << 20), files.size(PART)) == (data, data, len(data))
-    assert len(mapped_from(work_dir)) == 1
+    assert len(mapped_from(work_dir.url)) == 1
     del files
-    assert mapped_from(work_dir) == []
+    assert mapped_from(work_dir.url) == []
 
 
 def test_a_rank_copies_the_parts_that_its_slice_meets_and_no_others(memory_url, work_dir, opened):
@@ -86,7 +81,7 @@ def test_a_rank_copies_the_parts_that_its_slice_meets_and_no_others(memory_url, 
     save_tables(open_storage(memory_url), tables, batch_bytes=1000, concurrency=4)
     everything = len(locate(open_storage(memory_url), "ckpt_1").manifest.files) - 1
     target = empty("t", slice=gen_slice(3, 4))
-    load(downloading(memory_url, work_dir), [target, empty("u", shape=3)], load=["t"])
+    load(open_storage(memory_url), [target, empty("u", shape=3)], download_dir=work_dir, load=["t"])
     assert 1 <= len(set(opened)) <= 2 < 4 < everything
     ids = torch.arange(10_000)
     assert torch.equal(target.ids().sort().values, ids[gen_slice(3, 4).owns(ids)])
@@ -98,14 +93,15 @@ def test_files_that_are_mapped_where_they_lie_are_not_copied(tmp_path, work_dir,
     save_tables(open_storage(url), [filled("t", range(10))])
     monkeypatch.setattr(WorkDir, "new_file", None)
     target = empty("t")
-    assert load(downloading(url, work_dir), [target]) == 10
+    assert load(open_storage(url), [target], download_dir=work_dir) == 10
 
 
 def test_without_a_work_dir_copies_go_to_the_temporary_directory(memory_url, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     save_tables(open_storage(memory_url), [filled("t", range(10))])
-    files = held(downloading(memory_url, None))
-    files.fetch([PART], 1)
+    transfers = transfers_of(memory_url, **DEFAULTS | {"pre_download": True})
+    files = held(open_storage(memory_url))
+    files.fetch([PART], transfers.download_dir, 1)
     assert len(mapped_from(tmp_path)) == 1
 
 
@@ -115,10 +111,10 @@ def test_checkpoints_of_a_bank_are_copied_too(memory_url, work_dir, tmp_path, mo
     save_tables(open_storage(memory_url), [filled("t", range(10), shape=2)], concurrency=1)
     table = HashTable(2, name="t")
     model = torch.nn.ModuleDict({"t": table})
-    saver = Saver(model, output_dir=str(tmp_path / "runs"), work_dir=work_dir, pre_download=True)
+    saver = Saver(model, output_dir=str(tmp_path / "runs"), work_dir=work_dir.url, pre_download=True)
     saver.load_by_config({"path": memory_url, "load": ["t"]})
     assert len(table) == 10
-    assert copies == [str(work_dir)]
+    assert copies == [work_dir.url]
 
 
 def test_a_download_dir_without_room_refuses_the_load_and_changes_nothing(memory_url, work_dir, monkeypatch):
@@ -127,31 +123,31 @@ def test_a_download_dir_without_room_refuses_the_load_and_changes_nothing(memory
     target = filled("t", [5])
     before = rows_of(target)
     with pytest.raises(OSError, match=r"found 10\.0 kB free in the work dir, expected \d\d\.\d kB") as refused:
-        load(downloading(memory_url, work_dir), [target])
-    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, str(work_dir))
+        load(open_storage(memory_url), [target], download_dir=work_dir)
+    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, work_dir.url)
     assert rows_of(target) == before
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 def test_a_file_of_another_size_is_damage(memory_url, work_dir, change):
-    storage = downloading(memory_url, work_dir)
+    storage = open_storage(memory_url)
     save_tables(storage, [filled("t", range(1000))], concurrency=1)
     files, data = held(storage), storage.read(PART, 1 << 20)
     storage.replace(PART, data[:-1] if change == "shorter" else data + b"?")
     with pytest.raises(CorruptCheckpointError, match=rf"its size: found \d+ bytes, expected {len(data)} bytes"):
-        files.fetch([PART], 1)
+        files.fetch([PART], work_dir, 1)
 
 
 def test_a_file_that_its_writer_removes_is_told_apart_from_damage(memory_url, work_dir):
-    storage = downloading(memory_url, work_dir)
+    storage = open_storage(memory_url)
     save_tables(storage, [filled("t", range(1000))], concurrency=1)
     files = held(storage)
     storage.remove(PART)
     with pytest.raises(CorruptCheckpointError, match="no such file"):
-        files.fetch([PART], 1)
+        files.fetch([PART], work_dir, 1)
     storage.remove("ckpt_1/manifest.json")
     with pytest.raises(CheckpointRemovedError):
-        files.fetch([PART], 1)
+        files.fetch([PART], work_dir, 1)
 
 
 def test_a_load_from_s3_asks_less_often(s3_url, s3_options, work_dir, monkeypatch):
@@ -160,10 +156,10 @@ def test_a_load_from_s3_asks_less_often(s3_url, s3_options, work_dir, monkeypatc
     proxy = Proxy(int(s3_options["endpoint_url"].rpartition(":")[2]))
     monkeypatch.setitem(conf, "s3", options_of(s3_options, proxy.port))
     counts = []
-    for storage in (open_storage(s3_url), downloading(s3_url, work_dir)):
+    for download_dir in (None, work_dir):
         target = empty("t", shape=16)
         proxy.arm(None, about=rb".*\.arrow")
-        assert load(storage, [target]) == 20_000
+        assert load(open_storage(s3_url), [target], download_dir=download_dir) == 20_000
         assert rows_of(target) == rows_of(table)
         counts.append(proxy.n_requests)
     proxy.stop()

@@ -24,11 +24,9 @@ from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.options import transfers_of
 from recckpt.storage.staged_upload import Outbox
 from recckpt.storage.staging_dir import WorkDir
-
-NO_OPTIONS = {"max_uploads": None, "work_dir": None, "pre_download": False, "visible_sec": 0, "timeout_sec": 60}
+from recckpt.storage.transfers import Transfers
 
 
 @pytest.fixture
@@ -38,10 +36,7 @@ def work_dir(tmp_path):
 
 def run_of(url, work_dir, **options):
     """Return a run that saves and restores by way of a work dir."""
-    run = Run(url, **options)
-    asked = NO_OPTIONS | {"work_dir": work_dir, "pre_download": True}
-    run.saver.storage.transfers = transfers_of(run.saver.output_dir, **asked)
-    return run
+    return Run(url, **options, work_dir=work_dir, pre_download=True)
 
 
 def table_saver(url, **options):
@@ -86,8 +81,9 @@ def test_the_files_are_those_of_a_save_without_a_work_dir(tmp_path, work_dir):
 
 def test_nothing_is_in_the_storage_before_all_copies_are_there(memory_url, work_dir):
     storage = open_storage(memory_url)
-    storage.transfers = transfers_of(memory_url, **NO_OPTIONS | {"work_dir": work_dir})
-    with Outbox(storage) as outbox:
+    copies = WorkDir(str(work_dir))
+    copies.prepare()
+    with Outbox(storage, Transfers(work_dir=copies)) as outbox:
         for name in ("d/x", "d/y"):
             with outbox.create(name) as sink:
                 assert sink.write(memoryview(bytes(3 << 20)).cast("I")) == 3 << 20

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -12,8 +13,10 @@ from fsspec.config import conf
 from late_storage import LateStorage
 
 from recckpt import Saver, model_state
+from recckpt import saver as saving
 from recckpt.sparse import gen_slice
 from recckpt.storage import open_storage
+from recckpt.storage.transfers import transfers_of
 
 SIZE = 2
 
@@ -28,11 +31,13 @@ def run(rank, url, step, late, **options):
     model_state.open_storage = lambda path: (
         storages.append(LateStorage(path) if late else open_storage(path)) or storages[-1]
     )
+    if late:
+        visible = LateStorage(url).visible
+        saving.transfers_of = lambda *args, **asked: replace(transfers_of(*args, **asked), visible=visible)
     saver = Saver(model, output_dir=url, **options)
     if late:
         [storage] = storages
         storage.late = {f"ckpt/{name}": seen for name, seen in late.items()}
-        storage.transfers = LateStorage(url).transfers
     try:
         saver.save("ckpt", rank, SIZE, step=step, overwrite=True)
     except Exception as error:

@@ -78,6 +78,7 @@ class Run:
         max_keep: int | None = 1,
         optimizer: str = "adamw",
         seed: int = 0,
+        **options: Any,
     ) -> None:
         torch.manual_seed(seed)
         np.random.seed(seed)
@@ -86,7 +87,7 @@ class Run:
         self.sparse = OPTIMIZERS[optimizer](self.model.tables)
         self.dense = torch.optim.Adam([*self.model.norm.parameters(), *self.model.top.parameters()], lr=0.01)
         self.stream = Stream()
-        self.saver = Saver(self.model, self.sparse, str(url), max_keep=max_keep, concurrency=2)
+        self.saver = Saver(self.model, self.sparse, str(url), max_keep=max_keep, concurrency=2, **options)
         self.saver.register_for_checkpointing("dense_optim", self.dense)
         self.saver.register_io_state("stream", self.stream)
         self.manager = CheckpointManager(self.saver, interval)

@@ -31,6 +31,7 @@ from recckpt.sparse.files.part_plan import BATCH_BYTES
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.storage import HashingSink, Storage, open_storage
+from recckpt.storage.staging_dir import WorkDir
 
 
 def filled(
@@ -146,12 +147,14 @@ def load(
     *,
     ckpt_id: str = "ckpt_1",
     concurrency: int = 2,
+    download_dir: WorkDir | None = None,
     **conf: Any,
 ) -> int:
     """Load tables by what a ``load_conf`` says and return the number of rows."""
     target = Target(Tables(tables), None, extra_registry(), io_registry(), 0, 1)
     source = Source(parse_load_conf(conf or None), storage, locate(storage, ckpt_id))
-    return sum(loading.load(target, [source], concurrency=concurrency).rows_taken.values())
+    report = loading.load(target, [source], concurrency=concurrency, download_dir=download_dir)
+    return sum(report.rows_taken.values())
 
 
 def parts_of(storage: Storage, ckpt_id: str = "ckpt_1") -> list[Part]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.transfers import VISIBLE
 
 
 class LateStorage(LocalStorage):
@@ -11,15 +12,13 @@ class LateStorage(LocalStorage):
     Attributes:
         late: name -> what is seen of the file at first, a size or None for no file, one look each.
         waited: seconds.
+        visible: how to look for files of others, in this time.
     """
 
     def __init__(self, path, timeout_sec=60.0):
         super().__init__(str(path))
         self.late, self.waited = {}, 0.0
-        waiting = replace(
-            self.transfers.visible, deadline_sec=timeout_sec, sleep=self._sleep, clock=lambda: self.waited
-        )
-        self.transfers = replace(self.transfers, visible=waiting)
+        self.visible = replace(VISIBLE, deadline_sec=timeout_sec, sleep=self._sleep, clock=lambda: self.waited)
 
     def size(self, name):
         seen = self._look(name)

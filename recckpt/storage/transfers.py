@@ -1,15 +1,39 @@
-"""What a saver is told of the way to its storage."""
+"""How the files of saves and loads travel between this host and a storage, as a saver is told."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from recckpt.storage.retry import RetryPolicy
 from recckpt.storage.staging_dir import WorkDir
-from recckpt.storage.transfer_options import Transfers, waiting
 from recckpt.storage.upload_limit import UploadSlots
 from recckpt.types import positive_int
+
+VISIBLE_SEC = 90.0  # an NFS client may use a listing for 60
+VISIBLE = RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=VISIBLE_SEC)
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """How files travel; by default, straight up and straight down.
+
+    Attributes:
+        slots: each file that goes up takes one of them.
+        work_dir: where a save writes its files first.
+        download_dir: where a load copies files to that cannot be mapped in the storage.
+        visible: how, and for how long, to look for files that other hosts have written.
+    """
+
+    slots: UploadSlots | None = None
+    work_dir: WorkDir | None = None
+    download_dir: WorkDir | None = None
+    visible: RetryPolicy = VISIBLE
+
+
+STRAIGHT = Transfers()
 
 
 def transfers_of(
@@ -21,10 +45,10 @@ def transfers_of(
     visible_sec: float,
     timeout_sec: float,
 ) -> Transfers:
-    """Return the way of files that the options of :class:`recckpt.Saver` ask for; makes the work dir.
+    """Return what the options of :class:`recckpt.Saver` ask for, and make the work dir.
 
     Raises:
-        ValueError: an option is not what it should be.
+        ValueError: an option is invalid.
         OSError: the work dir cannot be written.
     """
     if type(pre_download) is not bool:
@@ -42,4 +66,5 @@ def transfers_of(
     downloads = copies or WorkDir(tempfile.gettempdir())
     if copies is not None:
         copies.prepare()
-    return Transfers(slots, copies, downloads if pre_download else None, waiting(min(visible_sec, timeout_sec / 2)))
+    visible = replace(VISIBLE, deadline_sec=min(visible_sec, timeout_sec / 2))
+    return Transfers(slots, copies, downloads if pre_download else None, visible)
