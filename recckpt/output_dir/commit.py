@@ -17,6 +17,7 @@ from recckpt.output_dir.index_file import encode_index
 from recckpt.output_dir.late_files import Lookout
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.manifests import listed_files, read_manifest
+from recckpt.output_dir.recis import is_of_recis
 from recckpt.storage import Storage
 from recckpt.storage.retry import RetryPolicy
 from recckpt.storage.transfers import VISIBLE
@@ -110,5 +111,6 @@ def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:
 
 
 def write_index(storage: Storage, listing: Listing) -> None:
-    """Replace the index file by the listing."""
-    storage.replace(layout.INDEX_FILE, encode_index([checkpoint.ckpt_id for checkpoint in listing.current]))
+    """Replace the index file by the listing; that of RecIS is left as it is."""
+    if not is_of_recis(storage):
+        storage.replace(layout.INDEX_FILE, encode_index([checkpoint.ckpt_id for checkpoint in listing.current]))

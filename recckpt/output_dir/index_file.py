@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from recckpt.format import layout
+from recckpt.output_dir.recis import NOTE, is_of_recis
 from recckpt.storage import NotPlainError, Storage
 
 log = logging.getLogger("recckpt")
@@ -60,7 +61,9 @@ def warn_of_index(
             problem = index_problem(storage, look_again())
     except OSError as error:
         problem = f"not readable ({error})"
-    if problem and problem != _MISSING and not (look_again and problem == _STALE):
+    if problem.startswith("naming") and is_of_recis(storage):
+        log.warning("%s: %s; its file %r is left alone", storage.url, NOTE, layout.INDEX_FILE)
+    elif problem and problem != _MISSING and not (look_again and problem == _STALE):
         log.warning(
             "%s/%s is %s; the manifests are what counts, and the next save, or `recckpt repair`, makes it anew",
             storage.url,

@@ -11,6 +11,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
 from recckpt.output_dir.manifests import Manifests, file_problems, read_manifest
+from recckpt.output_dir.recis import NOTE, is_of_recis
 from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
@@ -233,7 +234,8 @@ def newest(storage: Storage) -> Checkpoint:
     """
     found = newest_first(storage)
     if not found:
-        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}")
+        note = f"; {NOTE}" if is_of_recis(storage) else ""
+        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}{note}")
     return found[0]
 
 
