@@ -4,35 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Protocol
 
 from recckpt.checkpointer.failures import RankFailedError
+from recckpt.parallel.attendance import Attendance, Store, moments
 
 _log = logging.getLogger(__name__)
-_SHORTEST_SLEEP_SEC, _LONGEST_SLEEP_SEC = 0.001, 0.05
 _GOOD = b"good"
-
-
-class Store(Protocol):
-    """A key-value store that all ranks share, such as one of ``torch.distributed``."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key that is there."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Say whether all of the keys are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key that is not there, where ``expected`` is empty; return what it is then."""
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
 
 
 class Barrier(ABC):
@@ -40,7 +18,7 @@ class Barrier(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begin a save. Every rank begins every save, whatever became of the one before."""
+        """Begin a save. Every rank begins every save, however the one before ended."""
 
     @abstractmethod
     def agree(self, *, last: bool = False) -> None:
@@ -72,10 +50,10 @@ class Alone(Barrier):
 
 
 class StoreBarrier(Barrier):
-    """Agrees over a key-value store, in which each question is decided once, by whoever is first to write the answer.
+    """Agrees over a key-value store: the first rank to write an answer decides, and all ranks read that answer.
 
-    So a rank that comes late finds the others gone and fails like them, and the next save begins anew: nothing of a
-    failed one stays behind, as it would in a process group whose collective timed out. Not thread-safe.
+    A rank that comes late finds the answer and fails like the others. Each save has keys of its own, so the failure of
+    one leaves nothing behind for the next, as it would in a process group whose collective timed out. Not thread-safe.
 
     Args:
         store: this barrier's own, or own part of one.
@@ -87,7 +65,7 @@ class StoreBarrier(Barrier):
     def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
         self._store, self._rank, self._size, self._timeout_sec = store, rank, size, timeout_sec
         self._save = self._question = 0
-        self._before = ""
+        self._before: str | None = None
 
     def begin(self) -> None:
         """Begin a save."""
@@ -97,7 +75,7 @@ class StoreBarrier(Barrier):
         """Wait for the others."""
         place = self._next_place()
         try:
-            self._store.set(f"{place}/here/{self._rank}", "1")
+            self._ranks(place).come()
             answer = self._wait(place)
             if answer == _GOOD:
                 self._leave(place, last=last)
@@ -115,44 +93,32 @@ class StoreBarrier(Barrier):
 
     def _next_place(self) -> str:
         self._question += 1
-        return f"{self._save}/{self._question}"
+        return f"{self._save}/{self._question}/"
+
+    def _ranks(self, place: str) -> Attendance:
+        return Attendance(self._store, self._rank, self._size, place)
 
     def _decide(self, place: str, rank: int, reason: str) -> bytes:
-        return self._store.compare_set(f"{place}/answer", "", json.dumps([rank, reason]))
+        return self._store.compare_set(f"{place}answer", "", json.dumps([rank, reason]))
 
     def _wait(self, place: str) -> bytes:
-        """Return the answer, which the first rank gives when all are here, and any rank when its patience ends."""
-        answer, here = f"{place}/answer", [f"{place}/here/{rank}" for rank in range(self._size)]
-        for _ in self._moments():
+        """Return the answer: rank 0 gives it once all ranks are here, and any rank once its timeout is up."""
+        answer, ranks = f"{place}answer", self._ranks(place)
+        for _ in moments(self._timeout_sec):
             if self._store.check([answer]):
                 return self._store.get(answer)
-            if self._rank == 0 and self._store.check(here):
+            if self._rank == 0 and ranks.all_here():
                 return self._store.compare_set(answer, "", _GOOD.decode())
-        late = [rank for rank, key in enumerate(here) if not self._store.check([key])] or [0]  # it has not answered
+        late = ranks.missing() or [0]  # which has not answered
         names = ", ".join(map(str, late))
         return self._decide(place, late[0], f"rank {names} did not come to the barrier within {self._timeout_sec:g} s")
 
     def _leave(self, place: str, *, last: bool) -> None:
-        """Forget the question before, which nobody reads any more; at the last one, the first rank leaves last."""
-        for key in (f"here/{self._rank}", f"gone/{self._rank}", *(["answer"] if self._rank == 0 else [])):
-            if self._before:
-                self._store.delete_key(f"{self._before}/{key}")
+        """Forget the question before, whose answer all have read; after the last question, rank 0 leaves last."""
+        if self._before is not None:
+            self._ranks(self._before).forget()
+            if self._rank == 0:
+                self._store.delete_key(f"{self._before}answer")
         self._before = place
-        if not last:
-            return
-        self._store.set(f"{place}/gone/{self._rank}", "1")
-        if self._rank == 0:  # the store may live in its process, which may end after this
-            gone = [f"{place}/gone/{rank}" for rank in range(self._size)]
-            if not any(self._store.check(gone) for _ in self._moments()):
-                _log.warning("save %d is committed, but not all ranks have seen that", self._save)
-
-    def _moments(self) -> Iterator[None]:
-        """Yield until the timeout, ever less often; the last time after it."""
-        deadline, pause = time.monotonic() + self._timeout_sec, _SHORTEST_SLEEP_SEC
-        while True:
-            left = deadline - time.monotonic()
-            yield
-            if left <= 0:
-                return
-            time.sleep(min(pause, max(left, 0)))
-            pause = min(pause * 2, _LONGEST_SLEEP_SEC)
+        if last and not self._ranks(place).leave(self._timeout_sec):
+            _log.warning("save %d is committed, but not all ranks have seen that", self._save)

@@ -1,4 +1,4 @@
-"""Which rank is missing, where ranks that work together reach each other no longer (no torch here)."""
+"""Finds out which rank is missing when ranks that work together cannot reach each other any more (no torch here)."""
 
 from __future__ import annotations
 
@@ -6,40 +6,24 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from recckpt.errors import RankLostError
+from recckpt.parallel.attendance import Attendance, Store, moments
 
 GRACE_SEC = 2.0  # twice of it, for those who answer and for the store, is less than the 5 s that a timeout may be late
-_POLL_SEC = 0.02
 _T = TypeVar("_T")
 
 
-class Store(Protocol):
-    """A key-value store that all ranks share, such as one of ``torch.distributed``."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Say whether all of the keys are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key that is not there, where ``expected`` is empty; return what it is then."""
-
-
 class RollCall:
-    """Says which rank is missing, to all that ask alike, and from then on that the ranks are apart. Thread-safe.
+    """Says which rank is missing: the same answer on all ranks, now and from then on. Thread-safe.
 
-    Args:
-        store: a part of it that is this call's own.
-        rank: this rank.
-        size: number of ranks.
-        timeout_sec: how long a rank waits for the others.
+    Its keys need a part of the store of their own; a rank waits ``timeout_sec`` for the others.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
-        self._store, self._rank, self._size, self._timeout_sec = store, rank, size, timeout_sec
+        self._store, self._rank, self._timeout_sec = store, rank, timeout_sec
+        self._ranks = Attendance(store, rank, size)
         self._lock = threading.Lock()
         self._lost: RankLostError | None = None
 
@@ -49,24 +33,16 @@ class RollCall:
         return self._lost is not None
 
     def check(self) -> None:
-        """Do nothing while no rank is known to be missing.
-
-        Raises:
-            RankLostError: one is.
-        """
+        """Raise RankLostError if a rank is known to be missing."""
         if self._lost is not None:
             raise RankLostError(self._lost.ranks, self._lost.cause)
 
     def take(self, waited_since: float, *, timed_out: bool, cause: str) -> RankLostError:
-        """Return the error that names the missing rank, which all ranks that are there agree on.
+        """Return the error that names the missing ranks, on which all others agree.
 
-        Whoever is there comes here too: at once where it waits for the others, and when it is through with its own
-        work else, until this rank has waited for the timeout. The last one not to come is it.
-
-        Args:
-            waited_since: when this rank began to wait for the others, by ``time.monotonic``.
-            timed_out: whether it has waited in vain, rather than a connection was closed.
-            cause: what it found.
+        The other ranks call this too: at once if they were waiting, else when they have finished their own work. This
+        rank waits for them until the timeout is up, counted from ``waited_since`` (``time.monotonic``); those that have
+        not come by then are missing. ``timed_out`` tells a timeout from a closed connection.
         """
         with self._lock:
             if self._lost is None:
@@ -78,39 +54,21 @@ class RollCall:
         return RankLostError(self._lost.ranks, self._lost.cause)
 
     def _agree(self, end: float, timed_out: bool, cause: str) -> tuple[list[int], str]:
-        self._store.set(f"here/{self._rank}", "1")
-        while True:
-            missing = self._missing(range(self._size))
-            is_over = time.monotonic() >= end or self._store.check(["missing"])
-            if is_over or len(missing) <= 1:
+        """Wait until all but one have come, another rank has given the answer, or the time is up; then answer."""
+        self._ranks.come()
+        for _ in moments(end - time.monotonic()):
+            missing = self._ranks.missing()
+            if len(missing) <= 1 or self._store.check(["missing"]):
                 break
-            time.sleep(_POLL_SEC)
         said = f"it did not answer within {self._timeout_sec:g} s" if timed_out else "its connection was closed"
         verdict = (missing, f"{said} ({cause})") if missing else ([self._rank], f"all ranks are there, but {cause}")
         ranks, text = json.loads(self._store.compare_set("missing", "", json.dumps(verdict)))
-        self._leave(set(ranks))
+        self._ranks.leave(0.75 * GRACE_SEC, lost=ranks)
         return list(ranks), str(text)
-
-    def _leave(self, lost: set[int]) -> None:
-        """Rank 0 leaves last: the store may live in its process, which may end after this."""
-        self._store.set(f"gone/{self._rank}", "1")
-        gone = [f"gone/{rank}" for rank in range(self._size) if rank not in lost]
-        end = time.monotonic() + 0.75 * GRACE_SEC
-        while self._rank == 0 and not self._store.check(gone) and time.monotonic() < end:
-            time.sleep(_POLL_SEC)
-
-    def _missing(self, ranks: range) -> list[int]:
-        """Return those that have not come, by a few questions where they are few."""
-        if self._store.check([f"here/{rank}" for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return list(ranks)
-        half = len(ranks) // 2
-        return [*self._missing(ranks[:half]), *self._missing(ranks[half:])]
 
 
 def within(seconds: float, work: Callable[[], _T]) -> _T | None:
-    """Return what work returns, None where it fails, or takes longer: a store whose host was stopped never answers."""
+    """Return what ``work`` returns; None if it fails or takes longer, as with a store whose host was stopped."""
     done: list[_T] = []
 
     def run() -> None:

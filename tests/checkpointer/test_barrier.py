@@ -94,7 +94,7 @@ def test_one_that_does_not_come_is_named_and_fails_as_well_if_it_comes_later(sto
     for barrier in barriers:
         barrier.begin()
     there = [rank for rank in range(SIZE) if rank != missing]
-    monkeypatch.setattr("recckpt.checkpointer.barrier.time", Clock(store, [f"1/1/here/{rank}" for rank in there]))
+    monkeypatch.setattr("recckpt.parallel.attendance.time", Clock(store, [f"1/1/here/{rank}" for rank in there]))
     found = at_once(*(barriers[rank].agree for rank in there))
     assert found == [(missing, f"rank {missing} did not come to the barrier within 60 s")] * 2
     assert outcome(barriers[missing].agree) == found[0]

@@ -4,30 +4,12 @@ import threading
 import time
 
 import pytest
+from memory_store import MemoryStore
 
 from recckpt.errors import RankLostError
 from recckpt.parallel import lost_ranks
 from recckpt.parallel.lost_ranks import RollCall
 from recckpt.parallel.threads import run_all
-
-
-class MemoryStore:
-    """What the ranks of torch.distributed share, in this process."""
-
-    def __init__(self):
-        self._values, self._lock = {}, threading.Lock()
-
-    def set(self, key, value):
-        with self._lock:
-            self._values[key] = value.encode()
-
-    def check(self, keys):
-        with self._lock:
-            return all(key in self._values for key in keys)
-
-    def compare_set(self, key, expected, desired):
-        with self._lock:
-            return self._values.setdefault(key, desired.encode())
 
 
 class BrokenStore(MemoryStore):
