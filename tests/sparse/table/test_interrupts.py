@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+from paths import PYTHONPATH, SUPPORT
 from raising import RaisingAt
 
 from recckpt.sparse import HashTable, Normal
@@ -201,3 +206,12 @@ def test_a_step_that_was_interrupted_may_be_taken_again():
         else:
             break
     assert number > 20
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_every_few_milliseconds_ends_bit_for_bit_like_one_that_is_not(tmp_path):
+    command = [sys.executable, SUPPORT / "interrupted_run.py", tmp_path, "100"]
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert int(re.fullmatch(r"interrupts (\d+)\n", done.stdout)[1]) > 20

@@ -1,0 +1,109 @@
+"""A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS``.
+
+Prints how often it was interrupted and whether it ended bit for bit like a run that never was.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+
+import numpy as np
+import torch
+from torch import nn
+
+from recckpt import Saver
+from recckpt.sparse import HashTable, Normal, SparseAdamW
+
+SAVE = 4
+
+
+class Run:
+    """Each phase of a step is tried again until it has been done once."""
+
+    def __init__(self, output_dir: str) -> None:
+        self.table = HashTable(8, name="t", initializer=Normal())
+        self.optim = SparseAdamW([self.table], lr=0.1)
+        self.saver = Saver(nn.ModuleList([self.table]), self.optim, output_dir, 2)
+        self.step = self.phase = self.tries = 0
+        self.loss = torch.empty(0)
+
+    def train(self, n_steps: int) -> None:
+        phases = [self.look_up, self.backward, self.optim.step, self.erase, self.save]
+        while self.step < n_steps:
+            phases[self.phase]()
+            self.phase, self.step = (self.phase + 1, self.step) if self.phase < len(phases) - 1 else (0, self.step + 1)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng(self.step).integers(0, 200 + 40 * self.step, 400))
+
+    def look_up(self) -> None:
+        self.loss = self.table(self.ids).square().sum()
+
+    def backward(self) -> None:
+        if self.table.row_gradients() is None:  # else it had got there when it was interrupted
+            self.loss.backward(retain_graph=True)
+
+    def erase(self) -> None:
+        self.table.erase(self.ids[:20])
+
+    def save(self) -> None:
+        if self.step % 10 == 9:
+            self.tries += 1
+            self.saver.save("newest", step=self.step, overwrite=True)
+
+    @property
+    def is_spared(self) -> bool:
+        """Whether this is every third try of a save: one that is always interrupted never ends."""
+        return self.phase == SAVE and self.tries % 3 == 0
+
+    def state(self) -> list[torch.Tensor]:
+        ids = self.table.ids()
+        order = torch.argsort(ids)
+        slots = [self.table.slots[name] for name in sorted(self.table.slots)]
+        return [values[order] for values in (ids, self.table.embeddings(), *slots)]
+
+
+def interrupted(run: Run, n_steps: int) -> int:
+    """Train under a storm of SIGINT and return how many came through."""
+    hits, is_armed, is_over = 0, False, threading.Event()
+
+    def fire() -> None:
+        while not is_over.wait(random.random() * 0.006):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupt(*_: object) -> None:
+        nonlocal is_armed
+        if is_armed and not run.is_spared:
+            is_armed = False
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    threading.Thread(target=fire, daemon=True).start()
+    while not is_over.is_set():
+        try:
+            is_armed = True
+            run.train(n_steps)
+            is_armed = False
+            is_over.set()
+        except KeyboardInterrupt:
+            hits += 1
+    return hits
+
+
+def main(root: str, n_steps: int) -> None:
+    straight, stormy, resumed = Run(f"{root}/straight"), Run(f"{root}/stormy"), Run(f"{root}/stormy")
+    straight.train(n_steps)
+    hits = interrupted(stormy, n_steps)
+    resumed.saver.load()
+    expected = straight.state()
+    for run in (stormy, resumed):
+        assert all(torch.equal(*pair) for pair in zip(run.state(), expected, strict=True))
+        assert run.optim.state_dict()["state"] == straight.optim.state_dict()["state"]
+    print(f"interrupts {hits}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
