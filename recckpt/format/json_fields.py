@@ -1,14 +1,16 @@
-"""JSON from files that nobody vouches for: parsed strictly, and taken apart field by field."""
+"""JSON files: sealed by a checksum of themselves, parsed strictly, and read field by field."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, TypeVar, cast
+
+import xxhash
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 
@@ -19,7 +21,27 @@ _HEX = re.compile(r"[0-9a-f]+")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
 _NO_FRAMING = bytes(set(range(256)) - set(b'"[]{}'))
+_SEAL = re.compile(rb',\n  "(\w+)": "([0-9a-f]{16})"\n}\n')  # part of the format
+_SEAL_BYTES = len(b',\n  "": "0123456789abcdef"\n}\n')
 _T = TypeVar("_T")
+
+
+def seal(values: Mapping[str, Any], key: str) -> bytes:
+    """Return a JSON object, one field a line, whose last field ``key`` is the checksum of all before it."""
+    body = ("{\n" + ",\n".join(f"  {_dumps(name)}: {_lines(value)}" for name, value in values.items())).encode()
+    return body + b',\n  "%s": "%016x"\n}\n' % (key.encode(), xxhash.xxh3_64_intdigest(body))
+
+
+def check_seal(data: bytes, key: str, path: str) -> None:
+    """Raise CorruptCheckpointError if the checksum ``key`` is not at the end of a file, or is not that of the rest."""
+    size = _SEAL_BYTES + len(key)
+    found = _SEAL.fullmatch(data[-size:])
+    if found is None or found[1] != key.encode():
+        ending, expected = f"a file ending in {data[-20:]!r}", f"its own checksum, {key}"
+        raise CorruptCheckpointError(path, "its end", found=ending, expected=expected)
+    digest = xxhash.xxh3_64_intdigest(data[:-size])
+    if digest != int(found[2], 16):
+        raise CorruptCheckpointError(path, key, found=f"{digest:016x}", expected=found[2].decode())
 
 
 def parse(data: bytes, path: str) -> Fields:
@@ -213,3 +235,14 @@ def _check_depth(data: bytes) -> None:
     steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", data))
     if any(depth > MAX_DEPTH for depth in accumulate(steps)):
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _lines(value: Any) -> str:
+    """One list item a line: these files are read by people too."""
+    if isinstance(value, list) and value:
+        return "[\n    " + ",\n    ".join(_dumps(item) for item in value) + "\n  ]"
+    return _dumps(value)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=True)

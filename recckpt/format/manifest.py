@@ -9,8 +9,7 @@ from typing import Any
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.json_fields import Fields, first_repeat, parse
-from recckpt.format.self_checksum import check_seal, seal
+from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, seal
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 

@@ -22,7 +22,7 @@ from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.shard_overlap import FormerShards
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import NOT_READABLE, SinkFile, Storage, missing, open_parent, open_storage
-from recckpt.storage.spool import mapped
+from recckpt.storage.mapped_files import mapped
 from recckpt.text import Progress, escaped
 
 

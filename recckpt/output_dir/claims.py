@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.json_fields import Fields, parse
+from recckpt.format.json_fields import Fields, check_seal, parse, seal
 from recckpt.format.manifest import Manifest
-from recckpt.format.self_checksum import check_seal, seal
 from recckpt.storage import NotPlainError, Storage, missing
 
 FORMAT = "recckpt-owner"  # part of the format

@@ -12,7 +12,7 @@ from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, Recck
 from recckpt.format import layout
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
-from recckpt.storage.spool import map_copy
+from recckpt.storage.mapped_files import map_copy
 from recckpt.storage.staging_dir import WorkDir
 
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB

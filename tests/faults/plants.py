@@ -126,7 +126,7 @@ PLANTS = {
         "recckpt.output_dir.listing:_list", ORDER, f"({ORDER} if '://' in storage.url else {MTIME})"
     ),
     "checksums of manifests are not compared": Plant(
-        "recckpt.format.self_checksum:check_seal", "if digest != int(found[2], 16):", "if False:"
+        "recckpt.format.json_fields:check_seal", "if digest != int(found[2], 16):", "if False:"
     ),
     "checksums of files are not compared": Plant(
         "recckpt.output_dir.checked:read_checked", "if found != entry.xxh3:", "if False:"

@@ -14,7 +14,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFailedError, WriterFencedError
-from recckpt.format.self_checksum import seal
+from recckpt.format.json_fields import seal
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.attempt import Intent, write_intent
