@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recckpt.dense.generators import dump_rng
+from recckpt.dense.state_copy import dump_rng
 from recckpt.format import layout
 from recckpt.format.buckets import Slice, gen_slice
 from recckpt.format.catalog import Batch, Catalog, Part

@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt.dense.named_optimizer import NamedOptimizer
+from recckpt.dense.optimizers import NamedOptimizer, ZeroOptimizer, is_zero
 from recckpt.dense.registered import extra_registry, io_registry
-from recckpt.dense.zero_optimizer import ZeroOptimizer, is_zero
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.load import load as loading
 from recckpt.load.conf import Bank, as_bank, parse_load_conf

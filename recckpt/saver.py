@@ -13,8 +13,8 @@ from typing import Any, Literal, overload
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt.dense.buffers import DenseBuffers
 from recckpt.dense.rank_digests import RankDigests
+from recckpt.dense.state_copy import DenseBuffers
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, is_over, this_rank, twin_of

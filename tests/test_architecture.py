@@ -26,7 +26,7 @@ ROOMS = """
 """
 LIBRARIES = {  # library -> the rooms and files that may know it
     "fsspec": {"storage"},
-    "torch.distributed": {"parallel", "dense.sharded", "sparse.sharded.all_to_all"},
+    "torch.distributed": {"parallel", "dense.sharded", "dense.loader", "sparse.sharded.all_to_all"},
     "tqdm": {"text"},
     "numba": {"sparse.table"},
     "llvmlite": {"sparse.table"},

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recckpt.dense.placed_tensors import Placed, Record, pickled
-from recckpt.dense.portable import plain_tensor, portable
+from recckpt.dense.saver import Placed, Record, pickled
+from recckpt.dense.state_copy import plain_tensor, portable
 from recckpt.dense.torch_archive import Contents
 
 MAX_DEPTH = 100  # of containers in containers; what is saved can be walked again when it is loaded

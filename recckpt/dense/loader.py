@@ -1,14 +1,18 @@
-"""``.pt`` files to dense state: checked whole, then loaded without running any code from them."""
+"""Dense state from a checkpoint: ``.pt`` files without running any code, and the pieces of sharded tensors."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from typing import Any, BinaryIO
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO, cast
 
 import torch
+from torch import Tensor
 
-from recckpt.dense.tiling import StoredTensor
+from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, may_be_sharded
+from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
@@ -79,3 +83,135 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor | StoredTensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "plain data"
+
+
+Found = Tensor | StoredTensor
+
+
+def as_live(found: Found, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
+    """Return stored values in the form of a tensor of the model, on the CPU; of a sharded one only what is here.
+
+    Where sizes differ the values are cut, or padded by those of the model.
+
+    Args:
+        found: a plain tensor, or one whose chunks lie in the checkpoint.
+        live: the model's; None for a plain tensor of all values.
+        reader: of the checkpoint.
+        dtype: to cast to; None for that of the model.
+
+    Raises:
+        CorruptCheckpointError: the bytes are damaged.
+    """
+    if live is None:
+        return _box(found, (0,) * len(found.shape), tuple(found.shape), reader)
+    parts = []
+    for piece in Pieces().of("", live):
+        sizes = tuple(piece.values.shape)
+        ends = [min(begin + size, whole) for begin, size, whole in zip(piece.offsets, sizes, found.shape, strict=True)]
+        inside = tuple(max(0, end - begin) for begin, end in zip(piece.offsets, ends, strict=True))
+        values = _box(found, piece.offsets, inside, reader).to(dtype or piece.values.dtype)
+        if inside != sizes:
+            padded = piece.values.detach().clone().cpu()
+            padded[tuple(map(slice, inside))] = values
+            values = padded
+        parts.append(values)
+    return with_values(live, parts) if is_sharded(live) else parts[0]
+
+
+def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
+    """Return the state of a registered object with the tensors in it that are sharded, there or here, as here.
+
+    Args:
+        saved: the state, as ``extra.pt`` has it.
+        like: state of the same form whose tensors lie as they are to lie; what it lacks comes as plain tensors.
+        reader: of the checkpoint.
+
+    Raises:
+        CorruptCheckpointError: the bytes are damaged, or a tensor is not there.
+    """
+    if stands_in(saved):
+        stored = reader.of_extra(saved[STAND_IN])
+        fits = isinstance(like, Tensor) and tuple(like.shape) == stored.shape
+        return as_live(stored, like if fits else None, reader, _dtype(stored))
+    if isinstance(saved, Tensor):
+        fits = may_be_sharded() and is_sharded(like) and like.shape == saved.shape
+        return as_live(saved, like, reader, saved.dtype) if fits else saved
+    if type(saved) in (dict, OrderedDict):
+        return type(saved)((key, fitted(item, _below(like, key), reader)) for key, item in saved.items())
+    if type(saved) in (list, tuple):
+        return type(saved)(fitted(item, _below(like, i), reader) for i, item in enumerate(saved))
+    return saved
+
+
+def stands_in(value: Any) -> bool:
+    """Say whether a value of ``extra.pt`` stands for a sharded tensor."""
+    return type(value) is dict and value.keys() == {STAND_IN} and isinstance(value[STAND_IN], str)
+
+
+def has_stand_ins(state: Any) -> bool:
+    """Say whether a state has sharded tensors in it."""
+    if isinstance(state, Mapping):
+        return stands_in(state) or any(map(has_stand_ins, state.values()))
+    return type(state) in (list, tuple) and any(map(has_stand_ins, state))
+
+
+def _below(like: Any, key: Any) -> Any:
+    if isinstance(like, Mapping):
+        return like.get(key)
+    return like[key] if isinstance(like, list | tuple) and isinstance(key, int) and key < len(like) else None
+
+
+def _box(found: Found, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
+    """Return a box of a stored tensor."""
+    if isinstance(found, StoredTensor):
+        values = reader.read_box(found, sizes, planned_reads(found, offsets, sizes))
+        return torch.from_numpy(values).view(_dtype(found))
+    place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+    return found[place].clone() if place else found
+
+
+def _dtype(stored: StoredTensor) -> torch.dtype:
+    dtype = getattr(torch, stored.dtype)
+    assert isinstance(dtype, torch.dtype)  # of the allow-list
+    return dtype
+
+
+def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[Read]:
+    """Return which boxes of a stored tensor's chunks make up a box of the tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    boxes = [(chunk.offsets, chunk.sizes) for _, chunk in stored.chunks]
+    numbers = [n for n, (_, box) in enumerate(boxes) if math.prod(box)]
+    there = [ChunkStorageMetadata(torch.Size(boxes[n][0]), torch.Size(boxes[n][1])) for n in numbers]
+    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    if not math.prod(sizes):
+        return []
+    stored_as = TensorStorageMetadata(TensorProperties(), torch.Size(stored.shape), there)
+    return [
+        Read(
+            numbers[item.storage_index.index or 0],
+            tuple(item.storage_offsets),
+            tuple(item.dest_offsets),
+            tuple(item.lengths),
+        )
+        for item in create_read_items_for_chunk_list(stored.name, stored_as, [wanted])
+    ]
+
+
+def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
+    """Return a sharded tensor like ``live`` with other values on this rank, one tensor for each of its pieces."""
+    given, of_several = list(pieces), cast(Any, live)
+    if hasattr(live, "device_mesh"):
+        from torch.distributed.tensor import DTensor
+
+        mesh, kinds = of_several.device_mesh, of_several.placements
+        local = given[0] if given else of_several.to_local()  # a rank that is not of the mesh has nothing
+        return DTensor.from_local(local, mesh, kinds, run_check=False, shape=live.shape, stride=live.stride())
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    held = zip(given, of_several.local_shards(), strict=True)
+    shards = [Shard(values.to(shard.tensor.device), shard.metadata) for values, shard in held]
+    group = of_several._process_group
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, of_several.metadata(), process_group=group)

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from recckpt.dense.buffers import Copy
+from recckpt.dense.state_copy import Copy
 
 log = logging.getLogger("recckpt")
 

@@ -13,11 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recckpt.dense.buffers import Copy, as_it_is
-from recckpt.dense.named_optimizer import NamedOptimizer
+from recckpt.dense.optimizers import NamedOptimizer, ZeroOptimizer
 from recckpt.dense.plain_values import fill, is_filled, misfit
-from recckpt.dense.portable import portable
-from recckpt.dense.zero_optimizer import ZeroOptimizer
+from recckpt.dense.state_copy import Copy, as_it_is, portable
 from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM, is_encodable
 from recckpt.text import nearest
@@ -116,7 +114,7 @@ class Registry:
 
         Args:
             of_ranks: take those of which each rank has a state of its own, in place of the others.
-            copy: what the tensors in it pass through, such as :meth:`recckpt.dense.buffers.DenseBuffers.copying`.
+            copy: what the tensors in it pass through, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`.
 
         Raises:
             ValueError: a state holds something that could not be loaded back safely; names the key.

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # part of the format: torch.save refers to them
 
-from recckpt.dense.sharded_state import OwnChunk
-from recckpt.dense.torch_writer import write_state
+from recckpt.dense.sharded import OwnChunk
+from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.format import layout, tensor_index
+from recckpt.format.dtypes import NUMPY_DTYPES, STORAGES
+from recckpt.format.layout import MODEL as MODEL_FILE
 from recckpt.format.manifest import FileEntry
-from recckpt.format.tensor_index import ALIGNMENT, Chunk, TensorIndex, block_checksums
-from recckpt.storage import HashingSink, NewFiles
+from recckpt.format.tensor_index import ALIGNMENT, MODEL, Chunk, TensorIndex, block_checksums
+from recckpt.storage import HashingSink, NewFiles, SinkFile
 
 _STEP_BYTES = 1 << 20
 
 
 def save_state(state: Mapping[str, Any], storage: NewFiles, directory: str, name: str) -> FileEntry:
-    """Write a dict, as :func:`recckpt.dense.portable.portable` returns it, and return its entry for the manifest.
+    """Write a dict, as :func:`recckpt.dense.state_copy.portable` returns it, and return its entry for the manifest.
 
     Raises:
         OSError: the storage failed; the file is not there then.
@@ -92,3 +102,134 @@ def _save_chunks(
 def _bytes_of(values: Tensor) -> memoryview:
     """Return the values of a tensor, row by row, without a copy where they lie so."""
     return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class Later:
+    """A tensor whose values are read, contiguous, when they are written; once for all that are the same."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    same: Hashable
+    read: Callable[[], npt.NDArray[Any]]
+
+
+def write_state(
+    state: Mapping[str, Any], to: SinkFile, advance: Callable[[int], object] = lambda n_bytes: None
+) -> list[Chunk]:
+    """Write a dict, and return what the index of dense tensors says of it.
+
+    The state is as :func:`recckpt.dense.state_copy.portable` returns it, and may hold tensors that come :class:`Later`,
+    of which one at a time is in memory. ``advance`` counts bytes of tensors.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    records, checksums = _Records(), []
+
+    def written() -> Iterator[memoryview]:
+        for read in records.reads:
+            data = read()
+            checksums.append(block_checksums(data))
+            yield data
+            advance(len(data))
+
+    places = write_archive(to, Contents(pickled(dict(state), records.place), written()))
+    named = {name: placed for name, value in state.items() if (placed := records.place(value)) is not None}
+    return [
+        _chunk(name, placed, places[placed.record.number], checksums[placed.record.number])
+        for name, placed in sorted(named.items(), key=lambda item: item[1].record.number)
+    ]
+
+
+def _chunk(name: str, placed: Placed, at: int, checksums: tuple[int, ...]) -> Chunk:
+    shape = placed.shape
+    return Chunk(MODEL, name, placed.dtype, shape, (0,) * len(shape), shape, MODEL_FILE, at, checksums)
+
+
+class _Records:
+    """The storages of tensors, each once; ``reads`` give the bytes of each."""
+
+    def __init__(self) -> None:
+        self.reads: list[Callable[[], memoryview]] = []
+        self._known: dict[Hashable, Record] = {}
+
+    def place(self, value: Any) -> Placed | None:
+        """Return where a tensor lies, None for what is no tensor."""
+        if isinstance(value, Later):
+            strides = tuple(math.prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
+            n_bytes = math.prod(value.shape) * NUMPY_DTYPES[value.dtype].itemsize
+            record = self._record((value.same, value.dtype), n_bytes, lambda: _bytes(value.read()))
+            return Placed(value.dtype, record, 0, value.shape, strides)
+        if not isinstance(value, Tensor):
+            return None
+        dtype, storage = str(value.dtype).removeprefix("torch."), value.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        record = self._record((storage._cdata, dtype), storage.nbytes(), lambda: memory.numpy().data)
+        return Placed(dtype, record, int(value.storage_offset()), tuple(value.shape), value.stride())
+
+    def _record(self, key: Hashable, n_bytes: int, read: Callable[[], memoryview]) -> Record:
+        if key not in self._known:
+            self._known[key] = Record(len(self.reads), n_bytes)
+            self.reads.append(read)
+        return self._known[key]
+
+
+def _bytes(values: npt.NDArray[Any]) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data
+
+
+@dataclass(frozen=True)
+class Record:
+    """The bytes of one or more tensors of one dtype, by its number among the records of the file."""
+
+    number: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where in a record the values of a tensor lie; offset and strides count items."""
+
+    dtype: str
+    record: Record
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def pickled(state: Any, placed: Callable[[Any], Placed | None]) -> bytes:
+    """Return the pickle of a state; ``placed`` tells where the tensor lies that an object stands for, if it does."""
+    file = io.BytesIO()
+    _Pickler(file, placed).dump(state)
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: str
+    record: Record
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, placed: Callable[[Any], Placed | None]) -> None:
+        super().__init__(file, protocol=2)
+        self._placed = placed
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not _Storage:
+            return None
+        kind, number, n_bytes = STORAGES.get(obj.dtype), str(obj.record.number), obj.record.n_bytes
+        if kind is None:
+            return "storage", torch.UntypedStorage, number, "cpu", n_bytes
+        return "storage", getattr(torch, kind), number, "cpu", n_bytes // getattr(torch, obj.dtype).itemsize
+
+    def reducer_override(self, obj: Any) -> Any:
+        placed = self._placed(obj)
+        if placed is None:
+            return NotImplemented
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        args = (_Storage(placed.dtype, placed.record), placed.offset, placed.shape, placed.strides, False, hooks)
+        if placed.dtype in STORAGES:
+            return _rebuild_tensor_v2, args
+        return _rebuild_tensor_v3, (*args, getattr(torch, placed.dtype))

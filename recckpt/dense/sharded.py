@@ -1,22 +1,22 @@
-"""Tensors whose values lie on several ranks (DTensor, FSDP2, ShardedTensor): the only place that knows their kinds.
-
-Which part of a tensor a rank has, and of which stored parts it is made, is planned by torch.distributed.checkpoint.
-"""
+"""Tensors whose values lie on several ranks (DTensor, FSDP2, ShardedTensor), and what a save takes of them."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
-from recckpt.dense.tensors import Read
-from recckpt.dense.tiling import StoredTensor
+from recckpt.dense.state_copy import Copy, Place, portable
+from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.format.tensor_index import EXTRA, MODEL
 
 _KINDS = {"torch.distributed.tensor": "DTensor", "torch.distributed._shard.sharded_tensor": "ShardedTensor"}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -104,47 +104,6 @@ def is_written_here(name: str, value: Tensor, piece: Piece) -> bool:
     return replicas == 1 or xxhash.xxh3_64_intdigest(f"{name} {piece.offsets}".encode()) % replicas == replica
 
 
-def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[Read]:
-    """Return which boxes of a stored tensor's chunks make up a box of the tensor."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    boxes = [(chunk.offsets, chunk.sizes) for _, chunk in stored.chunks]
-    numbers = [n for n, (_, box) in enumerate(boxes) if math.prod(box)]
-    there = [ChunkStorageMetadata(torch.Size(boxes[n][0]), torch.Size(boxes[n][1])) for n in numbers]
-    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    if not math.prod(sizes):
-        return []
-    stored_as = TensorStorageMetadata(TensorProperties(), torch.Size(stored.shape), there)
-    return [
-        Read(
-            numbers[item.storage_index.index or 0],
-            tuple(item.storage_offsets),
-            tuple(item.dest_offsets),
-            tuple(item.lengths),
-        )
-        for item in create_read_items_for_chunk_list(stored.name, stored_as, [wanted])
-    ]
-
-
-def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
-    """Return a sharded tensor like ``live`` with other values on this rank, one tensor for each of its pieces."""
-    given, of_several = list(pieces), cast(Any, live)
-    if hasattr(live, "device_mesh"):
-        from torch.distributed.tensor import DTensor
-
-        mesh, kinds = of_several.device_mesh, of_several.placements
-        local = given[0] if given else of_several.to_local()  # a rank that is not of the mesh has nothing
-        return DTensor.from_local(local, mesh, kinds, run_check=False, shape=live.shape, stride=live.stride())
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-    from torch.distributed._shard.sharded_tensor.shard import Shard
-
-    held = zip(given, of_several.local_shards(), strict=True)
-    shards = [Shard(values.to(shard.tensor.device), shard.metadata) for values, shard in held]
-    group = of_several._process_group
-    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, of_several.metadata(), process_group=group)
-
-
 def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -> Tensor:
     """Return what this rank has of a tensor, if it is as large as the layout of the tensor says."""
     if tuple(found.shape) != tuple(expected):
@@ -160,3 +119,164 @@ def _kinds() -> tuple[type, ...]:
     """Return the types of sharded tensors that somebody has imported: without that there are none."""
     modules = ((sys.modules.get(module), name) for module, name in _KINDS.items())
     return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
+
+
+STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that stands for a tensor in extra.pt
+
+
+@dataclass(frozen=True)
+class OwnChunk:
+    """A box of a sharded tensor that this rank writes."""
+
+    of: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of one sharded tensor: how many of its values it writes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    n_values: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the ranks compare: in most jobs that is all that is to be said.
+
+    Attributes:
+        digest: of names, dtypes and shapes.
+        n_values: of all tensors, on all ranks.
+        n_own: how many of them this rank writes.
+    """
+
+    digest: int
+    n_values: int
+    n_own: int
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """What this rank writes of sharded tensors.
+
+    Attributes:
+        chunks: the boxes.
+        shares: of each tensor that it has any part of.
+    """
+
+    chunks: Sequence[OwnChunk] = ()
+    shares: Mapping[str, Share] = field(default_factory=dict)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What other ranks compare with theirs."""
+        names = repr(sorted((name, share.dtype, share.shape) for name, share in self.shares.items()))
+        n_values = sum(math.prod(share.shape) for share in self.shares.values())
+        n_own = sum(share.n_values for share in self.shares.values())
+        return Summary(xxhash.xxh3_64_intdigest(names.encode()), n_values, n_own)
+
+
+def is_whole(summaries: Sequence[Summary]) -> bool:
+    """Say whether all ranks have the same tensors and write all of their values; where not, shares must be compared."""
+    kinds = {(summary.digest, summary.n_values) for summary in summaries}
+    return len(kinds) == 1 and summaries[0].n_values == sum(summary.n_own for summary in summaries)
+
+
+def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
+    """Check that the ranks agree on each tensor, and together write it once.
+
+    Raises:
+        ValueError: they do not; names it.
+    """
+    kinds: dict[str, tuple[int, Share]] = {}
+    written: Counter[str] = Counter()
+    for rank, own in enumerate(shares):
+        for name, share in own.items():
+            first, known = kinds.setdefault(name, (rank, share))
+            if (share.dtype, share.shape) != (known.dtype, known.shape):
+                one, other = f"{known.dtype} {known.shape} on rank {first}", f"{share.dtype} {share.shape} on {rank}"
+                raise ValueError(f"sharded tensor {_called(name)}: found {one}, {other}; expected one of all ranks")
+            written[name] += share.n_values
+    for name, (_, share) in kinds.items():
+        if written[name] != math.prod(share.shape):
+            found = f"found {written[name]} values on {len(shares)} ranks, expected {math.prod(share.shape)}"
+            raise ValueError(f"sharded tensor {_called(name)}: {found}; save on all ranks that have a part of it")
+
+
+def model_names(shares: Sequence[Mapping[str, Share]]) -> list[str]:
+    """Return the names of the model's tensors of which any rank has a share."""
+    fqns = dict.fromkeys(fqn for own in shares for fqn in own)
+    return [_called(fqn) for fqn in fqns if fqn.startswith(f"{MODEL}/")]
+
+
+class ShardedTensors:
+    """Gathers the sharded tensors of a state while it is staged."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def take_from_model(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the sharded tensors out of a model's state, and return the rest."""
+        if not may_be_sharded():
+            return dict(state)
+        self._tensors |= {f"{MODEL}/{name}": value for name, value in state.items() if is_sharded(value)}
+        return {name: value for name, value in state.items() if not is_sharded(value)}
+
+    def from_extra(self, copy: Copy) -> Copy:
+        """Return a copy function that takes the sharded tensors of a registered object first.
+
+        In the state stands a dict with their name, which is the object's and the place in it, such as
+        ``optim['state'][0]['exp_avg']``.
+        """
+        return lambda place, state: copy(place, self._without(str(place[-1]), state) if may_be_sharded() else state)
+
+    def staged(self, copy: Copy) -> ShardedState:
+        """Return what this rank writes of the tensors, copied.
+
+        Raises:
+            ValueError: a tensor cannot be saved; names it.
+        """
+        chunks: list[OwnChunk] = []
+        shares: dict[str, Share] = {}
+        pieces = Pieces()
+        for fqn, tensor in self._tensors.items():
+            of, name = fqn.partition("/")[0], _called(fqn)
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            if dtype not in NUMPY_DTYPES:
+                raise ValueError(f"{name}: a sharded tensor of {tensor.dtype} cannot be saved; cast it")
+            n_values = 0
+            for piece in pieces.of(name, tensor):
+                is_here = is_written_here(fqn, tensor, piece)
+                if is_here and (piece.values.numel() or 0 in shape):
+                    place: Place = ("sharded", fqn, piece.offsets)
+                    values = portable(name, copy(place, piece.values))
+                    chunks.append(OwnChunk(of, name, dtype, shape, piece.offsets, values))
+                    n_values += values.numel()
+            shares[fqn] = Share(dtype, shape, n_values)
+        return ShardedState(chunks, shares)
+
+    def _without(self, name: str, state: Any) -> Any:
+        try:
+            return self._stood_in(name, state)
+        except RecursionError:
+            return state  # which is refused by its name elsewhere
+
+    def _stood_in(self, name: str, value: Any) -> Any:
+        if is_sharded(value):
+            self._tensors[f"{EXTRA}/{name}"] = value
+            return {STAND_IN: name}
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self._stood_in(f"{name}[{key!r}]", item)) for key, item in value.items())
+        if type(value) in (list, tuple):
+            return type(value)(self._stood_in(f"{name}[{i}]", item) for i, item in enumerate(value))
+        return value
+
+
+def _called(fqn: str) -> str:
+    """Return the name of a tensor, without whose it is."""
+    return fqn.partition("/")[2]

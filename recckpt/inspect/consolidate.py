@@ -62,7 +62,7 @@ def consolidate(path: str, out: str) -> Consolidated:
 
 
 def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
-    from recckpt.dense.torch_writer import Later, write_state  # torch, which no other command needs
+    from recckpt.dense.saver import Later, write_state  # torch, which no other command needs
 
     directory, manifest = checkpoint.directory, checkpoint.manifest
     sizes = {file.name: file.n_bytes for file in manifest.files if layout.has_tensors(file.name)}

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from recckpt.dense.file_check import check_file
-from recckpt.dense.loadable import check_loadable
-from recckpt.dense.tensors import read_index
-from recckpt.dense.tiling import tensors_of
+from recckpt.dense.file_check import check_file, check_loadable
+from recckpt.dense.tensors import read_index, tensors_of
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from recckpt.dense.generators import check_rng
+from recckpt.dense.loader import as_live, fitted, has_stand_ins
 from recckpt.dense.sharded import is_sharded, may_be_sharded
-from recckpt.dense.sharded_loader import as_live, fitted, has_stand_ins
-from recckpt.dense.tiling import StoredTensor
+from recckpt.dense.state_copy import check_rng
+from recckpt.dense.tensors import StoredTensor
 from recckpt.format import layout
 from recckpt.load.dense_optimizers import dense_optimizer_states
 from recckpt.load.live_state import Target

@@ -9,9 +9,9 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
 
-from recckpt.dense.named_optimizer import NAMES, NamedOptimizer, is_named, states_by_name
+from recckpt.dense.loader import fitted, has_stand_ins
+from recckpt.dense.optimizers import NAMES, NamedOptimizer, is_named, states_by_name
 from recckpt.dense.sharded import may_be_sharded
-from recckpt.dense.sharded_loader import fitted, has_stand_ins
 from recckpt.format import layout
 from recckpt.load.live_state import Target
 from recckpt.load.matching import Planned

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
-from recckpt.dense.generators import load_rng
+from recckpt.dense.state_copy import load_rng
 from recckpt.load.dense_and_registered import OtherState, read_other_state
 from recckpt.load.live_state import Target
 from recckpt.load.matching import Planned

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from recckpt.dense.sharded_state import Summary, check_shares, is_whole, model_names
+from recckpt.dense.sharded import Summary, check_shares, is_whole, model_names
 from recckpt.format.manifest import Names
 from recckpt.save.stage import Staged
 

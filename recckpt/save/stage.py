@@ -10,14 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recckpt.dense.buffers import Copy, DenseBuffers, as_it_is, without_values
-from recckpt.dense.generators import dump_rng
-from recckpt.dense.named_optimizer import state_names
-from recckpt.dense.portable import portable
+from recckpt.dense.optimizers import state_names
 from recckpt.dense.rank_digests import RankDigest
 from recckpt.dense.registered import Registry
-from recckpt.dense.sharded import is_sharded, local_bytes
-from recckpt.dense.sharded_state import ShardedState, ShardedTensors
+from recckpt.dense.sharded import ShardedState, ShardedTensors, is_sharded, local_bytes
+from recckpt.dense.state_copy import Copy, DenseBuffers, as_it_is, dump_rng, portable, without_values
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar

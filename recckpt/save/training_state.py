@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recckpt.dense.portable import portable
+from recckpt.dense.state_copy import portable
 from recckpt.format.layout import is_encodable
 from recckpt.format.manifest import Scalar
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recckpt import CheckpointReader
-from recckpt.dense.portable import portable
+from recckpt.dense.state_copy import portable
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.inspect.verify import verify

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from recckpt.dense.loadable import check_loadable
-from recckpt.dense.portable import portable
+from recckpt.dense.file_check import check_loadable
+from recckpt.dense.state_copy import portable
 
 
 def round_trip(value):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from recckpt.dense.buffers import as_it_is
 from recckpt.dense.rank_digests import RankDigests, digest
+from recckpt.dense.state_copy import as_it_is
 
 SAME = [
     {"a": 1, "b": [torch.arange(3), (None, 2.5)], "c": {1, 2}},

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from recckpt.dense.generators import check_rng, dump_rng, load_rng
-from recckpt.dense.portable import portable
 from recckpt.dense.registered import extra_registry, io_registry
+from recckpt.dense.state_copy import check_rng, dump_rng, load_rng, portable
 from recckpt.errors import StateMismatchError
 
 

@@ -14,8 +14,7 @@ from mutations import mutated, mutated_json
 
 from recckpt import CheckpointReader
 from recckpt.dense import tensors
-from recckpt.dense.sharded import planned_reads
-from recckpt.dense.sharded_loader import fitted, has_stand_ins
+from recckpt.dense.loader import fitted, has_stand_ins, planned_reads
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.format import tensor_index

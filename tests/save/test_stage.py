@@ -8,8 +8,8 @@ import torch
 from builders import OPTIMIZERS, ClickModel
 from torch import nn
 
-from recckpt.dense.buffers import DenseBuffers
 from recckpt.dense.registered import extra_registry, io_registry
+from recckpt.dense.state_copy import DenseBuffers
 from recckpt.errors import StateMismatchError
 from recckpt.save.stage import stage
 from recckpt.sparse import HashTable

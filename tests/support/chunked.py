@@ -9,7 +9,7 @@ from forge import Forge, filled, save_tables
 from torch import Tensor
 
 from recckpt.dense.saver import save_tensors
-from recckpt.dense.sharded_state import OwnChunk
+from recckpt.dense.sharded import OwnChunk
 from recckpt.format import layout
 from recckpt.storage import open_storage
 

@@ -8,7 +8,7 @@ from builders import frozen
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
-from recckpt.dense.named_optimizer import NAMES, SHAPES, NamedOptimizer
+from recckpt.dense.optimizers import NAMES, SHAPES, NamedOptimizer
 from recckpt.errors import StateMismatchError
 from recckpt.sparse import HashTable, SparseAdam
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recckpt.dense.buffers import DenseBuffers, as_it_is
-from recckpt.dense.portable import portable
+from recckpt.dense.state_copy import DenseBuffers, as_it_is, portable
 
 
 def copied(buffers, state):
