@@ -20,7 +20,7 @@ from recckpt.model_state import ModelState
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, is_over, this_rank, twin_of
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.save.background_save import Groups, OnSave, SaveHandle, SaveRunner
-from recckpt.save.preflight import check_name, check_owners, check_rooms
+from recckpt.save.preflight import check_moment, check_name, check_owners, check_rooms
 from recckpt.save.save import lost_ranks_named
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged, estimated_bytes, stage
@@ -183,6 +183,7 @@ class Saver(ModelState):
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
         """
         check_name(ckpt_id, step)
+        check_moment(self.model)
         with self._turn(), self._runner.one_save():
             rank, size = this_rank(shard_id, shard_num)
             step = self._step_now() if step is None else step

@@ -108,6 +108,15 @@ def test_a_save_in_the_middle_of_a_save_of_the_same_thread_is_refused(tmp_path, 
     assert checkpoints(tmp_path) == ["next", "outer"]
 
 
+def test_a_save_in_the_middle_of_a_change_of_a_table_by_the_same_thread_is_refused(tmp_path):
+    table, saver = build(tmp_path)
+    refusal = pytest.raises(RuntimeError, match=r"in the middle of a change of table 't'.*save_on_signal")
+    with table.store.lock, refusal:  # as a signal handler finds it
+        saver.save("inner")
+    saver.save("next")
+    assert checkpoints(tmp_path) == ["next"]
+
+
 # forks
 
 

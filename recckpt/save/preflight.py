@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
@@ -13,9 +14,29 @@ from recckpt.format.buckets import Slice
 from recckpt.format.json_fields import MAX_COUNT
 from recckpt.parallel.ranks import Group
 from recckpt.sparse.split import state_of
+from recckpt.sparse.table.table import HashTable
 from recckpt.storage import Storage
 from recckpt.storage.staging_dir import WorkDir
 from recckpt.text import size
+
+
+def check_moment(model: nn.Module) -> None:
+    """Refuse a save in the middle of a change of a table by this thread: rows of the change would be torn, or wait.
+
+    Raises:
+        RuntimeError: there is such a change; names the table.
+    """
+    for module in model.modules():
+        if isinstance(module, HashTable) and _is_owned(module.store.lock):
+            raise RuntimeError(
+                f"save was called in the middle of a change of table {module.name!r}, from a signal handler or an "
+                "initializer: set a flag there, and save in the training loop (CheckpointManager has save_on_signal)"
+            )
+
+
+def _is_owned(lock: Any) -> bool:
+    """Say whether this thread has a lock, by its own method that the documents leave out."""
+    return bool(lock._is_owned())
 
 
 def check_rooms(storage: Storage, work_dir: WorkDir | None, own_bytes: int, min_free_bytes: int, group: Group) -> None:

@@ -1,4 +1,4 @@
-"""An exception at every Python line of some files, one after another."""
+"""An exception, or a call as from a signal handler, at every Python line of some files, one after another."""
 
 from __future__ import annotations
 
@@ -61,5 +61,16 @@ class RaisingAt:
             if self.n_lines - 1 == self._number:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 sys.settrace(None)
-                raise self._error("planted")
+                self._strike()
         return self._trace
+
+    def _strike(self) -> None:
+        raise self._error("planted")
+
+
+class CallingAt(RaisingAt):
+    """Calls a function there instead, as a signal handler would be."""
+
+    def __init__(self, number: int, call: Callable[[], object], *rooms: str) -> None:
+        super().__init__(number, RuntimeError, *rooms)
+        self._strike = call  # type: ignore[method-assign]

@@ -65,8 +65,9 @@ class Gradients:
         entry = _Entry(*_sum_by_id(ids, grads), store.era)
         with self._lock:
             self._entries = [*self._pending(store), entry]
-            if len(self._entries) == _MAX_ENTRIES:  # of a table that no optimizer steps, they would only pile up
-                self._merged(store)
+            is_full = len(self._entries) >= _MAX_ENTRIES
+        if is_full:  # of a table that no optimizer steps, they would only pile up
+            self.values(store)
 
     def clear(self, set_to_none: bool = True) -> None:
         """Forget all gradients; those of no rows stay where there were any and ``set_to_none`` is False."""
@@ -76,7 +77,7 @@ class Gradients:
 
     def values(self, store: RowStore) -> Tensor | None:
         """Return the gradients that wait, one row a different id; changed in place, they stay so."""
-        with self._lock:
+        with store.lock, self._lock:  # not while a step uses them: merged anew, they would be used a second time
             entry = self._merged(store)
         return None if entry is None else entry.grads
 

@@ -86,7 +86,7 @@ class RowStore:
             name: of the table.
         """
         with self.lock:
-            rows = self._settled()
+            rows = self._rows
             columns = {slot: rows.columns[slot] for slot in sorted(rows.columns, key=lambda s: (s != EMBEDDING, s))}
             specs = tuple(column.spec for column in columns.values())
             logs, self._spare_logs = self._spare_logs, None
@@ -128,7 +128,7 @@ class RowStore:
             if _is_still(rows, version):
                 return taken
         with self.lock:
-            rows = self._settled()
+            rows = self._rows
             return take(rows.columns, rows.index.find(ids))
 
     def look_up_or_add(self, ids: Int64s, take: Take[T], embeddings: FirstValues) -> T:
@@ -235,11 +235,15 @@ class RowStore:
         """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
         copy = RowStore(device)
         with self.lock:
-            copy._rows = self._settled().to(device)
+            copy._rows = self._rows.to(device)
+        copy._settled()
         return copy
 
     def _settled(self) -> Rows:
-        """Return the rows without what an exception has left behind; under the lock."""
+        """Return the rows without what an exception has left behind; under the lock, to change them.
+
+        Who only reads does not call this: it may be a signal handler in the middle of a change of the same thread.
+        """
         self._rows.index.settle()
         return self._rows
 

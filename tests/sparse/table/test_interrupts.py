@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from paths import PYTHONPATH, SUPPORT
-from raising import RaisingAt
+from raising import CallingAt, RaisingAt
 
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseAdamW
@@ -215,3 +215,16 @@ def test_a_run_that_is_interrupted_every_few_milliseconds_ends_bit_for_bit_like_
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert int(re.fullmatch(r"interrupts (\d+)\n", done.stdout)[1]) > 20
+
+
+@pytest.mark.parametrize("read", [lambda t: t.store.snapshot("t").close(), copy.deepcopy, lambda t: t.ids()])
+def test_a_signal_handler_that_reads_the_table_at_any_line_of_an_insert_takes_nothing_from_it(read):
+    number, is_reached = 0, True
+    while is_reached:
+        table = HashTable(2, name="t")
+        table.insert(torch.arange(5), torch.ones(5, 2))
+        with CallingAt(number, lambda table=table: read(table), "sparse/table/row_store.py") as at:
+            table.insert(torch.arange(3, 8), torch.full((5, 2), 2.0))
+        is_reached, number = at.n_lines > number, number + 1
+        assert table.lookup(torch.arange(8))[0][:, 0].tolist() == [1, 1, 1, 2, 2, 2, 2, 2], at.where
+    assert number > 10

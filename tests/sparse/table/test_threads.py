@@ -1,5 +1,6 @@
 """Several threads that change one table."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -115,3 +116,29 @@ def test_snapshots_beside_several_writers_have_every_id_once():
 
     at_once(lambda: change(0), lambda: change(1), save)
     check_whole(table)
+
+
+def test_gradients_that_another_thread_looks_at_during_a_step_are_used_once():
+    table = HashTable(1, name="t")
+    table.insert(torch.arange(2), torch.zeros(2, 1))
+
+    def look() -> None:
+        table(torch.tensor([1])).sum().backward()
+        assert table.grad is not None
+
+    class Watched(SparseSGD):
+        other = None
+
+        def _update(self, *args, **kwargs):
+            super()._update(*args, **kwargs)
+            if self.other is None:
+                self.other = threading.Thread(target=look)
+                self.other.start()
+                self.other.join(0.2)  # it waits for the end of this step
+
+    optim = Watched([table], lr=1.0)
+    table(torch.tensor([0])).sum().backward()
+    optim.step()
+    optim.other.join()
+    optim.step()
+    assert table.embeddings().tolist() == [[-1.0], [-1.0]]
