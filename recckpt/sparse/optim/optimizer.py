@@ -44,7 +44,9 @@ class SparseOptimizer(Optimizer):
     def __init__(self, tables: Tables, defaults: Group) -> None:
         self._tables: dict[str, HashTable] = {}
         self._mark = object()  # on its tables; copied with them
-        self._under_way: dict[Tensor, tuple[int, Int64s]] = {}  # steps and whether they are done, where one has begun
+        self._under_way: dict[
+            TableParameter, tuple[int, Int64s]
+        ] = {}  # steps and whether they are done, where one has begun
         given = _as_list(tables)
         if not given:
             raise ValueError(f"a sparse optimizer needs a table, found none: {_REMEDY}")
@@ -116,7 +118,7 @@ class SparseOptimizer(Optimizer):
         """Update the rows of a table, use its gradients up and count the step: all of it or nothing."""
         table = parameter.table
         with table.store.lock:
-            self._count_steps()
+            self._count_step(parameter)
             taken = table.row_gradients()
             if taken is None:
                 return
@@ -127,14 +129,19 @@ class SparseOptimizer(Optimizer):
             self._under_way[parameter] = step, taken.used
             values = {EMBEDDING: weights, **dict(zip(self.slot_names, slots, strict=True))}
             table.store.write(taken.rows, values, flag=taken.used)
-            self._count_steps()
+            self._count_step(parameter)
+
+    def _count_step(self, parameter: TableParameter) -> None:
+        """Count the last step of a table, also one after which an exception came at once; under the table's lock."""
+        step, is_done = self._under_way.get(parameter, (0, np.zeros(1, np.int64)))
+        if is_done[0]:
+            self.state[parameter] = {**self.state.get(parameter, {}), "step": step}
+            self._under_way.pop(parameter, None)
 
     def _count_steps(self) -> None:
-        """Count the steps that were done, also those after which an exception came at once."""
-        for parameter, (step, is_done) in list(self._under_way.items()):
-            if is_done[0]:
-                self.state[parameter] = {**self.state.get(parameter, {}), "step": step}
-                self._under_way.pop(parameter, None)
+        for parameter in list(self._under_way):
+            with parameter.table.store.lock:
+                self._count_step(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps by table name and the groups, in plain scalars; the rest lies in the tables."""

@@ -9,6 +9,7 @@ import torch
 
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseSGD
+from recckpt.sparse.optim.param_groups import options
 from recckpt.sparse.table import column as column_module
 
 
@@ -142,3 +143,17 @@ def test_gradients_that_another_thread_looks_at_during_a_step_are_used_once():
     optim.other.join()
     optim.step()
     assert table.embeddings().tolist() == [[-1.0], [-1.0]]
+
+
+def test_the_step_of_one_table_is_not_counted_by_the_step_of_another():
+    """Else a thread that steps one table may write an older count of the other over a newer one."""
+    tables = [HashTable(1, name=name) for name in "ab"]
+    optim = SparseSGD(tables, lr=1.0)
+    (group,) = optim.param_groups
+    one, other = group["params"]
+    with tables[0].store.lock:  # as a thread has it that has stepped this table, and not counted that yet
+        optim._under_way[one] = 1, np.ones(1, np.int64)
+        tables[1](torch.tensor([1])).sum().backward()
+        at_once(lambda: optim._step_table(other, options(group)))
+        assert one not in optim.state
+    assert optim.state_dict()["state"] == {"a": {"step": 1}, "b": {"step": 1}}
