@@ -36,7 +36,7 @@ _ERRNO_OF_TYPE = (
 
 
 class TryAgainError(OSError):
-    """Nothing is wrong but the moment."""
+    """A failure that may pass by itself."""
 
 
 def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
@@ -44,10 +44,7 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
 
     True for timeouts, lost connections, 408, 429, 5xx and SlowDown; false for other answers of a server (400, 401, 403,
     404, a missing bucket) and for a device that is full or read-only.
-
-    Args:
-        error: what the call raised.
-        handled: what was being handled when the call began: it is no cause of ``error``, though its context.
+    ``handled`` was being handled when the call began: it is the context of ``error``, but not a cause.
     """
     if isinstance(error, TryAgainError):
         return True
@@ -74,7 +71,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def os_error(error: BaseException, operation: str, url: str) -> OSError:
-    """Return an OSError, of the subclass that fits, which says what was done where and why it failed."""
+    """Return an OSError of the fitting subclass that says what was done, where, and why it failed."""
     reason = error.strerror if isinstance(error, OSError) else None
     if not reason:
         reason = ": ".join(filter(None, (type(error).__name__, str(error))))

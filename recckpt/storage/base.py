@@ -9,28 +9,18 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from recckpt.errors import CorruptCheckpointError
 from recckpt.storage.plain_files import NotPlainError
 
-ABSENT = (FileNotFoundError, NotADirectoryError)  # what reaching for a file raises where there is none
-NOT_READABLE = (*ABSENT, NotPlainError)  # or where it is not one that may be read
+ABSENT = (FileNotFoundError, NotADirectoryError)  # raised for a file that does not exist
+NOT_READABLE = (*ABSENT, NotPlainError)  # or that must not be read
 
 
 def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
-    """Return the error for a file that a checkpoint should have.
-
-    Args:
-        path: the file, as named under the output dir.
-        error: what reaching for it raised.
-        expected: what should be there.
-    """
+    """Return the error for a file that a checkpoint should have; ``path`` is its name in the output dir."""
     found = error.found if isinstance(error, NotPlainError) else "no such file"
     return CorruptCheckpointError(path, "", found=found, expected=expected)
 
 
 class Sink(ABC):
-    """A file that is being written for the first time; as a context manager it is published or gone.
-
-    Leaving the ``with`` block well makes the file durable under its name. An exception in it, or from
-    ``close``, leaves no file.
-    """
+    """A new file: leaving its ``with`` block makes it durable, an exception in the block or in ``close`` leaves none."""
 
     n_bytes: int = 0
 
@@ -63,27 +53,22 @@ class Sink(ABC):
 
 
 class Draft(Sink):
-    """A file that takes the place of an older one when it is closed; until then that one stays as it is."""
+    """A file that replaces an older one when it is closed; the older one is unchanged until then."""
 
     @abstractmethod
     def seal(self) -> None:
-        """Do now what may still fail: make the bytes durable, visible to nobody. Closing does it where nobody did."""
+        """Make the bytes durable but not visible yet, so that closing can hardly fail; closing calls this if needed."""
 
 
 class Listed(NamedTuple):
-    """A file as a listing shows it.
-
-    Attributes:
-        n_bytes: its size.
-        stamp: differs from that of any other content of this name (time, inode, entity tag); "" where none is told.
-    """
+    """A file as a listing shows it."""
 
     n_bytes: int
-    stamp: str = ""
+    stamp: str = ""  # changes with the content (time, inode or entity tag); "" if the storage gives none
 
 
 class Files(Protocol):
-    """What reading takes: any storage has it, and so have the files that are held of one."""
+    """What reading needs; a storage offers it, and so do the held files of a checkpoint."""
 
     url: str
 
@@ -91,7 +76,7 @@ class Files(Protocol):
         """Open a file for seeking and reading."""
 
     def map(self, name: str) -> memoryview | None:
-        """Return a file's bytes as a memory map, None where there is no such thing."""
+        """Return a file's bytes as a memory map, None if the storage has no maps."""
 
     def size(self, name: str) -> int:
         """Return the bytes of a file."""
@@ -100,26 +85,23 @@ class Files(Protocol):
         """Return at most ``max_bytes`` of a file, from its start."""
 
     def threads(self, asked: int) -> int:
-        """Return how many threads are worth having of those that were asked for."""
+        """Return how many of the ``asked`` threads make it faster."""
 
 
 class NewFiles(Protocol):
-    """What writing takes: any storage has it, and so has the outbox of a save to one."""
+    """What writing needs; a storage offers it, and so does the outbox of a save."""
 
     def create(self, name: str) -> Sink:
-        """Open a new file; FileExistsError where one has that name."""
+        """Open a new file; FileExistsError if the name is taken."""
 
     def threads(self, asked: int) -> int:
-        """Return how many threads are worth having of those that were asked for."""
+        """Return how many of the ``asked`` threads make it faster."""
 
 
 class Storage(ABC):
     """A tree of files below one root. Names are relative, with ``/``; OSErrors pass through with the path.
 
-    Files appear whole or not at all and are never overwritten, but for ``replace`` and ``draft``. Thread-safe.
-
-    Attributes:
-        url: of the root.
+    Files appear whole or not at all; only ``replace`` and ``draft`` overwrite one. Thread-safe.
     """
 
     def __init__(self, url: str) -> None:
@@ -134,15 +116,15 @@ class Storage(ABC):
 
     @abstractmethod
     def make_dir(self, name: str) -> None:
-        """Make a directory that nobody else has made; FileExistsError where something has that name."""
+        """Make a new directory; FileExistsError if the name is taken."""
 
     @abstractmethod
     def create(self, name: str) -> Sink:
-        """Open a new file; FileExistsError where one has that name."""
+        """Open a new file; FileExistsError if the name is taken."""
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Write a small file in one atomic step; FileExistsError where one has that name."""
+        """Write a small file in one atomic step; FileExistsError if the name is taken."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
@@ -150,7 +132,7 @@ class Storage(ABC):
 
     @abstractmethod
     def draft(self, name: str) -> Draft:
-        """Open a file of any size that takes the place of an older one in one atomic step."""
+        """Open a file of any size that replaces an older one in one atomic step."""
 
     @abstractmethod
     def sync_dir(self, name: str) -> None:
@@ -161,13 +143,13 @@ class Storage(ABC):
         """Open a file for seeking and reading.
 
         Raises:
-            FileNotFoundError: there is none.
-            NotPlainError: it is something else, or a link leads out of its directory.
+            FileNotFoundError: it does not exist.
+            NotPlainError: it is not a file, or a link leads out of its directory.
         """
 
     @abstractmethod
     def map(self, name: str) -> memoryview | None:
-        """Return a file's bytes as a memory map, None where this storage has no such thing."""
+        """Return a file's bytes as a memory map, None if this storage has no maps."""
 
     @abstractmethod
     def size(self, name: str) -> int:
@@ -179,33 +161,33 @@ class Storage(ABC):
 
     @abstractmethod
     def list_files(self, directory: str) -> list[str]:
-        """Return the names of all files below a directory, relative to it; [] where there is none."""
+        """Return the names of all files below a directory, relative to it; [] if it does not exist."""
 
     @abstractmethod
     def listed(self, directory: str) -> dict[str, Listed]:
-        """Return the plain files below a directory by name, as far as one listing tells; ask ``size`` beyond.
+        """Return the plain files below a directory that one listing shows, by name; {} if it does not exist.
 
-        {} where there is no such directory.
+        A listing may lag behind: ask ``size`` for a file that it lacks.
         """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; one that is gone already is no error."""
+        """Remove a file; it need not exist."""
 
     @abstractmethod
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a directory and those below it; OSError where files are left in it."""
 
     def why_empty(self) -> str:
-        """Say why nothing is found here, "" where nothing more is known."""
+        """Say why nothing is found here, "" if there is nothing to add."""
         return ""
 
     def free_bytes(self) -> int | None:
-        """Return how many bytes may still be written, None where nobody knows."""
+        """Return how many bytes may still be written, None if unknown."""
         return None
 
     def threads(self, asked: int) -> int:
-        """Return how many threads are worth having of those that were asked for."""
+        """Return how many of the ``asked`` threads make it faster."""
         return asked
 
     def read(self, name: str, max_bytes: int) -> bytes:

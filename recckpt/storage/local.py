@@ -89,7 +89,7 @@ class LocalStorage(Storage):
         _sync_dir(self._root / name)
 
     def why_empty(self) -> str:
-        """Say whether there is no such directory."""
+        """Say whether the directory does not exist."""
         if self._root.is_dir():
             return ""
         return "not a directory" if self._root.exists() else "does not exist"
@@ -101,7 +101,7 @@ class LocalStorage(Storage):
         return found.f_bavail * found.f_frsize
 
     def threads(self, asked: int) -> int:
-        """Return one a core at most: each keeps a core busy with copying, and more only get in each other's way."""
+        """Return at most one a core: each keeps a core busy with copying."""
         return min(asked, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
     def open(self, name: str) -> BinaryIO:
@@ -110,7 +110,7 @@ class LocalStorage(Storage):
             return open_plain(plain_file(self._root, name))
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` of a file; room is made for what is there, not for what may be asked for."""
+        """Return at most ``max_bytes`` of a file; the buffer is of the size of the file."""
         with _doing("reading", self._root / name), open_plain(plain_file(self._root, name)) as file:
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size + 1))
 
@@ -266,14 +266,14 @@ def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, Listed]]:
 
 
 def _unless_missing(error: OSError) -> None:
-    """Raise an error of a walk: what cannot be listed is not what is not there."""
+    """Raise an error of a walk, but for a directory that is gone."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 @contextmanager
 def _doing(operation: str, path: Path | str) -> Iterator[None]:
-    """Say in an error what was done to which path; calls on a descriptor know neither."""
+    """Add operation and path to an OSError; calls on a descriptor know neither."""
     try:
         yield
     except OSError as error:

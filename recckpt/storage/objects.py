@@ -1,4 +1,4 @@
-"""Object stores: no directories, no renames, nothing published on an error, and the first of many wins a name."""
+"""Object stores: no directories, no renames, nothing published on an error; the first writer wins a name."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ class ObjectStorage(RemoteStorage):
             self._fs.config_kwargs.setdefault("retries", {"total_max_attempts": 1})
 
     def prepare(self) -> None:
-        """Check that objects can be written and removed, and that only the first one gets a name.
-
-        A store where the second one gets it too is used all the same, with a warning.
-        """
+        """Check that objects can be written and removed; warn if a second writer can overwrite a new one."""
         policy = self.policy
         self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
         probe = f".probe-{secrets.token_hex(8)}"
@@ -69,7 +66,7 @@ class ObjectStorage(RemoteStorage):
         return self._upload(UploadDraft, name, lambda data: self._fs.pipe_file(self._path(name), data))
 
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Put one small object; who wins a race is decided by reading it back, so no two writers put the same bytes."""
+        """Put one small object. Reading it back decides a race, so writers must put different bytes."""
         self._call("putting", name, lambda: self._put(name, data))
 
     def replace(self, name: str, data: bytes) -> None:
@@ -98,7 +95,7 @@ class ObjectStorage(RemoteStorage):
         return {name: Listed(entry["size"], _stamp(entry)) for name, entry in sized.items()}
 
     def remove_empty_dirs(self, name: str) -> None:
-        """Do nothing, where there is nothing left: a prefix goes with its last object."""
+        """Raise OSError if objects are left; a prefix vanishes with its last object."""
         left = self.list_files(name)
         if left:
             raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self._url(name))
@@ -159,5 +156,5 @@ class ObjectStorage(RemoteStorage):
 
 
 def _stamp(entry: dict[str, Any]) -> str:
-    """Return what tells the content of an object from what had its name before, "" where the store says nothing."""
+    """Return what changes with the content of an object, "" if the store gives nothing of the kind."""
     return " ".join(str(entry[key]) for key in _STAMPS if entry.get(key))

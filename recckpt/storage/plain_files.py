@@ -1,4 +1,4 @@
-"""What lies below the root of a local output dir: no link leads away from it, and nothing but files is opened."""
+"""Paths below a local output dir: links out of it are refused, and only regular files are opened."""
 
 from __future__ import annotations
 
@@ -20,21 +20,13 @@ _LINK = "a symbolic link out of its directory"
 
 
 class NotPlainError(OSError):
-    """Something else is in the place of a file or directory of ours: a link, which is not followed, a FIFO, a device.
+    """A link, FIFO or device is in the place of a file or directory of a checkpoint."""
 
-    Attributes:
-        found: what it is.
-    """
-
-    found = "not a plain file"
+    found = "not a plain file"  # what it is
 
 
 def directory(root: Path, name: str) -> Path:
-    """Return the path of a directory below the root, which may be missing.
-
-    Raises:
-        NotPlainError: a symbolic link is on the way to it.
-    """
+    """Return the path of a directory below the root, which may be missing; NotPlainError if a link is in it."""
     place = str(root)
     for segment in filter(None, name.split("/")):
         place = f"{place}/{segment}"
@@ -48,17 +40,15 @@ def directory(root: Path, name: str) -> Path:
 
 
 def new_place(root: Path, name: str) -> Path:
-    """Return the path of a file that is to be made or removed; no directory on the way to it is a link."""
+    """Return the path of a file that is to be made or removed; NotPlainError if a directory of it is a link."""
     parent, _, last = name.rpartition("/")
     return directory(root, parent) / last
 
 
 def plain_file(root: Path, name: str) -> Path:
-    """Return the path of a file; links are followed inside a checkpoint only, and only where they stay in it.
+    """Return the path of an existing file; a link is followed only if it stays inside its checkpoint.
 
-    Raises:
-        FileNotFoundError: there is none.
-        NotPlainError: something else has its name, or a link on the way leads away.
+    Raises NotPlainError for any other link, and for what is not a regular file.
     """
     place, mode = str(root), 0
     segments = name.split("/")
@@ -75,11 +65,7 @@ def plain_file(root: Path, name: str) -> Path:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file without waiting for the other end of what is none.
-
-    Raises:
-        NotPlainError: it is not a file any more.
-    """
+    """Open a file; NotPlainError, without blocking, if it has become a FIFO or device."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -89,7 +75,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def refused(found: str, path: str) -> NotPlainError:
-    """Return the error for what is in the place of a file or directory of ours."""
+    """Return the error for something else in the place of a file or directory."""
     is_link = found.startswith(_KINDS[stat.S_IFLNK])
     problem = f"found {found}, expected {'no link' if is_link else 'a plain file'}; recckpt does not "
     problem += "follow links inside an output dir, which may itself be one" if is_link else "open it"
@@ -115,5 +101,5 @@ def _followed(root: Path, name: str) -> Path:
 
 
 def kind_of(mode: int) -> str:
-    """Return what something is that is not a file."""
+    """Return what kind of thing a mode that is not a file's says."""
     return _KINDS.get(stat.S_IFMT(mode), "something unknown")

@@ -10,7 +10,7 @@ from recckpt.storage.retry import Retries
 
 
 class RangedFile(io.RawIOBase):
-    """Reads a file that never changes; opens it anew after a failure. Not thread-safe."""
+    """Reads a file that never changes; opens it again after a failure. Not thread-safe."""
 
     def __init__(self, opened: Callable[[], BinaryIO], retries: Retries) -> None:
         self._opened, self._retries, self._at = opened, retries, 0
@@ -18,11 +18,11 @@ class RangedFile(io.RawIOBase):
         self._size = retries.call("looking up", self._end)
 
     def readable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
@@ -30,7 +30,7 @@ class RangedFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move without asking the server."""
+        """Move; sends nothing to the server."""
         to = (0, self._at, self._size)[whence] + offset
         if to < 0:
             raise ValueError(f"a position is not negative, found {to}")
@@ -38,7 +38,7 @@ class RangedFile(io.RawIOBase):
         return to
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read all that was asked for, as far as the file goes."""
+        """Read ``size`` bytes, fewer only at the end of the file."""
         left = max(0, self._size - self._at)
         wanted = left if size is None or size < 0 else min(size, left)
         if not wanted:
@@ -48,14 +48,14 @@ class RangedFile(io.RawIOBase):
         return data
 
     def readinto(self, buffer: Any) -> int:
-        """Read as much as there is room for."""
+        """Fill the buffer, as far as the file goes."""
         view = memoryview(buffer).cast("B")
         data = self.read(len(view))
         view[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if not self.closed and self._file is not None:
             self._file.close()
         super().close()

@@ -22,11 +22,7 @@ _EXTRAS |= {"sftp": "sftp", "ssh": "sftp"}
 
 
 class RemoteStorage(Storage):
-    """Files below a URL.
-
-    Attributes:
-        policy: how often to try again; what is read and written from then on follows it.
-    """
+    """Files below a URL; ``policy`` says how often to try again."""
 
     fs_options: ClassVar[Mapping[str, Any]] = {"use_listings_cache": False}  # others write too
 
@@ -49,7 +45,7 @@ class RemoteStorage(Storage):
         return cast(BinaryIO, RangedFile(lambda: self._open(name), self._retries(name)))
 
     def map(self, name: str) -> memoryview | None:
-        """Return None: there is no memory to map."""
+        """Return None: remote files have no maps."""
         return None
 
     def read(self, name: str, max_bytes: int) -> bytes:
@@ -72,7 +68,7 @@ class RemoteStorage(Storage):
         try:
             return bytes(self._fs.cat_file(self._path(name), start=0, end=max_bytes))
         except Exception as error:
-            if status_of(error) == 416:  # of an empty file there is no range
+            if status_of(error) == 416:  # an empty file has no ranges
                 return b""
             raise
 

@@ -1,4 +1,4 @@
-"""Trying again what the network spoiled: full jitter, and a deadline for each file.
+"""Retries of what failed in the network: full jitter, and a deadline for each file.
 
 Follows "Exponential Backoff And Jitter" (M. Brooker, AWS Architecture Blog, 2015).
 """
@@ -19,29 +19,21 @@ from recckpt.storage.plain_files import NotPlainError
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
-_jitter = random.Random()  # of its own: the global one is training's, whose course a retry must not change
+_jitter = random.Random()  # its own: a retry must not change the random numbers of training
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to wait, and for how long to go on.
+    """How long to wait between attempts, and for how long to go on."""
 
-    Attributes:
-        first_sec: the longest wait after the first failure; it doubles with each one that follows.
-        cap_sec: the longest wait of all.
-        deadline_sec: what failed attempts at one file and the waits between them may take in all.
-        sleep: how to wait.
-        clock: what time it is, in seconds.
-    """
-
-    first_sec: float = 0.2
-    cap_sec: float = 20.0
-    deadline_sec: float = 600.0
+    first_sec: float = 0.2  # the longest wait after the first failure; it doubles with each further one
+    cap_sec: float = 20.0  # the longest wait of all
+    deadline_sec: float = 600.0  # what failed attempts at one file and the waits between them may take together
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
     def wait_sec(self, n_failures: int) -> float:
-        """Return how long to wait after so many failures in a row."""
+        """Return how long to wait after ``n_failures`` in a row."""
         return _jitter.uniform(0, min(self.cap_sec, self.first_sec * 2.0 ** min(n_failures - 1, 60)))
 
 
@@ -53,15 +45,9 @@ class Retries:
         self._policy, self._left_sec = policy, policy.deadline_sec
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
-        """Return what ``work`` returns, once it does.
+        """Return what ``work`` returns; try it again after a failure that may pass, if ``again``.
 
-        Args:
-            operation: what it does, for messages.
-            work: what to try.
-            again: whether it may be tried more than once.
-
-        Raises:
-            OSError: it failed for good, or the deadline has passed; names the URL and the operation.
+        Raises an OSError that names the URL and the operation when it fails for good, or the deadline has passed.
         """
         handled = sys.exc_info()[1]
         n_failures = 0

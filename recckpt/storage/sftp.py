@@ -34,7 +34,7 @@ class SftpStorage(RemoteStorage):
         super().__init__(url)
         self._root = self._fs._strip_protocol(self.url).rstrip("/")
         _send_at_once(self._fs)
-        self.lock = RLock()  # paramiko gives an answer to whoever waits, not to whoever asked
+        self.lock = RLock()  # paramiko may give the answer for one thread to another
         finalize(self, _disconnect, self._fs)
 
     def prepare(self) -> None:
@@ -91,7 +91,7 @@ class SftpStorage(RemoteStorage):
         self._call("replacing", name, lambda: self._fs.ftp.posix_rename(temporary, self._path(name)))
 
     def sync_dir(self, name: str) -> None:
-        """Do nothing: the protocol has no such thing, so entries are as durable as the server makes them."""
+        """Do nothing: the protocol cannot sync a directory."""
 
     def size(self, name: str) -> int:
         """Return the bytes of a plain file; links are not followed."""
@@ -189,7 +189,7 @@ class SftpStorage(RemoteStorage):
 
 
 class _OneAtATime(Retries):
-    """Attempts that wait for each other, and connect again where the connection was lost."""
+    """Attempts that take turns, and connect again after the connection was lost."""
 
     def __init__(self, policy: RetryPolicy, url: str, storage: SftpStorage) -> None:
         super().__init__(policy, url)
@@ -216,6 +216,6 @@ def _disconnect(fs: Any) -> None:
 
 
 def _send_at_once(fs: Any) -> None:
-    """Each request waits for the answer to the one before: Nagle's algorithm would delay every one of them."""
-    with suppress(AttributeError):  # a proxy command is no socket
+    """Turn off Nagle's algorithm: each request waits for the answer to the one before, and would be delayed."""
+    with suppress(AttributeError):  # a proxy command is not a socket
         fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Files that are being written over SFTP, and the looks that tell what its one kind of failure means."""
+"""New files over SFTP, and lookups that tell what its single error code means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXTENDED = 200  # SSH_FXP_EXTENDED of the protocol
 
 
 class SftpSink(Sink):
-    """A file under its final name; one that is cut off is not gone on with."""
+    """A new file under its final name; it is not continued after a lost connection."""
 
     def __init__(self, fs: Any, path: str, retries: Retries) -> None:
         self._fs, self._path, self._retries = fs, path, retries
@@ -75,7 +75,7 @@ class SftpDraft(SftpSink, Draft):
 
 
 class taken:  # noqa: N801  # reads as a statement
-    """Tells by a look what the protocol calls just "Failure"."""
+    """Raises FileExistsError for what the protocol calls just "Failure", if the name is taken."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
@@ -89,7 +89,7 @@ class taken:  # noqa: N801  # reads as a statement
 
 
 def is_there(fs: Any, path: str) -> bool:
-    """Say whether there is anything under a name, a dangling link included."""
+    """Say whether a name is taken, by a dangling link too."""
     try:
         fs.ftp.lstat(path)
     except FileNotFoundError:
@@ -106,5 +106,5 @@ def file_size(fs: Any, path: str) -> int:
 
 
 def temporary_name(path: str) -> str:
-    """Return a name beside a file that nobody else has."""
+    """Return a unique name beside a file."""
     return f"{path}.{secrets.token_hex(8)}.tmp"

@@ -11,7 +11,7 @@ from recckpt.storage.base import Sink
 
 
 class SinkFile(io.RawIOBase):
-    """A file object over a sink, which cannot go back; closing it leaves the sink open."""
+    """A file object over a sink, without seeking; closing it leaves the sink open."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -35,7 +35,7 @@ class SinkFile(io.RawIOBase):
 
 
 class HashingSink(SinkFile):
-    """A file object over a sink that takes the checksum of all that passes."""
+    """A file object over a sink, with the checksum of what was written."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__(sink)

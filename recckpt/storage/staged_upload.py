@@ -1,4 +1,4 @@
-"""What a save writes its files to: the storage itself, or copies on this host that go up once they are all there."""
+"""Where a save writes its files: to the storage, or to copies on this host that go up once all are written."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ class Outbox:
         return (self._work_dir or self._storage).threads(asked)
 
     def publish(self, concurrency: int) -> None:
-        """Send the copies up, each of which goes as soon as it is there.
+        """Send the copies up, and free each once it is sent.
 
-        Raises:
-            OSError: one could not be sent, or is not what was written; none of those that follow are sent.
+        Raises OSError if one cannot be sent or is not what was written; none is sent after that.
         """
         run_all(self._send, self._copies, self._storage.threads(concurrency))
 
@@ -72,7 +71,7 @@ class Outbox:
 
 
 class _SlottedSink(Sink):
-    """A new file that keeps a slot until it is published or gone."""
+    """A new file that holds an upload slot until it is published or discarded."""
 
     def __init__(self, slots: UploadSlots, storage: Storage, name: str) -> None:
         self._slots, self._slot = slots, slots.take()
@@ -103,7 +102,7 @@ class _SlottedSink(Sink):
 
 
 class _Copy(Sink):
-    """A file of the work dir, on its way to a name in the storage; it goes with this process, so nobody syncs it."""
+    """A file of the work dir, to be sent up. It does not outlive this process, so it is not synced."""
 
     def __init__(self, name: str, work_dir: WorkDir) -> None:
         self.name, self._work_dir = name, work_dir

@@ -1,4 +1,4 @@
-"""A directory on this host for copies that are gone with the process, however it ends."""
+"""A directory on this host for copies that vanish with the process, however it ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from recckpt.text import size
 
 
 class WorkDir(LocalStorage):
-    """A local directory whose files have no names: what nobody has open takes no room and needs no cleaning up.
+    """A local directory of files without names: the system frees each when its last descriptor is closed."""
 
-    Attributes:
-        device: the host and the file system, once it is prepared.
-    """
-
-    device: tuple[str, int] | None = None
+    device: tuple[str, int] | None = None  # the host and the file system, once it is prepared
 
     def prepare(self) -> None:
-        """Make the directory, check that files can be written to it, and note who shares its room."""
+        """Make the directory, check that files can be written to it, and note its file system."""
         super().prepare()
         self.device = socket.gethostname(), self._root.stat().st_dev
 
@@ -34,7 +30,7 @@ class WorkDir(LocalStorage):
             raise
 
     def check_room(self, n_bytes: int) -> None:
-        """Raise OSError where so many bytes do not fit."""
+        """Raise OSError if ``n_bytes`` do not fit."""
         free = self.free_bytes()
         if free is not None and free < n_bytes:
             problem = f"found {size(free)} free in the work dir, expected {size(n_bytes)}; make room, or use another"

@@ -1,4 +1,4 @@
-"""Objects on their way up: one request for a small one, parts for a large one, seen only when whole."""
+"""Uploads of objects: one request for a small one, parts for a large one, visible only when whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_BYTES = 16 << 20  # S3 takes 10,000 parts of 5 MiB or more
 
 
 class Upload(Sink):
-    """A new object. Only :meth:`close` publishes it: neither an error, nor ``discard``, nor garbage collection does.
+    """A new object that only :meth:`close` publishes: not an error, ``discard`` or garbage collection.
 
     Args:
         fs: the fsspec file system.
@@ -25,8 +25,7 @@ class Upload(Sink):
         retries: of this object.
         put: sends a small object in one request; FileExistsError where there is another one.
         in_one: send even a large object in one request, since ``fs`` cannot hold back a file that it has opened.
-        repeats: whether ``fs`` sends a part once more when asked to, and publishes none before ``commit``. Others try
-            again by themselves, or not at all.
+        repeats: whether a part may be sent again, and nothing is published before ``commit``.
     """
 
     def __init__(self, fs: Any, path: str, retries: Retries, put: Put, *, in_one: bool, repeats: bool) -> None:
@@ -37,7 +36,7 @@ class Upload(Sink):
         self._is_sent = self._may_be_seen = False
 
     def write(self, data: Any) -> int:
-        """Hold the bytes back until they fill a part."""
+        """Buffer the bytes until they fill a part."""
         view = memoryview(data).cast("B")
         self.n_bytes += len(view)
         if self._in_one or (self._file is None and len(self._held) + len(view) <= BLOCK_BYTES):
@@ -51,7 +50,7 @@ class Upload(Sink):
         return len(view)
 
     def close(self) -> None:
-        """Publish the object and look whether it is there with its size."""
+        """Publish the object, and check its size."""
         if self._file is None:
             data = bytes(self._held)
             self._may_be_seen = True
@@ -69,7 +68,7 @@ class Upload(Sink):
         self._let_go()
 
     def discard(self) -> None:
-        """Give the parts up, and remove what may be there."""
+        """Drop the parts, and remove what may have been published."""
         if self._file is not None:
             with suppress(Exception):  # the error that led here is the one to report
                 self._file.discard()
@@ -115,7 +114,7 @@ class Upload(Sink):
         self._retries.call("writing", write, again=self._repeats)
 
     def _revive(self) -> None:
-        """Undo what fsspec notes about a file when a flush fails, so that it can be tried again."""
+        """Reset the state that fsspec leaves after a failed flush, so that it can be tried again."""
         if self._file.closed:  # the upload was not begun
             self._file.closed, self._file.offset = False, None
         self._file.forced = False
@@ -153,7 +152,7 @@ class Upload(Sink):
 
 
 class UploadDraft(Upload, Draft):
-    """An object that takes the place of an older one."""
+    """An object that replaces an older one."""
 
     def seal(self) -> None:
         """Send all parts of a large object; a small one is sent when it closes."""
@@ -161,7 +160,7 @@ class UploadDraft(Upload, Draft):
             self._retries.call("writing", self._send_rest)
 
     def discard(self) -> None:
-        """Give the parts up; what is there may be the older object."""
+        """Drop the parts; what has the name may be the older object."""
         self._may_be_seen = False
         super().discard()
 

@@ -1,4 +1,4 @@
-"""A limit on what the processes of one host send at once: as many locks as may be held, which die with their holder."""
+"""A limit on the files that the processes of one host send at once: file locks, freed when their holder dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-_LOOK_SEC = 0.05  # nobody can wait for the first of several locks
+_LOOK_SEC = 0.05  # a process cannot wait for the first of several locks
 
 
 class UploadSlots:
