@@ -1,4 +1,4 @@
-"""Where the ranks of one save wait for each other, and all learn at once that one has failed (no torch here)."""
+"""Lets the ranks of one save wait for each other, and fail together when one has failed (no torch here)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Barrier(ABC):
 
     @abstractmethod
     def refuse(self, reason: str) -> None:
-        """Make the next agreement fail on all ranks, and do not wait for them."""
+        """Make the next agreement fail on all ranks, without waiting for them."""
 
 
 class Alone(Barrier):

@@ -1,4 +1,4 @@
-"""Checkpointers made of the usual parts."""
+"""Makes checkpointers from their parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_sync_checkpointer(
     Raises:
         TypeError: an argument is of another type.
         ValueError: ``rank_info`` speaks of several ranks, and ``torch.distributed`` does not know them; or
-            ``barrier_timeout_sec`` is no number above 0.
+            ``barrier_timeout_sec`` is not a number above 0.
     """
     rank_info = _rank(rank_info, commit_hook)
     writer = CheckpointWriter(rank_info, barrier=_barrier(rank_info, barrier_timeout_sec), commit_hook=commit_hook)

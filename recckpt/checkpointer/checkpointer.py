@@ -66,7 +66,7 @@ class Checkpointer(OneProcess, ABC):
         Args:
             path: where it was saved.
             state_dict: what to fill: its tensors in place, its other values replaced, and what is None taken whole;
-                all that is saved where there is none.
+                None for all that is saved.
             default_map_location: where tensors go that are not filled in place; as ``torch.load`` takes it.
             strict: raise where keys of ``state_dict`` are missing; they stay as they are otherwise.
 
@@ -74,14 +74,14 @@ class Checkpointer(OneProcess, ABC):
             ``state_dict``, or a new dict.
 
         Raises:
-            FileNotFoundError: there is no file of this rank.
+            FileNotFoundError: the file of this rank does not exist.
             StateMismatchError: keys are missing, or sizes, dtypes or types differ; nothing was changed.
             CorruptCheckpointError: the file is damaged; tensors of ``state_dict`` may have been filled already.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is in flight, raise its error if nobody has seen it, and free everything."""
+        """Wait for what is in flight, raise its error if it was not seen yet, and free everything."""
 
     def __enter__(self: _C) -> _C:
         self._check_process()
@@ -187,7 +187,7 @@ class AsyncCheckpointer(Checkpointer):
             return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
 
     def close(self) -> None:
-        """Close the stager, then the process, and raise the error of the last save if nobody has seen it."""
+        """Close the stager, then the process, and raise the error of the last save if it was not seen yet."""
         with self._turn():
             try:
                 self._stager.close()

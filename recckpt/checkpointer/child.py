@@ -43,7 +43,7 @@ class Child:
         with ours, theirs:
             self._process = _spawn(theirs.fileno())
             self._connection = Connection(ours.detach())
-        with suppress(OSError):  # it has died already, which whoever needs it will find
+        with suppress(OSError):  # it has died already: the first request will find that
             self._connection.send_bytes(setup)
 
     @property

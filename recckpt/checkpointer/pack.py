@@ -43,7 +43,7 @@ def pack(state_dict: Mapping[str, Any]) -> Packed:
     is a part of a larger one, only its own part is stored.
 
     Raises:
-        TypeError: it is no dict.
+        TypeError: it is not a dict.
         ValueError: there is something in it that cannot be loaded back safely; names the place.
     """
     if type(state_dict) not in (dict, OrderedDict):

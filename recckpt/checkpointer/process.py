@@ -45,7 +45,7 @@ class CheckpointProcess:
         close_timeout_sec: how long it may take to end, once nothing is left to write, before it is killed.
 
     Raises:
-        TypeError: the function does not take its arguments, or is no function.
+        TypeError: the function does not take its arguments, or is not a function.
         ValueError: the hook, the function or an argument cannot be sent to another process, or a timeout is not a
             number above 0.
     """
@@ -211,7 +211,7 @@ def target_url(path: str | os.PathLike[str]) -> str:
     """Return where a writer process is to write.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: it is not a path.
         ValueError: nothing can be saved there, or not by another process.
     """
     url = storage_at(path).url

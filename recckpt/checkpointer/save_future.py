@@ -1,4 +1,4 @@
-"""The outcome of a save in the background, of which each error is raised to somebody once."""
+"""The outcome of a save in the background; its error is raised once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class SaveFuture(OwnFuture[None]):
     """A future that knows whether its error has been seen.
 
     Attributes:
-        seen: whether somebody has got the error from :meth:`result` or :meth:`exception`.
+        seen: whether the error was got from :meth:`result` or :meth:`exception`.
     """
 
     seen = False
@@ -29,7 +29,7 @@ class SaveFuture(OwnFuture[None]):
         return error
 
     def raise_unseen(self) -> None:
-        """Wait, and raise an error that nobody has seen yet."""
+        """Wait, and raise an error that was not seen yet."""
         error = super().exception()
         if error is not None and not self.seen:
             raise error

@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StagedState:
-    """State that nobody changes until it is written.
+    """State that does not change until it is written.
 
     Attributes:
         pickle: the state, in which tensors refer to pieces by number.

@@ -80,7 +80,7 @@ class StoredState:
                 n_entries = len(archive.infolist())
         except OSError:
             raise
-        except Exception as error:  # zipfile has many for what is no zip file
+        except Exception as error:  # zipfile raises many kinds for other bytes
             found = f"not such a file ({type(error).__name__}: {error!s:.200})"
             raise self._corrupt("", found, "a zip file of torch.save") from error
         if len(entries) != n_entries or byteorder != b"little":

@@ -24,7 +24,7 @@ class CheckpointWriter:
 
     Args:
         rank_info: this rank.
-        barrier: where several ranks agree; there is nobody to wait for without one.
+        barrier: where several ranks agree; None for one rank.
         commit_hook: called before and after the commit.
         proceed: called before every few megabytes; raises where the save is to be dropped.
     """
@@ -103,7 +103,7 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Return the storage whose root is the directory of a checkpoint.
 
     Raises:
-        TypeError: it is no path; says so where it is the state.
+        TypeError: it is not a path.
         ValueError: nothing can be saved there.
     """
     if not isinstance(path, str | os.PathLike):

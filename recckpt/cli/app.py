@@ -1,4 +1,4 @@
-"""The door of the command line: arguments in, text or JSON and an exit code out."""
+"""The command line: parses the arguments, runs a command, prints text or JSON, returns the exit code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> Outcome:
-    """Import a command when it is asked for, so that none waits for what another needs."""
+    """Import a command only when it is asked for: others may need imports that take long."""
     module = import_module(f"recckpt.cli.{_MODULES[args.command]}")
     return cast(Outcome, getattr(module, args.command)(args))
 
@@ -70,7 +70,7 @@ def _complain(code: int, message: str) -> int:
 
 
 def _print(text: str) -> None:
-    """Write to stdout; whoever reads it may leave early, and may not know all of unicode."""
+    """Write to stdout, whose reader may close it early, and whose encoding may lack characters."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -131,7 +131,7 @@ def _add_mending(command: Callable[[str, str], argparse.ArgumentParser]) -> None
     consolidate.add_argument("--out", metavar="FILE", default="model.pt", help=out_help)
     repair = command("repair", "make the index file of an output dir anew, and list what crashes left")
     repair.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
-    repair.add_argument("--clean", action="store_true", help="remove what nobody can still be writing")
+    repair.add_argument("--clean", action="store_true", help="remove what no writer can still be writing")
     repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
@@ -155,7 +155,7 @@ def _positive(text: str) -> int:
 def _id(text: str) -> int:
     number = int(text)
     if not -(2**63) <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is no int64")
+        raise argparse.ArgumentTypeError(f"{text} is not an int64")
     return number
 
 
@@ -164,7 +164,7 @@ _id.__name__ = "id"
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Looks the version up only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         from importlib.metadata import PackageNotFoundError, version

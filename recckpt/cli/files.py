@@ -14,11 +14,7 @@ from recckpt.text import escaped, grid, size
 
 
 def files_of_tables(storage: Storage, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return table -> the files that have rows of it, by the catalogs.
-
-    Raises:
-        CorruptCheckpointError: a catalog is damaged or missing.
-    """
+    """Return table -> the files that have rows of it, by the catalogs."""
     found: dict[str, list[str]] = {table.name: [] for table in checkpoint.manifest.tables}
     for part in read_parts(checkpoint, storage):
         for name in dict.fromkeys(batch.table for batch in part.batches):

@@ -1,4 +1,4 @@
-"""``recckpt repair``: the index file made anew, and what crashes left."""
+"""``recckpt repair``: rewrites the index file, and removes what crashes left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command has to say, and how it is said: text for people, JSON for programs."""
+"""The result of a command: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ GOOD, PROBLEM, USAGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer of a command, before a byte of it is printed.
+    """The result of a command, before any of it is printed."""
 
-    Attributes:
-        data: for ``--json``; dicts, lists, numbers, strings, bools and None.
-        lines: for people.
-        problems: one line each, for stderr; any makes the exit code 1.
-    """
-
-    data: Any
-    lines: Sequence[str]
-    problems: Sequence[str] = field(default=())
+    data: Any  # for --json: dicts, lists, numbers, strings, bools and None
+    lines: Sequence[str]  # for people
+    problems: Sequence[str] = field(default=())  # a line each, for stderr; any makes the exit code 1
 
     @property
     def code(self) -> int:
@@ -43,12 +37,12 @@ class CommandError(Exception):
 
 
 class UsageError(Exception):
-    """What was asked for makes no sense; the exit code is 2."""
+    """Wrong arguments; the exit code is 2."""
 
 
 @contextmanager
 def usage_checked() -> Iterator[None]:
-    """Around the opening of a path: one that no storage knows is wrong usage."""
+    """Make wrong usage of the ValueError for a path that no storage takes."""
     try:
         yield
     except ValueError as error:
@@ -56,7 +50,7 @@ def usage_checked() -> Iterator[None]:
 
 
 def _strict(value: Any) -> Any:
-    """Replace what JSON has no number for by the strings of the JSON mapping of protocol buffers."""
+    """Replace NaN and infinities, which JSON lacks, by strings as protocol buffers do."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

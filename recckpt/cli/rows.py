@@ -33,7 +33,7 @@ def head(args: argparse.Namespace) -> Outcome:
 
 
 def get(args: argparse.Namespace) -> Outcome:
-    """Print rows by id, in the order asked for; ids that the table has not are a problem."""
+    """Print rows by id, in the order asked for; ids that the table lacks are a problem."""
     ids = list(dict.fromkeys(args.ids))
 
     def by_id(reader: CheckpointReader) -> tuple[list[str], dict[int, Row]]:
@@ -50,7 +50,7 @@ def get(args: argparse.Namespace) -> Outcome:
 
 
 def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:
-    """Take something from a checkpoint, or from a newer one where its writer removes it meanwhile."""
+    """Read from a checkpoint, or from a newer one if its writer removes it meanwhile."""
 
     def find() -> CheckpointReader:
         with usage_checked():

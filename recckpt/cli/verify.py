@@ -1,4 +1,4 @@
-"""``recckpt verify``: is it whole?"""
+"""``recckpt verify``: checks that checkpoints are whole."""
 
 from __future__ import annotations
 

@@ -19,38 +19,23 @@ MAX_BYTES = 1 << 30  # part of the format
 
 @dataclass(frozen=True)
 class Batch:
-    """One record batch: rows of one table, in bucket order.
-
-    Attributes:
-        table: name of the table.
-        rows: number of rows, at least 1.
-        buckets: [begin, end) of its first and last row.
-        xxh3: column name -> checksum of its values.
-    """
+    """One record batch: rows of one table, in bucket order."""
 
     table: str
-    rows: int
-    buckets: tuple[int, int]
-    xxh3: dict[str, int]
+    rows: int  # at least 1
+    buckets: tuple[int, int]  # [begin, end) of its first and last row
+    xxh3: dict[str, int]  # column name -> checksum of its values
 
 
 @dataclass(frozen=True)
 class Part:
-    """One Arrow file.
+    """One Arrow file."""
 
-    Attributes:
-        file: name in the checkpoint.
-        n_bytes: size of the file.
-        frame: checksum of all bytes that are no column values.
-        tables: the dictionary of its ``table`` column.
-        batches: its record batches, in file order.
-    """
-
-    file: str
+    file: str  # name in the checkpoint
     n_bytes: int
-    frame: int
-    tables: tuple[str, ...]
-    batches: tuple[Batch, ...]
+    frame: int  # checksum of all bytes but the column values
+    tables: tuple[str, ...]  # the dictionary of its ``table`` column
+    batches: tuple[Batch, ...]  # in file order
 
 
 @dataclass(frozen=True)
@@ -80,11 +65,7 @@ class Catalog:
 
 
 def encode(catalog: Catalog) -> bytes:
-    """Return the bytes of a catalog file.
-
-    Raises:
-        ValueError: no reader would take it, for its size.
-    """
+    """Return the bytes of a catalog file; ValueError if it is too large to be read back."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -106,7 +87,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     """Return the catalog in ``data``, checked against its manifest.
 
     Raises:
-        CorruptCheckpointError: not a whole catalog of this shard of this save.
+        CorruptCheckpointError: it is not a whole catalog of this shard of this save.
         FormatVersionError: written by a newer format.
     """
     if len(data) > MAX_BYTES:

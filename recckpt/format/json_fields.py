@@ -16,7 +16,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 
 MAX_DEPTH = 16  # part of the format
 MAX_COUNT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
-_MAX_DIGITS = 40  # 63 bits have 19, and what is longer is no count; Python may take a day for a million of them
+_MAX_DIGITS = 40  # counts have at most 18; Python may take a day for a million of them
 _HEX = re.compile(r"[0-9a-f]+")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
@@ -47,8 +47,7 @@ def check_seal(data: bytes, key: str, path: str) -> None:
 def parse(data: bytes, path: str) -> Fields:
     """Return the JSON object in ``data``.
 
-    Raises:
-        CorruptCheckpointError: not UTF-8, not JSON, not an object, NaN, a duplicate key, or nested too deep.
+    Raises CorruptCheckpointError for other JSON and other bytes, NaN, a duplicate key, and deep nesting.
     """
     try:
         text = data.decode("utf-8")
@@ -69,7 +68,7 @@ def parse(data: bytes, path: str) -> Fields:
 
 
 class Fields:
-    """A JSON object whose fields are read with their type; what does not fit is a corrupt file."""
+    """A JSON object whose fields are read with their type; CorruptCheckpointError for one of another type."""
 
     __slots__ = ("_inside", "_key", "_values", "path")
 
@@ -79,12 +78,7 @@ class Fields:
         self._values, self.path, self._inside, self._key = values, path, inside, key
 
     def check_format(self, name: str, version: int) -> None:
-        """Check what kind of file this is before anything else of it is looked at.
-
-        Raises:
-            CorruptCheckpointError: ``format`` is not ``name``.
-            FormatVersionError: ``version`` is newer than the one given.
-        """
+        """Check the kind of the file, and raise FormatVersionError for a newer version; called first."""
         if self.text("format") != name:
             raise self.wrong("format", self.text("format"), name)
         if self.count("version") > version:
@@ -155,7 +149,7 @@ class Fields:
     def checksums(self) -> dict[str, int]:
         """Return an object all of whose fields are checksums."""
         values = self._values
-        with suppress(TypeError):  # of a value that is no string
+        with suppress(TypeError):  # from a value that is not a string
             sums = ",".join(values.values())
             if len(sums) == 17 * len(values) - 1 and _SUMS.fullmatch(sums):  # no value has a comma in it then
                 return {key: int(value, 16) for key, value in values.items()}
@@ -174,7 +168,7 @@ class Fields:
         return self._values.get(key) is not None
 
     def wrong(self, key: str, found: str, expected: str) -> CorruptCheckpointError:
-        """Return the error for a field that does not fit."""
+        """Return the error for a wrong field."""
         return CorruptCheckpointError(self.path, self._place(key), found=found[:200], expected=expected)
 
     def _get(self, key: str, kind: type[_T]) -> _T:
@@ -202,7 +196,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def first_repeat(names: Iterable[str]) -> str | None:
-    """Return the first name that was there before, None where there is none."""
+    """Return the first name that occurs a second time, None if all differ."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -238,7 +232,7 @@ def _check_depth(data: bytes) -> None:
 
 
 def _lines(value: Any) -> str:
-    """One list item a line: these files are read by people too."""
+    """Put each list item on a line of its own, for people."""
     if isinstance(value, list) and value:
         return "[\n    " + ",\n    ".join(_dumps(item) for item in value) + "\n  ]"
     return _dumps(value)

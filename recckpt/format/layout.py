@@ -1,4 +1,4 @@
-"""The names on disk: made and parsed here and nowhere else. Every literal is part of the format."""
+"""The names on disk: only this file makes and parses them. Every literal is part of the format."""
 
 from __future__ import annotations
 
@@ -44,11 +44,7 @@ _TEMPORARY = re.compile(
 
 
 def encode_id(ckpt_id: str) -> str:
-    """Return the directory name of a checkpoint id.
-
-    Raises:
-        ValueError: no checkpoint can have this id.
-    """
+    """Return the directory name of a checkpoint id; ValueError if no checkpoint can have this id."""
     if not isinstance(ckpt_id, str) or not ckpt_id:
         raise ValueError(f"a checkpoint id is a non-empty string, found {ckpt_id!r}")
     if not is_encodable(ckpt_id):
@@ -104,7 +100,7 @@ def takeover(epoch: int) -> str:
 
 
 def parse_owner_file(name: str) -> int | None:
-    """Return the epoch of a claim or list in the owner directory, None for others."""
+    """Return the epoch of a claim or list in the owner directory, None for any other name."""
     found = _OWNER_FILE.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -115,7 +111,7 @@ def pin(ckpt_id: str) -> str:
 
 
 def parse_pin(name: str) -> str | None:
-    """Return the checkpoint id that a file in the pins' directory pins, None for others."""
+    """Return the checkpoint id that a file in the pins' directory pins, None for any other name."""
     return decode_id(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
@@ -125,7 +121,7 @@ def step_id(step: int) -> str:
 
 
 def parse_step(directory: str) -> int | None:
-    """Return the step of a directory for an id that :func:`step_id` gave, None for others."""
+    """Return the step of a directory for an id that :func:`step_id` gave, None for any other name."""
     found = _STEP_DIR.fullmatch(directory)
     return int(found[1]) if found else None
 
@@ -136,7 +132,7 @@ def io_state(shard: int) -> str:
 
 
 def extra_of(shard: int) -> str:
-    """Return the name of the states of registered objects that are a shard's own."""
+    """Return the name of the states that registered objects have on one shard."""
     return f"extra_{shard}.pt"
 
 
@@ -176,7 +172,7 @@ def has_tensors(name: str) -> bool:
 
 
 def is_of_rank(name: str) -> bool:
-    """Say whether a file is one of those of which a rank reads only some, such as rows and positions."""
+    """Say whether a file belongs to one shard, such as rows and positions: a rank reads only some of these."""
     return name.startswith((f"{SPARSE_DIR}/", "io_state_", "rng_", "extra_"))
 
 
@@ -191,7 +187,7 @@ def is_ours(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Say whether a name in the output dir is one that a file has for an instant, until it gets its own."""
+    """Say whether a name in the output dir is that of a file that is still being written."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -201,11 +197,7 @@ def join(*names: str) -> str:
 
 
 def checked_name(name: str, path: str) -> str:
-    """Return a name read from the file ``path``, or refuse one that could lead out of the checkpoint.
-
-    Raises:
-        CorruptCheckpointError: the name is not a plain relative path.
-    """
+    """Return a name read from the file ``path``; CorruptCheckpointError if it could lead out of the checkpoint."""
     if _SAFE.fullmatch(name):
         return name
     if len(name) > _MAX_NAME_CHARS or _UNSAFE.search(name) or not all(map(_is_plain, name.split("/"))):

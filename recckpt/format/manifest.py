@@ -66,7 +66,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without opening its other files."""
+    """What is known of a checkpoint without opening its other files."""
 
     ckpt_id: str
     save_id: str
@@ -93,19 +93,15 @@ class Manifest:
         return sum(file.n_bytes for file in self.files)
 
     def file(self, name: str) -> FileEntry | None:
-        """Return the entry of a file, None where the checkpoint has none of that name."""
+        """Return the entry of a file, None if the checkpoint does not have it."""
         return self._files_by_name.get(name)
 
     def table(self, name: str) -> TableEntry | None:
-        """Return the entry of a table, None where the checkpoint has none of that name."""
+        """Return the entry of a table, None if the checkpoint does not have it."""
         return self._tables_by_name.get(name)
 
     def named_table(self, name: str) -> TableEntry:
-        """Return the entry of a table that somebody asks for.
-
-        Raises:
-            KeyError: there is none of that name; says the nearest.
-        """
+        """Return the entry of a table; KeyError, with the nearest name, if the checkpoint does not have it."""
         entry = self.table(name)
         if entry is None:
             raise KeyError(f"no table {name!r} in {self.ckpt_id!r}{nearest(name, self._tables_by_name)}")
@@ -121,11 +117,7 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the bytes of ``manifest.json``, sealed with their own checksum.
-
-    Raises:
-        ValueError: no reader would take it, for its size.
-    """
+    """Return the bytes of ``manifest.json``, sealed with their own checksum; ValueError if it is too large to read."""
     data = seal(_to_json(manifest), _SEAL)
     if len(data) > MAX_BYTES:
         raise ValueError(
@@ -136,14 +128,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, path: str) -> Manifest:
-    """Return the manifest in ``data``.
-
-    Args:
-        data: the bytes of the file.
-        path: the file, for messages.
+    """Return the manifest in ``data``, the bytes of the file ``path``.
 
     Raises:
-        CorruptCheckpointError: anything but a whole, sealed and consistent manifest.
+        CorruptCheckpointError: it is not a whole, sealed and consistent manifest.
         FormatVersionError: written by a newer format.
     """
     if len(data) > MAX_BYTES:

@@ -79,7 +79,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
     """Return the index in ``data``, checked against its manifest.
 
     Raises:
-        CorruptCheckpointError: not a whole index of this shard of this save.
+        CorruptCheckpointError: it is not a whole index of this shard of this save.
         FormatVersionError: written by a newer format.
     """
     fields = parse(data, path)
@@ -97,7 +97,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
 
 
 class _Chunks:
-    """Checks that chunks lie in the files of their shard, one behind the other or in the very same bytes."""
+    """Checks that chunks lie in the files of their shard, one after another or in the same bytes."""
 
     def __init__(self, manifest: Manifest, shard: int) -> None:
         self._manifest, self._own = manifest, layout.dense_data(shard, len(manifest.shards))

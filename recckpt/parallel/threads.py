@@ -12,11 +12,11 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-_NICENESS = 5  # a third of the share of another thread; at 10, a tenth, a save starves where no core is idle
+_NICENESS = 5  # a third of the share of another thread; with a tenth, at 10, a save starves if all cores are busy
 
 
 def give_way() -> None:
-    """Let other threads have the cores first, before this one and those that it starts from now on."""
+    """Lower the priority of this thread, and of those that it starts from now on."""
     if sys.platform == "linux":  # where each thread has a niceness of its own
         thread = threading.get_native_id()
         with suppress(OSError):  # a sandbox may refuse
@@ -24,11 +24,9 @@ def give_way() -> None:
 
 
 def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> list[_R]:
-    """Return ``work`` of each item, in order, done by up to ``concurrency`` threads; one needs no thread at all.
+    """Return ``work`` of each item, in order, done by up to ``concurrency`` threads; with one, by this thread.
 
-    Raises:
-        BaseException: the first error, in the order of the items; work that has not begun is dropped, and nothing
-            runs any more when this returns.
+    After an error no further work begins, and what runs is waited for; then the error of the first item is raised.
     """
     items = list(items)
     if min(concurrency, len(items)) <= 1:
@@ -53,7 +51,7 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
 
 
 class _Crew(Generic[_T, _R]):
-    """Threads that take items one after another until there are none, or one has failed."""
+    """Threads that take items one after another until all are taken, or one has failed."""
 
     def __init__(self, work: Callable[[_T], _R], items: list[_T]) -> None:
         self._work, self._items = work, items

@@ -87,7 +87,7 @@ class EveryNth(_Joined):
 class Best(_Joined):
     """The ``k`` best by a metric that was given to the save; of equal ones, the newer.
 
-    Checkpoints without the metric, or where it is no finite number, are never among them.
+    Checkpoints without the metric, or with a value that is not finite, are never among them.
 
     Args:
         k: how many.
@@ -95,7 +95,7 @@ class Best(_Joined):
         mode: whether the greatest or the least is best.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument is invalid.
     """
 
     k: int
@@ -140,7 +140,7 @@ class KeptByAny(_Joined):
     """Those that any of these keeps, each asked about all; ``a | b`` is the same.
 
     Raises:
-        ValueError: there are none, or one of them is no :class:`Keep`.
+        ValueError: none is given, or one of them is not a :class:`Keep`.
     """
 
     keeps: tuple[Keep, ...]
@@ -163,7 +163,7 @@ def as_keep(max_keep: int | Keep | None) -> Keep:
     """Return what a number of checkpoints, or None for all, stands for, and any other :class:`Keep` as it is.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is something else.
     """
     if _is_keep(max_keep):
         return max_keep

@@ -1,4 +1,4 @@
-"""When a manager saves: what is due after a step, and what happens while a save is under way."""
+"""Decides whether a manager saves after a step, and what it does while a save is under way."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class SaveCounts:
     """What became of the saves of a manager.
 
     Attributes:
-        begun: saves that were begun.
+        begun: saves that began.
         failed: saves that failed.
-        waited: saves that had to wait for the one before.
-        skipped: saves that were due and left out, since one was under way.
-        dropped: requests that a later one took the place of.
+        waited: saves that waited for the one before.
+        skipped: saves that were due but omitted, because one was under way.
+        dropped: saves that were put off, and replaced by a later one.
     """
 
     begun: int = 0
@@ -42,7 +42,7 @@ class Schedule:
         backpressure: what to do when a save is due while one is under way.
 
     Raises:
-        ValueError: ``backpressure`` is none of the three.
+        ValueError: ``backpressure`` is not one of the three.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Schedule:
             step: steps so far.
             event_time: the latest so far.
             metrics: what the caller measured.
-            agreed: asks on all ranks and makes one answer of theirs; for what they may answer differently.
+            agreed: asks all ranks and returns one answer, for policies on which they may differ.
         """
         now = Moment(step, self._clock(), event_time, metrics)
         for kind, last in self._last.items():
@@ -119,7 +119,7 @@ class Schedule:
         return self._pending
 
     def forget(self) -> bool:
-        """Drop what was put off, and say whether there was anything."""
+        """Drop a save that was put off, and say whether there was one."""
         had_pending, self._pending = self._pending is not None, None
         self.counts.dropped += had_pending
         return had_pending

@@ -17,8 +17,8 @@ class Moment:
 
     Attributes:
         step: steps so far.
-        seconds: what the clock of the manager says; only differences count.
-        event_time: the latest time of an event in the data so far, in seconds since 1970 UTC; None where none is known.
+        seconds: the time by the clock of the manager; only differences count.
+        event_time: the latest time of an event in the data so far, in seconds since 1970 UTC; None if unknown.
         metrics: what the caller measured at this step.
     """
 
@@ -70,7 +70,7 @@ class EverySteps(_Joined):
         positive_int("EverySteps: n", self.n)
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Look at the step alone."""
+        """Use the step alone."""
         return now.step % self.n == 0
 
 
@@ -95,7 +95,7 @@ class AtSteps(_Joined):
         object.__setattr__(self, "steps", tuple(sorted(steps)))
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Look at the step alone."""
+        """Use the step alone."""
         place = bisect_left(self.steps, now.step)
         return now.step in self.steps[place : place + 1]
 
@@ -115,7 +115,7 @@ class EverySeconds(_Joined):
         positive_number("EverySeconds: seconds", self.seconds)
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Look at the clock alone."""
+        """Use the clock alone."""
         return now.seconds - last.seconds >= self.seconds
 
 
@@ -136,7 +136,7 @@ class EveryEventTime(_Joined):
         positive_number("EveryEventTime: seconds", self.seconds)
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Look at the event times alone."""
+        """Use the event times alone."""
         if now.event_time is None or last.event_time is None:
             return False
         return now.event_time // self.seconds > last.event_time // self.seconds
@@ -167,7 +167,7 @@ class AnyOf(_Joined):
     """When any of these is due; ``a | b`` is the same.
 
     Raises:
-        ValueError: there are none, or one of them is no :class:`When`.
+        ValueError: none is given, or one of them is not a :class:`When`.
     """
 
     whens: tuple[When, ...]

@@ -60,7 +60,9 @@ def _check_url(url: object) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"an output dir is a path or URL of characters that UTF-8 has, found {url!r}") from None
     if url.startswith("~") and os.path.expanduser(url).startswith("~"):  # noqa: PTH111  # pathlib raises RuntimeError
-        raise ValueError(f"{url!r} begins with the home directory of nobody; name a directory by its absolute path")
+        raise ValueError(
+            f"{url!r} begins with the home directory of a user unknown here; name a directory by its absolute path"
+        )
     scheme, _, rest = url.partition(":")
     if rest and not rest.startswith("//") and _SCHEME.fullmatch(scheme) and scheme.lower() in _schemes():
         path = rest.lstrip("/")

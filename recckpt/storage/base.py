@@ -20,7 +20,7 @@ def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
 
 
 class Sink(ABC):
-    """A new file: leaving its ``with`` block makes it durable, an exception in the block or in ``close`` leaves none."""
+    """A new file: leaving its ``with`` block makes it durable; an exception in the block or ``close`` leaves none."""
 
     n_bytes: int = 0
 

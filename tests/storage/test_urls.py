@@ -104,5 +104,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_taken(tmp_path, monkey
 def test_the_home_directory_of_nobody_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for use in (open_storage, open_parent):
-        with pytest.raises(ValueError, match="'~nobody-at-all/runs' begins with the home directory of nobody"):
+        with pytest.raises(
+            ValueError, match="'~nobody-at-all/runs' begins with the home directory of a user unknown here"
+        ):
             use("~nobody-at-all/runs")
