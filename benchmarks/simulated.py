@@ -24,8 +24,7 @@ from recckpt.save.rank_files import ShardRecord, ShardWriter
 from recckpt.save.save import Destination, save
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
-from recckpt.sparse.files.part_plan import BATCH_BYTES, PartPlan, plan_parts, row_bytes
-from recckpt.sparse.files.saver import SparseSaver
+from recckpt.sparse.files.saver import BATCH_BYTES, PartPlan, SparseSaver, plan_parts, row_bytes
 from recckpt.storage import Storage
 from recckpt.storage.base import NewFiles
 from recckpt.text import Progress

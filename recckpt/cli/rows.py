@@ -11,7 +11,7 @@ from recckpt.cli.result import CommandError, Outcome, usage_checked
 from recckpt.format.manifest import TableEntry
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.output_dir.read_again import until_whole
-from recckpt.sparse.files.arrow_columns import ID, column_values
+from recckpt.sparse.files.arrow_format import ID, column_values
 from recckpt.text import cell, escaped, grid
 
 if TYPE_CHECKING:

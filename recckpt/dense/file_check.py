@@ -18,6 +18,28 @@ from recckpt.format.tensor_index import TensorIndex, damaged
 from recckpt.storage.base import Files
 
 _STEP_BYTES = 8 << 20
+_GLOBALS = frozenset(  # part of the format: what a pickle of dense tensors and plain data names
+    {
+        "torch._utils _rebuild_tensor_v2",
+        "torch._utils _rebuild_tensor_v3",
+        "torch._utils _rebuild_parameter",
+        *(f"torch {kind}" for kind in STORAGES.values()),
+        "torch.storage UntypedStorage",
+        *(f"torch {dtype}" for dtype in NUMPY_DTYPES),
+        "torch Size",
+        "torch device",
+        "collections OrderedDict",
+        "_codecs encode",
+        "__builtin__ set",
+        "__builtin__ complex",
+    }
+)
+_OPCODES = frozenset(
+    """PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_DICT EMPTY_LIST
+    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT BINGET LONG_BINGET
+    GLOBAL REDUCE BUILD BINPERSID""".split()  # noqa: SIM905
+)
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, KeyError, OverflowError, EOFError, struct.error)
 
 
 def check_file(
@@ -65,30 +87,6 @@ class _Passed:
     def skip(self, at: int) -> None:
         while self.at < at and self.read(min(at - self.at, _STEP_BYTES)):
             pass
-
-
-_GLOBALS = frozenset(  # part of the format: what a pickle of dense tensors and plain data names
-    {
-        "torch._utils _rebuild_tensor_v2",
-        "torch._utils _rebuild_tensor_v3",
-        "torch._utils _rebuild_parameter",
-        *(f"torch {kind}" for kind in STORAGES.values()),
-        "torch.storage UntypedStorage",
-        *(f"torch {dtype}" for dtype in NUMPY_DTYPES),
-        "torch Size",
-        "torch device",
-        "collections OrderedDict",
-        "_codecs encode",
-        "__builtin__ set",
-        "__builtin__ complex",
-    }
-)
-_OPCODES = frozenset(
-    """PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE EMPTY_DICT EMPTY_LIST
-    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT BINGET LONG_BINGET
-    GLOBAL REDUCE BUILD BINPERSID""".split()  # noqa: SIM905
-)
-_BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, KeyError, OverflowError, EOFError, struct.error)
 
 
 def check_loadable(content: BinaryIO, path: str) -> None:

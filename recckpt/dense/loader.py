@@ -19,6 +19,8 @@ from recckpt.format.manifest import FileEntry
 from recckpt.output_dir.checked import read_checked
 from recckpt.storage.base import Files
 
+Found = Tensor | StoredTensor
+
 
 def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, Any]:
     """Return the dict in a ``.pt`` file, on the CPU.
@@ -83,9 +85,6 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor | StoredTensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "plain data"
-
-
-Found = Tensor | StoredTensor
 
 
 def as_live(found: Found, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:

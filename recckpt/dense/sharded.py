@@ -20,6 +20,7 @@ from recckpt.format.tensor_index import EXTRA, MODEL
 
 _KINDS = {"torch.distributed.tensor": "DTensor", "torch.distributed._shard.sharded_tensor": "ShardedTensor"}
 _PLAIN = (Tensor, torch.nn.Parameter)
+STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that stands for a tensor in extra.pt
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,6 @@ def _kinds() -> tuple[type, ...]:
     """Return the types of sharded tensors that somebody has imported: without that there are none."""
     modules = ((sys.modules.get(module), name) for module, name in _KINDS.items())
     return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
-
-
-STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that stands for a tensor in extra.pt
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from torch import Tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _MAX_INT_BITS = 255 * 8 - 1  # what the safe loader of torch takes
 _CONTAINERS: dict[type, Any] = {list: list, tuple: tuple, set: set}
+Place = tuple[Any, ...]
+Copy = Callable[[Place, Any], Any]
 
 
 class _EmptyBytes(bytes):
@@ -109,10 +111,6 @@ def _portable_numpy(name: str, value: Any) -> Any:
         return value.item()
     native = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
     return torch.from_numpy(native.copy()).view(value.shape)
-
-
-Place = tuple[Any, ...]
-Copy = Callable[[Place, Any], Any]
 
 
 def as_it_is(place: Place, state: Any) -> Any:

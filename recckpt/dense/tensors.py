@@ -21,6 +21,9 @@ from recckpt.output_dir.checked import read_checked
 from recckpt.storage.base import Files
 from recckpt.text import nearest
 
+_SLAB_BYTES = 64 << 20  # read at once; more where a single row of a chunk of one dimension has more
+Bytes = npt.NDArray[np.uint8]
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -113,10 +116,6 @@ def _bad_index(
 ) -> CorruptCheckpointError:
     path = layout.join(directory, layout.dense_index(index.shard, index.shards))
     return CorruptCheckpointError(path, f"tensor {chunk.name!r}", found=found, expected=expected)
-
-
-_SLAB_BYTES = 64 << 20  # read at once; more where a single row of a chunk of one dimension has more
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

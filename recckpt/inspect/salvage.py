@@ -16,10 +16,9 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest, TableEntry
 from recckpt.output_dir.manifests import read_manifest
-from recckpt.sparse.files.arrow_columns import ID, column_buffer
+from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
-from recckpt.sparse.files.id_check import Int64s
-from recckpt.sparse.files.shard_overlap import FormerShards
+from recckpt.sparse.files.id_check import FormerShards, Int64s
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import NOT_READABLE, SinkFile, Storage, missing, open_parent, open_storage
 from recckpt.storage.mapped_files import mapped

@@ -23,7 +23,7 @@ from recckpt.cli import main
 from recckpt.errors import RecckptError
 from recckpt.inspect.salvage import salvage
 from recckpt.inspect.verify import verify
-from recckpt.sparse.files.arrow_columns import column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.storage import open_storage
 
 LONG = 10 / int(os.environ.get("SWEEP_STRIDE", "1"))  # times as many cases as KINDS says, for each of four seeds

@@ -15,7 +15,7 @@ from torch import nn
 from recckpt import CheckpointReader, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.arrow_columns import column_buffer, column_values
+from recckpt.sparse.files.arrow_format import column_buffer, column_values
 from recckpt.storage import open_storage
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "int32", "int64"]

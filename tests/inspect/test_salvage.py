@@ -16,7 +16,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
 from recckpt.inspect.salvage import salvage
 from recckpt.sparse import gen_slice
-from recckpt.sparse.files.arrow_columns import column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 

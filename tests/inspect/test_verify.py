@@ -14,7 +14,7 @@ from forge import Forge, filled, save_tables
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.inspect.verify import verify
-from recckpt.sparse.files.arrow_columns import column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 

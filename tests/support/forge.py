@@ -25,10 +25,9 @@ from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import locate
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.arrow_columns import column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.sparse.files.catalogs import read_parts
-from recckpt.sparse.files.part_plan import BATCH_BYTES
-from recckpt.sparse.files.saver import SparseSaver
+from recckpt.sparse.files.saver import BATCH_BYTES, SparseSaver
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.storage import HashingSink, Storage, open_storage
 from recckpt.storage.staging_dir import WorkDir

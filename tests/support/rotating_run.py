@@ -17,7 +17,7 @@ import numpy as np
 
 from recckpt import CheckpointReader
 from recckpt.errors import CheckpointRemovedError
-from recckpt.sparse.files.arrow_columns import column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer
 
 N_ROWS = 300
 TABLES = {"t": 4, "u": 6}  # of two groups, so that there are several parts

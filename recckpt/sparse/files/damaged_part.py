@@ -12,7 +12,7 @@ import xxhash
 
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.arrow_columns import ID, ID_SPEC, TABLE, column_array, column_buffer, part_schema, slot_field
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, TABLE, column_array, column_buffer, part_schema, slot_field
 from recckpt.sparse.files.compression_check import Messages, check_message
 from recckpt.types import SlotSpec
 

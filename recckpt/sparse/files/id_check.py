@@ -1,18 +1,26 @@
-"""The ids of a table as batches bring them: in the order of their buckets, and each once (no torch here)."""
+"""Ids checked: in the order of their buckets, and each once, in a part and between shards (no torch here)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Batch
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.buckets import N_BUCKETS, bucket_of
+from recckpt.format.catalog import Batch, Catalog
+from recckpt.format.manifest import ShardEntry, TableEntry
+from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.storage.base import Files
 
 Int64s = npt.NDArray[np.int64]
 
 _OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
+_WINDOW_ROWS = 8 << 20  # ids that are compared at once
 
 
 class IdCheck:
@@ -60,3 +68,82 @@ def repeats(ids: Int64s) -> Iterator[tuple[str, str]]:
     if len(twice):
         others = f" and {len(twice) - 1} others" if len(twice) > 1 else ""
         yield f"id {twice[0]}{others} twice", "every id once"
+
+
+def repeated_between_shards(
+    storage: Files, directory: str, table: TableEntry, catalogs: Sequence[Catalog]
+) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each range of buckets in which an id is in two shards; reads only where shards overlap.
+
+    Raises:
+        CorruptCheckpointError: the ids cannot be read.
+    """
+    if not _shards_overlap(catalogs, table):
+        return
+    for window in _windows(sum(catalog.rows.get(table.name, 0) for catalog in catalogs)):
+        shards = [np.unique(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
+        for found, expected in repeats(np.concatenate(shards)):
+            path, where = layout.join(directory, layout.SPARSE_DIR), f"table {table.name!r}, between shards"
+            yield CorruptCheckpointError(path, where, found=found, expected=expected)
+
+
+def _shards_overlap(catalogs: Sequence[Catalog], table: TableEntry) -> bool:
+    spans = []
+    for catalog in catalogs:
+        ranges = [batch.buckets for part in catalog.parts for batch in part.batches if batch.table == table.name]
+        if ranges:
+            spans.append((min(begin for begin, _ in ranges), max(end for _, end in ranges)))
+    return _overlap(spans)
+
+
+def _overlap(spans: list[tuple[int, int]]) -> bool:
+    return any(following[0] < before[1] for before, following in pairwise(sorted(spans)))
+
+
+class FormerShards:
+    """Tells which ids a shard before this one had. Keeps 8 bytes an id, and nothing where shards do not overlap."""
+
+    def __init__(self, shards: Sequence[ShardEntry]) -> None:
+        self._may_repeat = _overlap([shard.buckets for shard in shards if shard.buckets != (0, 0)])
+        self._before: list[Int64s] = []
+        self._own: list[Int64s] = []
+
+    def next_shard(self) -> None:
+        """Count the ids so far as those of former shards."""
+        if self._own:
+            self._before.append(np.sort(np.concatenate(self._own)))
+            self._own = []
+
+    def had(self, ids: Int64s) -> npt.NDArray[np.bool_]:
+        """Return a mask of the ids that former shards had, and remember all as those of this one."""
+        mask = np.zeros(len(ids), np.bool_)
+        if self._may_repeat:
+            for known in self._before:
+                mask |= known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
+            self._own.append(ids.copy())
+        return mask
+
+
+def _windows(rows: int) -> list[tuple[int, int]]:
+    """Cut the buckets into ranges that hold about as many rows as may be compared at once."""
+    width = max(1, N_BUCKETS * _WINDOW_ROWS // max(rows, _WINDOW_ROWS))
+    return [(begin, min(begin + width, N_BUCKETS)) for begin in range(0, N_BUCKETS, width)]
+
+
+def _ids_in(window: tuple[int, int], storage: Files, directory: str, table: TableEntry, catalog: Catalog) -> Int64s:
+    """Return the ids that one shard has of a table in a range of buckets."""
+    begin, end = window
+    found: list[Int64s] = [np.empty(0, np.int64)]
+    for part in catalog.parts:
+        numbers = [
+            number
+            for number, batch in enumerate(part.batches)
+            if batch.table == table.name and batch.buckets[0] < end and begin < batch.buckets[1]
+        ]
+        if numbers:
+            reader = PartReader(storage, directory, part, table.slots, ())
+            for number in numbers:
+                ids = np.frombuffer(column_buffer(reader.read(number)[ID]), np.int64)
+                buckets = bucket_of(ids)
+                found.append(ids[(begin <= buckets) & (buckets < end)])
+    return np.concatenate(found)

@@ -16,10 +16,9 @@ from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_columns import ID, column_buffer
-from recckpt.sparse.files.load_target import LoadTarget
+from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.table_fill import Filler, TableLoad
+from recckpt.sparse.files.table_fill import Filler, LoadTarget, TableLoad
 from recckpt.sparse.table.kernels import first_outside
 from recckpt.storage.base import Files
 

@@ -11,7 +11,7 @@ import xxhash
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.catalog import Part
-from recckpt.sparse.files.arrow_columns import DTYPE_KEY, ID, TABLE, column_buffer, column_items, part_schema
+from recckpt.sparse.files.arrow_format import DTYPE_KEY, ID, TABLE, column_buffer, column_items, part_schema
 from recckpt.sparse.files.compression_check import Messages, check_message
 from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files

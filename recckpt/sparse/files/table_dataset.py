@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow.dataset as ds
 
-from recckpt.sparse.files.arrow_columns import TABLE, part_schema
+from recckpt.sparse.files.arrow_format import TABLE, part_schema
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader
 

@@ -12,10 +12,9 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Catalog
 from recckpt.format.manifest import TableEntry
-from recckpt.sparse.files.arrow_columns import ID, ID_SPEC, column_buffer, slot_field
-from recckpt.sparse.files.id_check import IdCheck, Int64s, repeats
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer, slot_field
+from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.shard_overlap import repeated_between_shards
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
 

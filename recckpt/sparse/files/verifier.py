@@ -12,7 +12,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.catalog import Batch, Part
 from recckpt.format.manifest import Manifest
-from recckpt.sparse.files.arrow_columns import ID, TABLE, column_buffer
+from recckpt.sparse.files.arrow_format import ID, TABLE, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import Storage

@@ -182,3 +182,32 @@ def place_rows(  # noqa: PLR0917  # compiled functions take positions only
         if begin <= bucket < end and cursors[bucket] < len(order):  # or ids have changed since they were counted
             order[cursors[bucket]] = first_row + i
             cursors[bucket] += 1
+
+
+@njit(nogil=True, cache=True)
+def first_repeat(ids: Any) -> tuple[int, int]:
+    """Return the position of an id that came before, -1 without one, and where the last bucket begins."""
+    longest = n_same = 0
+    bucket = np.uint64(1 << 48)  # none
+    for i in range(len(ids)):
+        found = mix64(np.uint64(ids[i])) >> _S48
+        n_same = n_same + 1 if found == bucket else 1
+        bucket = found
+        longest = max(longest, n_same)
+    size = 1
+    while size < 2 * longest:
+        size *= 2
+    cells = np.zeros((size, 2), np.int64)  # id, and 1 + where its bucket begins: what is of another bucket is empty
+    bucket, begin = np.uint64(1 << 48), 0
+    for i in range(len(ids)):
+        hashed = mix64(np.uint64(ids[i]))
+        if hashed >> _S48 != bucket:
+            bucket, begin = hashed >> _S48, i
+        cell = np.int64(hashed) & (size - 1)
+        while cells[cell, 1] == begin + 1:
+            if cells[cell, 0] == ids[i]:
+                return i, begin
+            cell = (cell + 1) & (size - 1)
+        cells[cell, 0] = ids[i]
+        cells[cell, 1] = begin + 1
+    return -1, begin

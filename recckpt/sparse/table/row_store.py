@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.pre_images import Log
 from recckpt.sparse.table.rows import Rows
-from recckpt.sparse.table.snapshot import Logs, Snapshot
+from recckpt.sparse.table.snapshot import Log, Logs, Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]

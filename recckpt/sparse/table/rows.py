@@ -1,24 +1,100 @@
-"""Rows of a table and what changes them, for one thread at a time."""
+"""Rows of a table and what changes them, for one thread at a time: in compiled calls that no exception interrupts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import njit
 from torch import Tensor
 
-from recckpt.sparse.table import changes
-from recckpt.sparse.table.changes import Erasure
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.id_index import N_CLAIMED, N_ROWS, VERSION, IdIndex, erase_ids
+from recckpt.sparse.table.kernels import copy_rows_within, fence, mark_rows, scatter_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
-
+Bytes = npt.NDArray[np.uint8]
 _CPU = torch.device("cpu")
 _ID_SPEC = SlotSpec("id", "int64", ())
+
+
+class Erasure(NamedTuple):
+    """These ``ids``, present and different, go; the rows ``movers``, of ``moved_ids``, move into the ``holes``."""
+
+    ids: Int64s
+    moved_ids: Int64s
+    movers: Int64s
+    holes: Int64s
+
+
+class _Layout(NamedTuple):
+    """Where the rows of columns on the CPU lie: the addresses of the blocks of one after those of the other."""
+
+    addresses: Int64s
+    starts: Int64s
+    shifts: Int64s
+    row_bytes: Int64s
+
+    @classmethod
+    def of(cls, columns: Sequence[Column]) -> _Layout:
+        addresses = [np.empty(0, np.int64), *(column.memory.addresses for column in columns)]
+        return cls(
+            np.concatenate(addresses),
+            np.cumsum([len(some) for some in addresses]),
+            np.array([column.shift for column in columns], np.int64),
+            np.array([column.spec.row_bytes for column in columns], np.int64),
+        )
+
+
+def write_rows(
+    index: IdIndex, rows: Int64s, columns: Sequence[Column], values: Sequence[Tensor], flag: Int64s | None = None
+) -> None:
+    """Set ``rows`` of columns on the CPU, publish what is claimed, and set ``flag[0]`` to 1: all of it or nothing."""
+    fitting = [column.fitting(tensor) for column, tensor in zip(columns, values, strict=True)]
+    sources = np.array([tensor.data_ptr() for tensor in fitting], np.int64)
+    _write(_Layout.of(columns), rows, sources, index.memory[1], np.zeros(1, np.int64) if flag is None else flag)
+
+
+def erase_rows(index: IdIndex, erasure: Erasure, columns: Sequence[Column]) -> None:
+    """Forget ids and move rows of columns on the CPU: all of it or nothing."""
+    _erase(_Layout.of(columns), *index.memory, *erasure)
+
+
+def keep_rows(places: IdIndex, rows: Int64s, marks: Bytes) -> None:
+    """Publish the places of ``rows`` and mark them: all of it or nothing."""
+    _keep(places.memory[1], rows, marks)
+
+
+@njit(nogil=True, cache=True)
+def _write(layout: Any, rows: Any, sources: Any, counts: Any, flag: Any) -> None:
+    for i in range(len(sources)):
+        addresses = layout.addresses[layout.starts[i] : layout.starts[i + 1]]
+        scatter_rows(addresses, layout.shifts[i], layout.row_bytes[i], rows, sources[i])
+    fence()
+    counts[N_ROWS] = counts[N_CLAIMED]
+    flag[0] = 1
+
+
+@njit(nogil=True, cache=True)
+def _erase(  # noqa: PLR0917  # compiled functions take positions only
+    layout: Any, cells: Any, counts: Any, ids: Any, moved_ids: Any, movers: Any, holes: Any
+) -> None:
+    counts[VERSION] |= 1
+    fence()
+    for i in range(len(layout.shifts)):
+        addresses = layout.addresses[layout.starts[i] : layout.starts[i + 1]]
+        copy_rows_within(addresses, layout.shifts[i], layout.row_bytes[i], movers, holes)
+    erase_ids(cells, counts, ids, moved_ids, holes)
+
+
+@njit(nogil=True, cache=True)
+def _keep(counts: Any, rows: Any, marks: Any) -> None:
+    mark_rows(rows, marks)
+    counts[N_ROWS] = counts[N_CLAIMED]
 
 
 class Rows:
@@ -109,13 +185,13 @@ class Rows:
         """Set ``rows``, all different, publish what is claimed, and set ``flag[0]``: all of it or nothing."""
         columns = [self.columns[name] for name in values]
         if self.device == _CPU:
-            changes.write(self.index, rows, columns, list(values.values()), flag)
+            write_rows(self.index, rows, columns, list(values.values()), flag)
             return
         before = [column.gather(rows) for column in columns]
         try:
             for column, tensor in zip(columns, values.values(), strict=True):
                 column.scatter(rows, tensor)
-            changes.write(self.index, rows, [], [], flag)
+            write_rows(self.index, rows, [], [], flag)
         except BaseException:
             for column, old in zip(columns, before, strict=True):
                 column.scatter(rows, old)
@@ -135,13 +211,13 @@ class Rows:
         """Do it, all of it or nothing."""
         slots = list(self.columns.values())
         if self.device == _CPU:
-            changes.erase(self.index, erasure, [self.ids, *slots])
+            erase_rows(self.index, erasure, [self.ids, *slots])
             return
         before = [column.gather(erasure.holes) for column in slots]
         try:
             for column in slots:
                 column.scatter(erasure.holes, column.gather(erasure.movers))
-            changes.erase(self.index, erasure, [self.ids])
+            erase_rows(self.index, erasure, [self.ids])
         except BaseException:
             for column, old in zip(slots, before, strict=True):
                 column.scatter(erasure.holes, old)

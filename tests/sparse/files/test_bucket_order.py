@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recckpt.format.buckets import bucket_of
-from recckpt.sparse.files import bucket_order
-from recckpt.sparse.files.bucket_order import BucketOrder
+from recckpt.sparse.files import table_rows
+from recckpt.sparse.files.table_rows import BucketOrder
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table.column import Column
 from recckpt.types import SlotSpec
@@ -103,7 +103,7 @@ def test_an_order_within_the_budget_takes_no_more_memory_than_that():
 
 @pytest.mark.parametrize("budget_rows", [100_000, 7000])
 def test_row_numbers_grow_wider_where_they_have_to(budget_rows, monkeypatch):
-    monkeypatch.setattr(bucket_order, "_UINT32_ROWS", 69_999)
+    monkeypatch.setattr(table_rows, "_UINT32_ROWS", 69_999)
     ids = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, 70_000)
     assert order_of(ids, budget_rows).rows(0, 10).dtype == np.int64
     check(ids, budget_rows)

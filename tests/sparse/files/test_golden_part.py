@@ -9,9 +9,8 @@ import numpy as np
 import pyarrow as pa
 
 from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.arrow_columns import ID, ID_SPEC, column_values
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ColumnBytes, PartWriter, column_values
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.storage import Storage, open_storage
 from recckpt.types import SlotSpec
 

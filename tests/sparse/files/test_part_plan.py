@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recckpt.sparse.files.part_plan import PART_BYTES, plan_parts, row_bytes
+from recckpt.sparse.files.saver import PART_BYTES, plan_parts, row_bytes
 from recckpt.types import SlotSpec
 
 GROUPS = [

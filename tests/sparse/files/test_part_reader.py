@@ -13,7 +13,7 @@ from forge import Forge, empty, filled, load, parts_of, save_tables
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
 from recckpt.output_dir.listing import locate
-from recckpt.sparse.files.arrow_columns import column_array, column_buffer, part_schema, slot_field
+from recckpt.sparse.files.arrow_format import column_array, column_buffer, part_schema, slot_field
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
 from recckpt.types import ITEM_BYTES, SlotSpec

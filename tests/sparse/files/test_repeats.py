@@ -10,9 +10,8 @@ from recckpt.errors import RecckptError
 from recckpt.format.buckets import bucket_of
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.saver import SparseSaver
+from recckpt.sparse.files.saver import RepeatFinder, SparseSaver
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.sparse.table.repeats import RepeatFinder
 from recckpt.storage import open_storage
 
 

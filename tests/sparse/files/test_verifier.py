@@ -6,7 +6,7 @@ from forge import Forge, filled, save_tables
 from recckpt.format.buckets import bucket_of
 from recckpt.inspect.verify import verify
 from recckpt.sparse import gen_slice
-from recckpt.sparse.files import shard_overlap
+from recckpt.sparse.files import id_check
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 
@@ -126,7 +126,7 @@ def test_parts_out_of_bucket_order_are_found(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("window_rows", [1 << 23, 40])
 def test_an_id_in_two_shards_is_found_whatever_their_buckets(tmp_path, monkeypatch, window_rows):
-    monkeypatch.setattr(shard_overlap, "_WINDOW_ROWS", window_rows)
+    monkeypatch.setattr(id_check, "_WINDOW_ROWS", window_rows)
     saved(tmp_path, [filled("item", range(100)), filled("other", [1])], [filled("item", [77, *range(200, 300)])])
     problem = only(verify(str(tmp_path)))
     assert (problem.found, problem.where) == ("id 77 twice", "table 'item', between shards")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from recckpt.sparse import HashTable
-from recckpt.sparse.table import changes as changes_module
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import row_store as row_store_module
+from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.snapshot import Snapshot
@@ -210,7 +210,9 @@ def test_without_memory_to_copy_to_the_snapshot_is_lost_and_training_goes_on(mon
     assert read(other, np.arange(100)) == expected
 
 
-@pytest.mark.parametrize(("owner", "place"), [(Column, "copy_rows"), (IdIndex, "claim"), (changes_module, "keep")])
+@pytest.mark.parametrize(
+    ("owner", "place"), [(Column, "copy_rows"), (IdIndex, "claim"), (snapshot_module, "keep_rows")]
+)
 def test_who_is_interrupted_while_copying_aside_leaves_a_whole_snapshot(monkeypatch, owner, place):
     table = table_of(100)
     expected, snapshot = state_of(table), table.store.snapshot("t")

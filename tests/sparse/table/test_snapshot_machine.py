@@ -26,20 +26,18 @@ from recckpt import Saver
 from recckpt.format.buckets import bucket_of
 from recckpt.format.manifest import TableEntry
 from recckpt.sparse import Constant, HashTable, Normal
-from recckpt.sparse.files.arrow_columns import ID, column_buffer, column_values
+from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
 from recckpt.sparse.files.loader import CheckpointLoad, load_tables
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_fill import TableLoad
 from recckpt.sparse.optim.optimizer import SparseOptimizer
-from recckpt.sparse.table import changes as changes_module
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.kernels import pick_marked
-from recckpt.sparse.table.pre_images import PreImages
 from recckpt.sparse.table.row_store import RowStore
-from recckpt.sparse.table.snapshot import Logs, Snapshot
+from recckpt.sparse.table.snapshot import Logs, PreImages, Snapshot
 from recckpt.storage import Storage, open_storage
 from recckpt.types import EMBEDDING
 
@@ -350,7 +348,7 @@ BUGS = {
     "adding a row tells nobody": (RowStore, "insert", without_telling(RowStore.insert)),
     "slots are not copied aside": (Snapshot, "keep_rows", lambda snapshot, rows: None),
     "what is copied aside is not laid over": (Column, "lay_over", lambda *args: None),
-    "rows are copied aside again": (changes_module, "keep", lambda places, rows, marks: places.publish()),
+    "rows are copied aside again": (snapshot_module, "keep_rows", lambda places, rows, marks: places.publish()),
     "writing a row tells nobody": (RowStore, "write", without_telling(RowStore.write)),
     "erasing a row tells nobody": (RowStore, "erase", without_telling(RowStore.erase)),
     "writing tells too late": (RowStore, "write", told_too_late),
