@@ -50,7 +50,7 @@ def test_what_cannot_be_done_is_one_line(recckpt, forge, tmp_path):
     for args, message in [
         ((forge.directory, "user\n2", "--out", tmp_path / "u.arrow"), "no table 'user\\n2'"),
         ((forge.directory, "user\n1", "--out", tmp_path / "mine"), "exists"),
-        ((tmp_path / "nowhere", "user\n1", "--out", tmp_path / "u.arrow"), "found no manifest.json"),
+        ((tmp_path / "nowhere", "user\n1", "--out", tmp_path / "u.arrow"), "nowhere: does not exist"),
     ]:
         answer = recckpt("salvage", *args)
         assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)
