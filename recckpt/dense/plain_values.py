@@ -16,7 +16,9 @@ def is_filled(live: Any) -> bool:
     """Say whether a load can change a value in place; of a number or a string it cannot."""
     if isinstance(live, np.ndarray):
         return live.flags.writeable
-    return isinstance(live, Tensor) or type(live) in _CONTAINERS
+    if isinstance(live, Tensor):  # several values may lie in one place, as those of expand() do
+        return not live.is_inference() and all(n < 2 or step for n, step in zip(live.shape, live.stride(), strict=True))
+    return type(live) in _CONTAINERS
 
 
 def misfit(live: Any, saved: Any) -> tuple[str, str] | None:

@@ -256,6 +256,20 @@ def test_a_value_of_another_kind_is_refused_before_anything_changes(live, saved,
     assert counter.count == 1
 
 
+def test_a_tensor_that_no_load_can_write_to_is_replaced_and_the_others_are_loaded(caplog):
+    registry, saved = extra_registry(), extra_registry()
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    live = {"expanded": torch.zeros(1).expand(2), "frozen": frozen, "plain": torch.zeros(2)}
+    for name, value in live.items():
+        registry.add(name, value)
+        saved.add(name, torch.ones(2))
+    load(registry, saved.dump())
+    assert [registry.get(name).tolist() for name in live] == [[1, 1]] * 3
+    assert live["plain"].tolist() == [1, 1]
+    assert "'expanded' is of type Tensor, which a load cannot change" in caplog.text
+
+
 def test_of_a_value_that_no_load_can_change_one_warning_says_so(caplog):
     registry = extra_registry()
     registry.add("epoch", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -258,7 +259,8 @@ class HashTable(TrainedTable):
 
     def _copy_rows_of(self, other: types.HashTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
-        ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
+        with other.store.lock if isinstance(other, HashTable) else nullcontext():  # rows of one moment
+            ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
         check_owned(self.name, self.slice, flat_ids(ids))
         check_values(self.name, self._spec, embeddings, len(ids))
         for name, tensor in slots.items():

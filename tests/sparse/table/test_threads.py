@@ -157,3 +157,19 @@ def test_the_step_of_one_table_is_not_counted_by_the_step_of_another():
         at_once(lambda: optim._step_table(other, options(group)))
         assert one not in optim.state
     assert optim.state_dict()["state"] == {"a": {"step": 1}, "b": {"step": 1}}
+
+
+def test_a_table_that_takes_the_rows_of_another_gets_those_of_one_moment(monkeypatch):
+    source, table = HashTable(1, name="t"), HashTable(1, name="t")
+    source.insert(torch.arange(3), torch.arange(3.0)[:, None])
+    erasing, embeddings = threading.Thread(target=lambda: source.erase(torch.tensor([0]))), source.embeddings
+
+    def embeddings_later():
+        erasing.start()
+        erasing.join(0.2)  # it waits until all is read
+        return embeddings()
+
+    monkeypatch.setattr(source, "embeddings", embeddings_later)
+    table.load_state_dict(source.state_dict())
+    erasing.join()
+    assert dict(zip(table.ids().tolist(), table.embeddings().flatten().tolist(), strict=True)) == {0: 0, 1: 1, 2: 2}
