@@ -92,8 +92,7 @@ class _Passed:
 def check_loadable(content: BinaryIO, path: str) -> None:
     """Check that a file is a zip of torch.save, with a pickle of a dict that names nothing but tensors and plain data.
 
-    Nothing of the pickle is made or run; its opcodes are only read. So a file that is well-formed and yet cannot be
-    loaded, which only somebody who writes it on purpose can make, is not found.
+    The opcodes of the pickle are only read, not run. A file that was crafted to be well-formed and not loadable passes.
 
     Raises:
         CorruptCheckpointError: it is not such a file.

@@ -26,7 +26,7 @@ def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, An
     """Return the dict in a ``.pt`` file, on the CPU.
 
     Raises:
-        CorruptCheckpointError: damaged, no torch file, or one that needs code to run.
+        CorruptCheckpointError: it is damaged, not a torch file, or needs code to run.
     """
     data, path = read_checked(storage, directory, entry), layout.join(directory, entry.name)
     return loaded(io.BytesIO(data), path, "cpu")
@@ -36,7 +36,7 @@ def loaded(file: BinaryIO, path: str, device: str) -> dict[Any, Any]:
     """Return the dict in a file of torch.save, without running any code from it; messages call it ``path``.
 
     Raises:
-        CorruptCheckpointError: no torch file, or one that needs code to run.
+        CorruptCheckpointError: it is not a torch file, or needs code to run.
         OSError: it cannot be read.
     """
     try:
@@ -90,13 +90,8 @@ def _described(value: Any) -> str:
 def as_live(found: Found, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
     """Return stored values in the form of a tensor of the model, on the CPU; of a sharded one only what is here.
 
-    Where sizes differ the values are cut, or padded by those of the model.
-
-    Args:
-        found: a plain tensor, or one whose chunks lie in the checkpoint.
-        live: the model's; None for a plain tensor of all values.
-        reader: of the checkpoint.
-        dtype: to cast to; None for that of the model.
+    Where sizes differ the values are cut, or padded by those of the model. Without ``live`` all values come as a plain
+    tensor; without ``dtype`` they get that of ``live``.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged.
@@ -120,10 +115,7 @@ def as_live(found: Found, live: Tensor | None, reader: DenseTensors, dtype: torc
 def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
     """Return the state of a registered object with the tensors in it that are sharded, there or here, as here.
 
-    Args:
-        saved: the state, as ``extra.pt`` has it.
-        like: state of the same form whose tensors lie as they are to lie; what it lacks comes as plain tensors.
-        reader: of the checkpoint.
+    ``like`` is state of the same form whose tensors are laid out as wanted; what it lacks comes as plain tensors.
 
     Raises:
         CorruptCheckpointError: the bytes are damaged, or a tensor is not there.

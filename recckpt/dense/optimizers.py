@@ -140,11 +140,9 @@ class NamedOptimizer:
     def composed(
         self, states: Mapping[str, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]] | None
     ) -> dict[str, Any]:
-        """Return the state dict with the state of some parameters replaced.
+        """Return the state dict with other ``states`` of some parameters, empty where one starts fresh.
 
-        Args:
-            states: parameter -> its state, empty where it starts fresh.
-            settings: saved groups whose settings are taken over, under the names here; None where they stay.
+        The settings of each group come from that of the ``settings`` which shares most names; None keeps them.
         """
         live = self.state_dict()
         state = dict(live["state"])
@@ -253,7 +251,7 @@ class ZeroOptimizer(NamedOptimizer):
     def _give(self, state: dict[str, Any]) -> None:
         self._local.state.clear()
         self.optimizer.load_state_dict(state)
-        self.optimizer.state.clear()  # torch keeps a second copy there, which nobody reads
+        self.optimizer.state.clear()  # torch keeps an unused second copy there
 
     def _is_own(self, parameter: Tensor) -> bool:
         return any(parameter is own for group in self._local.param_groups for own in group["params"])

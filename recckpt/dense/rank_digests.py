@@ -27,7 +27,7 @@ class RankDigests:
 
     def __init__(self) -> None:
         self._n_saves = 0
-        self._known: set[str] = set()  # names that differ, which has been said
+        self._known: set[str] = set()  # names whose difference was logged
 
     def begin(self) -> RankDigest:
         """Return what takes the digests of the next save."""
@@ -60,7 +60,7 @@ class RankDigest:
         return xxhash.xxh3_64_intdigest(repr(sorted(self.by_name.items())).encode())
 
     def warn(self, ranks: Sequence[Mapping[str, int]], own: int) -> None:
-        """Say what differs between the ranks, each name once; all ranks must call it, and rank 0 says it."""
+        """Log each name that differs between the ranks, once and on rank 0. Collective."""
         for name in sorted({name for digests in ranks for name in digests}):
             others = [rank for rank, digests in enumerate(ranks) if digests.get(name) != ranks[0].get(name)]
             if others and name not in self._known:
@@ -70,11 +70,11 @@ class RankDigest:
 
 
 def digest(state: Any) -> int:
-    """Return a number that is another one for another state; 0 for one that a save refuses."""
+    """Return a hash of a state; 0 for one that a save refuses."""
     hasher = xxhash.xxh3_64()
     try:
         _feed(hasher, state)
-    except Exception:  # of a kind that is refused by its name where it is saved
+    except Exception:  # the save refuses it by name
         return 0
     return hasher.intdigest()
 

@@ -54,7 +54,7 @@ class Registry:
         self._what, self._methods, self._plain, self._adapter = what, methods, plain, adapter
         self._objects: dict[str, Any] = {}
         self._of_ranks: set[str] = set()
-        self._unclaimed: dict[str, Any] = {}  # states that were loaded for names that nobody registered
+        self._unclaimed: dict[str, Any] = {}  # states that were loaded for names that are not registered
         self._has_warned = False
 
     def add(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
@@ -69,7 +69,7 @@ class Registry:
             ValueError: the name is empty, reserved or taken, or the object has no state to take.
         """
         if not isinstance(name, str) or not name or name == SPARSE_OPTIM or not is_encodable(name):
-            raise ValueError(f"{self._what}: {name!r} is no name to register under; choose another")
+            raise ValueError(f"{self._what}: {name!r} cannot be registered; choose another name")
         if name in self._objects:
             raise ValueError(f"{self._what}: the name {name!r} is registered already; names are unique")
         if isinstance(obj, torch.Generator):
@@ -163,12 +163,11 @@ class Registry:
 
     @contextmanager
     def loaded(self, states: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """Load the states, and keep those of names that nobody registered.
+        """Load the states, and keep those of names that are not registered.
 
         Optimizers and schedulers get theirs at once, and get back what they had where a state is refused or the block
-        fails. The block calls what it gets here when it has little left that can fail: that gives all other
-        objects theirs, which cannot go back. Plain
-        values get theirs once the block is over.
+        fails. All other objects, which cannot go back, get theirs when the block calls what it gets here: as late as
+        it can. Plain values get theirs once the block is over.
 
         Raises:
             StateMismatchError: an object refused its state, or a value is of another kind; names it.

@@ -66,8 +66,7 @@ class Pieces:
         """Return what this rank has of a tensor, sharded or not; the values are the tensor's own.
 
         Raises:
-            ValueError: values that are only summands of what the tensor is, or fewer or more than its layout gives this
-                rank, so that nobody knows where they belong; names it.
+            ValueError: the values are partial sums, or fewer or more than the layout gives this rank; names it.
         """
         one = cast(Any, value)
         kind = (value.shape, one.device_mesh, one.placements) if hasattr(value, "device_mesh") else None
@@ -117,7 +116,7 @@ def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -
 
 
 def _kinds() -> tuple[type, ...]:
-    """Return the types of sharded tensors that somebody has imported: without that there are none."""
+    """Return the types of sharded tensors whose modules are imported: without them no such tensor exists."""
     modules = ((sys.modules.get(module), name) for module, name in _KINDS.items())
     return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
@@ -145,13 +144,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the ranks compare: in most jobs that is all that is to be said.
-
-    Attributes:
-        digest: of names, dtypes and shapes.
-        n_values: of all tensors, on all ranks.
-        n_own: how many of them this rank writes.
-    """
+    """What the ranks compare first: a digest of names, dtypes and shapes, all values, and those this rank writes."""
 
     digest: int
     n_values: int
@@ -160,12 +153,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What this rank writes of sharded tensors.
-
-    Attributes:
-        chunks: the boxes.
-        shares: of each tensor that it has any part of.
-    """
+    """The boxes of sharded tensors that this rank writes, and its share of each tensor that it has a part of."""
 
     chunks: Sequence[OwnChunk] = ()
     shares: Mapping[str, Share] = field(default_factory=dict)
@@ -262,7 +250,7 @@ class ShardedTensors:
         try:
             return self._stood_in(name, state)
         except RecursionError:
-            return state  # which is refused by its name elsewhere
+            return state  # portable() refuses it by name
 
     def _stood_in(self, name: str, value: Any) -> Any:
         if is_sharded(value):

@@ -33,12 +33,9 @@ def portable(name: str, value: Any) -> Any:
     Tensors come detached, on the CPU, in row-major order and without the rest of the storage they are a view of; numpy
     arrays and scalars become tensors and numbers.
 
-    Args:
-        name: what it is called, for messages.
-        value: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these.
-
     Raises:
-        ValueError: something else is in it; names the place.
+        ValueError: it holds something other than tensors, numbers, strings, bytes, None, and lists, tuples, sets and
+            dicts of these; names the place, which begins with ``name``.
     """
     try:
         return _portable(name, value)
@@ -114,12 +111,12 @@ def _portable_numpy(name: str, value: Any) -> Any:
 
 
 def as_it_is(place: Place, state: Any) -> Any:
-    """Return a state that nobody changes while it is written, without copying it."""
+    """Return a state as it is: it does not change while it is written."""
     return state
 
 
 def without_values(place: Place, state: Any) -> Any:
-    """Return the form of a state that another rank writes: to be checked, and of no more use."""
+    """Return a state without the values of its tensors, to check what another rank writes."""
     return _Hollow({}).copy(place, state)
 
 
@@ -148,13 +145,13 @@ class _Copies:
         self._buffers = buffers
         self.used: dict[Place, Tensor] = {}
         self.devices: set[torch.device] = set()
-        self._copied: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # with the original: nobody gets its address
+        self._copied: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # with the original, to keep its address taken
 
     def copy(self, place: Place, state: Any) -> Any:
         try:
             return self._copy(place, state)
         except RecursionError:
-            return state  # which is refused by its name elsewhere
+            return state  # portable() refuses it by name
 
     def _copy(self, place: Place, value: Any) -> Any:
         if type(value) in (dict, OrderedDict):

@@ -174,7 +174,7 @@ class DenseTensors:
         """Return a tensor of the model.
 
         Raises:
-            KeyError: there is none; names the nearest one.
+            KeyError: no tensor has this name; names the nearest one.
         """
         if name not in self.model:
             raise KeyError(f"{self._directory} has no dense tensor {name!r}{nearest(name, self.model)}")
@@ -184,7 +184,7 @@ class DenseTensors:
         """Return a sharded tensor that ``extra.pt`` names.
 
         Raises:
-            CorruptCheckpointError: there is none.
+            CorruptCheckpointError: no index lists it.
         """
         found = self.tensors.get((EXTRA, name))
         if found is None:

@@ -28,8 +28,8 @@ class Contents(NamedTuple):
 def write_archive(to: SinkFile, contents: Contents, proceed: Callable[[], None] = lambda: None) -> list[int]:
     """Write a file that ``torch.load(weights_only=True)`` reads, and return the first byte of each record.
 
-    The same contents make the same bytes. ``proceed`` is called before every few megabytes, and raises where the work
-    is to be dropped.
+    The same contents make the same bytes. ``proceed`` is called before every few megabytes, and raises to stop the
+    write.
     """
     with zipfile.ZipFile(to, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, to, "data.pkl", memoryview(contents.pickle), proceed)

@@ -17,7 +17,7 @@ def split_sparse_dense_state_dict(
     """Return (tables by their name, everything else by its key).
 
     Raises:
-        ValueError: two tables share a name, or a table and a dense tensor; names both keys. Or a key is no string.
+        ValueError: two tables share a name, or a table and a dense tensor; names both keys. Or a key is not a string.
     """
     sparse: dict[str, HashTable] = {}
     keys: dict[str, str] = {}

@@ -50,7 +50,7 @@ def test_text_that_cannot_be_encoded_is_refused_by_what_it_is(tmp_path):
     with pytest.raises(ValueError, match="UTF-8"):
         saver.load("\ud800")
     for register in (saver.register_for_checkpointing, saver.register_io_state):
-        with pytest.raises(ValueError, match=r"'\\ud800' is no name to register under"):
+        with pytest.raises(ValueError, match=r"'\\ud800' cannot be registered"):
             register("\ud800", nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"state\['\\ud800'\]"):
         saver.save("a", state={"\ud800": 1})

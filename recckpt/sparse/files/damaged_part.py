@@ -69,7 +69,7 @@ class Remains:
 def unverified_batches(
     data: memoryview, table: str, slots: Sequence[SlotSpec], buckets: tuple[int, int]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of a table from a part that no catalog describes: nobody knows whether their values are right.
+    """Yield the batches of a table from a part that no catalog describes: the values are not checked.
 
     Args:
         data: the bytes of the file.
@@ -88,7 +88,7 @@ def unverified_batches(
 
 
 def _opened(data: pa.Buffer, schema: pa.Schema) -> Any:
-    """Return a reader of an Arrow file of this schema, columns in any order; the reason where there is none."""
+    """Return a reader of an Arrow file of this schema, columns in any order; the reason where it cannot be read."""
     expected = {field.name: field for field in schema}
     try:
         reader = pa.ipc.open_file(pa.BufferReader(data))

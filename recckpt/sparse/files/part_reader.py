@@ -115,7 +115,7 @@ class PartReader:
         return {name: found.column(name) for name in (ID, *self._specs)}
 
     def unchecked(self, number: int) -> pa.RecordBatch:
-        """Return a batch of the right number of rows whose values nobody has checked yet."""
+        """Return a batch of the right number of rows whose values are not checked yet."""
         try:
             if self._messages is not None:
                 self._messages.check_batch(number)

@@ -34,7 +34,7 @@ class LoadTarget:
     """One table during a load.
 
     A table of ours that is empty, or to be emptied, gets all its rows at once when the load is over: they are gathered
-    in a store of their own, which nobody else sees. Other tables change batch by batch.
+    in a store of their own, which is not seen yet. Other tables change batch by batch.
 
     Args:
         table: ours or foreign.
@@ -56,7 +56,7 @@ class LoadTarget:
 
     @property
     def is_aside(self) -> bool:
-        """Whether nobody else sees the store."""
+        """Whether the store is not seen by others yet."""
         return self._aside is not None
 
     def __len__(self) -> int:
@@ -200,7 +200,7 @@ class Filler:
         return ids, found
 
     def _fill_aside(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
-        """Add rows to a store that nobody sees: the ids one thread at a time, then their values."""
+        """Add rows to the store aside: the ids one thread at a time, then their values."""
         rows = self._target.store.rows
         with self._lock:
             first = len(rows)
@@ -278,7 +278,7 @@ def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int6
 
 
 def _as_tensor(array: pa.Array, spec: SlotSpec, n_rows: int) -> Tensor:
-    """Wrap the bytes of a column as a tensor that lives as long as the array; nobody writes to it."""
+    """Wrap the bytes of a column as a tensor that lives as long as the array; read only."""
     buffer = column_buffer(array)
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.size).from_address(buffer.address))
     return torch.from_numpy(memory).view(getattr(torch, spec.dtype)).view(n_rows, *spec.shape)

@@ -93,7 +93,7 @@ class BucketOrder:
             return self._starts
 
     def _all_rows(self) -> npt.NDArray[Any]:
-        """Share the whole order between the threads that need it now; nobody keeps it longer."""
+        """Share the whole order between the threads that need it now, and keep it no longer."""
         with self._lock:
             whole = self._whole() if self._whole else None
             if whole is None:
@@ -151,7 +151,7 @@ class TableSource(Protocol):
 
 @dataclass(frozen=True)
 class StillTable:
-    """A table that nobody changes while it is read."""
+    """A table that does not change while it is read."""
 
     name: str
     n_rows: int

@@ -95,7 +95,7 @@ def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
 
 
 def checked_count(table: str, n_rows: Any) -> int:
-    """Return a number of rows as an int, or raise ValueError where it is none of at least 0."""
+    """Return a number of rows as an int, or raise ValueError where it is not one of at least 0."""
     if not isinstance(n_rows, int | np.integer) or n_rows < 0:
         raise ValueError(f"table {table!r}: n_rows must be an int of at least 0, found {n_rows!r}")
     return int(n_rows)

@@ -50,7 +50,7 @@ class Column:
 
     @classmethod
     def over(cls, spec: SlotSpec, values: Tensor) -> Column:
-        """Wrap a tensor that somebody else owns as a column, without a copy where it is contiguous."""
+        """Wrap a tensor of another owner as a column, without a copy where it is contiguous."""
         column = cls(spec, values.device)
         column.shift = _ONE_BLOCK
         column._memory = Blocks.of([values.detach().contiguous()])

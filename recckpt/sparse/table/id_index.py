@@ -69,7 +69,7 @@ class IdIndex:
             self._cells = cells  # whoever searches the old ones keeps them
 
     def clear(self, keep_rows: int = 0) -> None:
-        """Forget all ids, and memory beyond what ``keep_rows`` need; nobody may search meanwhile."""
+        """Forget all ids, and memory beyond what ``keep_rows`` need; no search may run meanwhile."""
         self._counts[:] = 0
         if len(self._cells) * 7 <= max(keep_rows, _MIN_CAPACITY) * 20:
             self._cells.fill(0)
@@ -118,7 +118,7 @@ class IdIndex:
         erase_ids(self._cells, self._counts, ids, moved_ids, rows)
 
     def settle(self) -> None:
-        """Take back what somebody who failed has claimed and not published, or begun to renumber."""
+        """Take back what a failed change has claimed and not published, or begun to renumber."""
         if self._counts[N_CLAIMED] != self._counts[N_ROWS] or self._counts[VERSION] & 1:
             _drop_claims(self._cells, self._counts)
 

@@ -176,7 +176,7 @@ class TorchInitializer:
 
 
 def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
-    """Return what a table starts its rows with where nobody says: a random direction of length 1 or so.
+    """Return what a table starts its rows with by default: a random direction of length 1 or so.
 
     Not the standard deviation of ``nn.Embedding``, which is 1: a product of two such rows has the standard deviation
     ``sqrt(values in a row)``, and a sigmoid behind it saturates. Not TorchRec's bound of ``1 / sqrt(num_embeddings)``:

@@ -159,7 +159,7 @@ def count_buckets(ids: Any, counts: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def first_outside(ids: Any, begin: int, end: int) -> int:
-    """Return the position of the first id whose bucket is not in [begin, end), -1 where there is none."""
+    """Return the position of the first id whose bucket is not in [begin, end), -1 if all are."""
     outside = 0
     for i in range(len(ids)):  # without a way out, so that it is done in vectors
         bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)

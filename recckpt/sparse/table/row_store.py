@@ -32,7 +32,7 @@ class RowStore:
 
     The door: ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which a row
     changes. Each holds the lock, tells the snapshots before it changes anything, and is done or not begun whenever an
-    exception ends it. Look-ups wait for nobody; they are repeated when an erase has renumbered rows meanwhile, and
+    exception ends it. Look-ups never wait; they are repeated when an erase has renumbered rows meanwhile, and
     take the lock when that happens again and again.
 
     Attributes:
@@ -55,7 +55,7 @@ class RowStore:
 
     @property
     def rows(self) -> Rows:
-        """The rows themselves, to be changed where nobody else uses this store."""
+        """The rows themselves, to be changed only where nothing else uses this store."""
         return self._rows
 
     @property
@@ -195,7 +195,7 @@ class RowStore:
         """Set ``rows``, all different, to ``values``, and ``flag[0]`` to 1: all of it or nothing.
 
         Args:
-            rows: as found under the lock, or where nobody erases.
+            rows: as found under the lock, or while nothing is erased.
             values: slot name -> tensor, (len(rows), *slot_shape).
             flag: tells afterwards whether it was done.
         """
@@ -225,7 +225,7 @@ class RowStore:
         return twin
 
     def adopt(self, other: RowStore) -> None:
-        """Replace all rows and slots by those of a store that nobody uses any more."""
+        """Replace all rows and slots by those of a store that is no longer used."""
         with self.lock:
             self._rows = other._rows
             self._snapshots = []  # nothing changes any more what they read

@@ -100,7 +100,7 @@ def _keep(counts: Any, rows: Any, marks: Any) -> None:
 class Rows:
     """Rows 0 to ``len - 1``, all live: an id each, and one column a slot.
 
-    What is claimed lies beyond: memory that nobody sees until it is published. A change of rows that are seen is one
+    What is claimed lies beyond: memory that is not seen until it is published. A change of rows that are seen is one
     compiled call, so an exception finds it not begun or done; where slots lie on another device, it is undone.
     """
 
@@ -166,14 +166,14 @@ class Rows:
         self.index.publish()
 
     def initialize(self, begin: int, end: int, without: frozenset[str] = frozenset()) -> None:
-        """Give the rows [begin, end), which nobody sees, the initial value in every slot not named in ``without``."""
+        """Give the rows [begin, end), not published yet, the initial value in every slot not named in ``without``."""
         for name, column in self.columns.items():
             if name not in without:
                 for piece in column.pieces(begin, end):
                     piece.fill_(self.initial[name])
 
     def put(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set ``rows``, all different, which nobody sees; several threads may do so, each to rows of its own."""
+        """Set ``rows``, all different and not published; several threads may do so, each to rows of its own."""
         in_sequence = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
         for name, tensor in values.items():
             if in_sequence:

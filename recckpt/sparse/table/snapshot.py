@@ -81,14 +81,14 @@ class PreImages:
         self._lock = threading.Lock()
 
     def keep(self, rows: Int64s) -> None:
-        """Copy aside those of ``rows``, all different, that somebody still needs; they are about to change."""
+        """Copy aside those of ``rows``, all different, that are still needed; they are about to change."""
         with self._lock:
             if self._open is None:
                 return
             columns, log = self._open
             rows = unmarked_rows(rows, self._n_rows, self._marks)
             try:
-                log.places.settle()  # what somebody who was interrupted here has claimed
+                log.places.settle()  # what was claimed here before an interrupt
                 log.copy(rows, columns, self._n_rows)
                 log.places.claim(rows)
                 keep_rows(log.places, rows, self._marks)
@@ -102,7 +102,7 @@ class PreImages:
         Args:
             rows: of this moment.
             targets: contiguous bytes.
-            for_good: nobody reads these rows again, so they may change from now on.
+            for_good: these rows are not read again, so they may change from now on.
 
         Raises:
             RuntimeError: they have been read for good already, or this is closed.

@@ -249,7 +249,7 @@ class HashTable(TrainedTable):
         return column.spec
 
     def _check_spec(self, spec: SlotSpec) -> None:
-        """Raise ValueError where the slot exists and is another one."""
+        """Raise ValueError where the slot exists with another dtype or shape."""
         present = self._store.columns.get(spec.name)
         if present is not None and present.spec != spec:
             raise ValueError(
