@@ -17,6 +17,7 @@ log = logging.getLogger("recckpt")
 
 _EVERY = 20  # saves; of what costs time
 _SMALL_BYTES = 1 << 20
+_LARGE = 1  # in place of a digest: of what is not looked at in this save
 
 
 class RankDigests:
@@ -50,6 +51,8 @@ class RankDigest:
             is_dense = place[0] == "dense"
             if name not in self._known and (self._is_whole or (not is_dense and _n_bytes(state) <= _SMALL_BYTES)):
                 self.by_name[name] = digest(state)
+            elif name not in self._known and not is_dense:
+                self.by_name[name] = _LARGE
             return copy(place, state)
 
         return noted
@@ -99,10 +102,12 @@ def _feed(hasher: Any, value: Any) -> None:
         hasher.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
         hasher.update(plain.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):
-        for key, item in value.items():
+        hasher.update(str(len(value)).encode())
+        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
             hasher.update(repr(key).encode())
             _feed(hasher, item)
     elif isinstance(value, list | tuple):
+        hasher.update(str(len(value)).encode())
         for item in value:
             _feed(hasher, item)
     else:
