@@ -76,7 +76,7 @@ class Registry:
             raise ValueError(f"{self._what}: {name!r} is {_A_GENERATOR}")
         if self._pair(obj) is None:
             if not self._plain:
-                pairs = " or ".join("/".join(pair) for pair in self._methods)
+                pairs = " nor ".join("/".join(pair) for pair in self._methods)
                 raise ValueError(f"{self._what}: {name!r} has neither {pairs}; give it one of these pairs of methods")
             portable(name, obj)
         self._objects[name] = obj

@@ -35,7 +35,7 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
     except FileNotFoundError:
         return _MISSING if expected else ""
     except NotPlainError as error:
-        return error.found
+        return error.found.removeprefix("unsafe path: ")
     if found == expected:
         return ""
     if not found.endswith(b"\n"):

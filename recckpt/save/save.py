@@ -262,7 +262,7 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
             write_index(storage, fence.listing)
         save_info.append(storage, info)
     except OSError as error:
-        log.warning("%s: could not bring the index file up to date: %s", storage.url, error)
+        log.warning("%s: could not bring rotation, index file and timeline up to date: %s", storage.url, error)
     except WriterFencedError as error:  # the save itself counts; the next one will raise
         log.warning("%s", error)
 

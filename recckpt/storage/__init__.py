@@ -66,10 +66,11 @@ def _check_url(url: object) -> None:
     scheme, _, rest = url.partition(":")
     if rest and not rest.startswith("//") and _SCHEME.fullmatch(scheme) and scheme.lower() in _schemes():
         path = rest.lstrip("/")
-        local = f"file:///{path}" if f"{scheme.lower()}://" in _LOCAL else f"./{url}"
-        raise ValueError(
-            f"{url!r} looks like a URL without its slashes: write {scheme}://{path}, or {local} for a local path"
-        )
+        if f"{scheme.lower()}://" in _LOCAL:  # with two slashes the path would begin in the working directory
+            meant = f"{scheme}:///{path}, or {rest} alone" if rest.startswith("/") else f"{rest} alone"
+        else:
+            meant = f"{scheme}://{path}, or ./{url} for a local path"
+        raise ValueError(f"{url!r} looks like a URL without its slashes: write {meant}")
 
 
 def _schemes() -> frozenset[str]:

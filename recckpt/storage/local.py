@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from recckpt.format import layout
 from recckpt.storage.base import Draft, Listed, Sink, Storage
 from recckpt.storage.mapped_files import map_file
 from recckpt.storage.plain_files import directory as real_directory
@@ -125,14 +126,22 @@ class LocalStorage(Storage):
             return plain_file(self._root, name).stat().st_size
 
     def list_dirs(self) -> list[str]:
-        """Return the directories of the root that are no links."""
+        """Return the directories of the root, and links of that place, which all reads refuse by name."""
         with _doing("listing", self._root):
             try:
                 entries = list(os.scandir(self._root))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            found = [e.name for e in entries if e.is_dir(follow_symlinks=False) or self._is_checkpoint_elsewhere(e)]
         return sorted(name for name in found if name != "lost+found")  # of the file system; root alone may look inside
+
+    def _is_checkpoint_elsewhere(self, entry: os.DirEntry[str]) -> bool:
+        """Say whether an entry is a link out of the root to what was a checkpoint, or to what is not there now."""
+        if not entry.is_symlink():
+            return False
+        target = os.path.realpath(entry.path)
+        is_inside = Path(target).is_relative_to(os.path.realpath(self._root))
+        return not is_inside and (not os.path.lexists(target) or os.path.lexists(f"{target}/{layout.MANIFEST}"))
 
     def list_files(self, directory: str) -> list[str]:
         """Return all files below a directory; links are listed, never followed."""

@@ -85,7 +85,7 @@ def test_some_names_are_none(name):
 
 
 def test_a_dataset_without_a_position_is_refused():
-    with pytest.raises(ValueError, match="'x' has neither dump_io_state/load_io_state or state_dict/load_state_dict"):
+    with pytest.raises(ValueError, match="'x' has neither dump_io_state/load_io_state nor state_dict/load_state_dict"):
         io_registry().add("x", [1, 2])
 
 
@@ -354,3 +354,13 @@ def test_asking_for_the_random_state_does_not_start_cuda():
     before = torch.cuda.is_initialized()
     dump_rng()
     assert torch.cuda.is_initialized() == before
+
+
+def test_a_tensor_whose_values_share_memory_counts_as_one_that_cannot_be_changed(caplog):
+    registry = extra_registry()
+    registry.add("wide", torch.zeros(1).expand(3))
+    inside = [torch.zeros(1).expand(3)]
+    registry.add("inside", inside)
+    load(registry, {"wide": torch.arange(3.0), "inside": [torch.arange(3.0)]})
+    assert registry.get("wide").tolist() == inside[0].tolist() == [0, 1, 2]
+    assert "'wide' is of type Tensor, which a load cannot change" in caplog.text

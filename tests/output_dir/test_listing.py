@@ -244,3 +244,27 @@ def test_looking_at_a_checkpoint_takes_one_listing_whatever_the_number_of_its_fi
 
 def test_read_checkpoint_gives_none_where_there_is_none(storage):
     assert read_checkpoint(storage, "nothing") is None
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["there", "not mounted"])
+def test_a_checkpoint_moved_out_behind_a_link_is_damaged_and_not_passed_over_in_silence(local, tmp_path, is_there):
+    save(local, "a")
+    shutil.move(f"{local.url}/a", tmp_path / "elsewhere")
+    Path(local.url, "a").symlink_to(tmp_path / ("elsewhere" if is_there else "gone"))
+    for use in (newest, lambda storage: locate(storage, "a")):
+        with pytest.raises(CorruptCheckpointError, match=r"a/manifest\.json: found .*a symbolic link"):
+            use(local)
+    save(local, "b")
+    assert ids(local) == ["b"]
+    assert list(list_checkpoints(local).damaged) == ["a"]
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
+def test_links_of_other_people_in_an_output_dir_are_left_out(local, tmp_path):
+    save(local, "a")
+    (tmp_path / "data").mkdir()
+    Path(local.url, "data").symlink_to(tmp_path / "data")
+    Path(local.url, "latest").symlink_to("a")
+    Path(local.url, "rotated").symlink_to("ckpt_1")
+    listing = list_checkpoints(local)
+    assert (listing.directories, listing.damaged) == (("a",), {})

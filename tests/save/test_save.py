@@ -150,7 +150,7 @@ def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplo
         saver.save("new")
     assert checkpoints(tmp_path) == ["new", "old"]
     assert "could not remove all of" in caplog.text
-    assert "could not bring the index file up to date" in caplog.text
+    assert "could not bring rotation, index file and timeline up to date" in caplog.text
     saver.save("newer")
     assert checkpoints(tmp_path) == ["newer"]
     assert (tmp_path / "checkpoint").read_text() == "newer\n"

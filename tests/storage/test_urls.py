@@ -15,7 +15,8 @@ from recckpt.storage import open_parent, open_storage
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        ("file:/runs", "write file://runs, or file:///runs"),
+        ("file:/runs", "write file:///runs, or /runs alone"),
+        ("file:runs", "write runs alone"),
         ("memory:x", "write memory://x, or ./memory:x"),
         ("s3:/bucket/runs", "write s3://bucket/runs"),
         ("S3:bucket", "write S3://bucket"),
