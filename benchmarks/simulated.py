@@ -20,6 +20,7 @@ from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.attempt import Intent
 from recckpt.output_dir.fence import Fence
+from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.save.rank_files import ShardRecord, ShardWriter
 from recckpt.save.save import Destination, save
 from recckpt.save.save_info import SaveInfo
@@ -150,6 +151,7 @@ class OneOfMany:
     """
 
     rank = 0
+    is_lost = is_over = False
 
     def __init__(self, job: Job, others: Callable[[Intent], Sequence[ShardRecord]]) -> None:
         self.size, self._others = job.ranks, others
@@ -168,6 +170,10 @@ class OneOfMany:
         if isinstance(result, tuple) and isinstance(result[0], Intent):
             self._intent = result[0]
         return value
+
+    def twin(self) -> OneOfMany:
+        """Return itself: there is one thread."""
+        return self
 
 
 class _Rank:
@@ -194,5 +200,6 @@ def save_as_rank_0(
     max_keep: int | None,
 ) -> Manifest:
     """Save, as rank 0 of many."""
-    to = Destination(storage, fence, OneOfMany(job, others), HollowSaver(job, storage.url), 1, max_keep)
+    ranks = Ranks(0, job.ranks, Connection(lambda: OneOfMany(job, others)))
+    to = Destination(storage, fence, ranks, HollowSaver(job, storage.url), 1, max_keep)
     return save(staged(job), info, to)

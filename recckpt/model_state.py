@@ -24,7 +24,7 @@ from recckpt.output_dir.at_path import locate_path, open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
 from recckpt.output_dir.read_again import until_whole
 from recckpt.parallel.one_process import OneProcess
-from recckpt.parallel.ranks import this_rank
+from recckpt.parallel.process_group import this_rank
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.storage import Storage, open_storage

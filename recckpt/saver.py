@@ -17,11 +17,11 @@ from recckpt.dense.rank_digests import RankDigests
 from recckpt.dense.state_copy import DenseBuffers
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.model_state import ModelState
-from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Group, group_of, has_lost_ranks, is_over, this_rank, twin_of
+from recckpt.parallel.process_group import DEFAULT_TIMEOUT_SEC, this_rank
+from recckpt.parallel.ranks import Ranks, ranks_of
 from recckpt.policies.keep import Keep, as_keep
-from recckpt.save.background_save import Groups, OnSave, SaveHandle, SaveRunner
+from recckpt.save.background_save import OnSave, SaveHandle, SaveRunner
 from recckpt.save.preflight import check_moment, check_name, check_owners, check_rooms
-from recckpt.save.save import lost_ranks_named
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged, estimated_bytes, stage
 from recckpt.storage.transfers import VISIBLE_SEC, transfers_of
@@ -97,7 +97,7 @@ class Saver(ModelState):
             model, sparse_optim, output_dir, concurrency, self._transfers.download_dir
         )
         self.max_keep, self._min_free_bytes = max_keep, min_free_bytes
-        self._groups: dict[tuple[int, int], Groups] = {}
+        self._ranks: dict[tuple[int, int], Ranks] = {}
         self._buffers = DenseBuffers()
         self._digests = RankDigests()
         self._step_now: Callable[[], int | None] = lambda: None
@@ -185,12 +185,10 @@ class Saver(ModelState):
         check_name(ckpt_id, step)
         check_moment(self.model)
         with self._turn(), self._runner.one_save():
-            rank, size = this_rank(shard_id, shard_num)
             step = self._step_now() if step is None else step
             info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
-            with lost_ranks_named(info):
-                ranks = self._ranks(rank, size)
-            take = partial(self._take, info, ranks.front, state)
+            ranks = info.telling(self.ranks(shard_id, shard_num))
+            take = partial(self._take, info, ranks, state)
             handle = self._runner.start(
                 take, info, ranks, max_keep=self.max_keep, overwrite=overwrite, resumed=self._is_resumed
             )
@@ -217,7 +215,7 @@ class Saver(ModelState):
     @property
     def has_lost_ranks(self) -> bool:
         """Whether a rank is known to be missing, so that nothing collective can be done any more."""
-        return any(has_lost_ranks(groups.front) for groups in self._groups.values())
+        return any(ranks.has_lost for ranks in self._ranks.values())
 
     def close(self) -> None:
         """Wait for the save that is under way and raise its error; the saver may go on being used.
@@ -241,10 +239,17 @@ class Saver(ModelState):
                 raise
             log.error("%s", failure)  # what is being raised already goes first
 
-    def group(self, shard_id: int, shard_num: int) -> Group:
-        """Return the ranks that stage and restore together. Collective the first time, where there are several."""
+    def ranks(self, shard_id: int | None = None, shard_num: int | None = None) -> Ranks:
+        """Return the ranks that save and restore together, by the process group as it is now. Not collective.
+
+        Raises:
+            ValueError: the numbers do not fit each other.
+        """
         with self._turn():
-            return self._ranks(shard_id, shard_num).front
+            key = this_rank(shard_id, shard_num)
+            if key not in self._ranks or self._ranks[key].is_over:
+                self._ranks[key] = ranks_of(*key, self._timeout_sec)
+            return self._ranks[key]
 
     def count_steps_by(self, step_now: Callable[[], int | None]) -> None:
         """Give saves by hand the step that ``step_now`` says, where they name none; a manager does this.
@@ -272,11 +277,11 @@ class Saver(ModelState):
         self.check_caller()
         return super()._turn()
 
-    def _take(self, info: SaveInfo, group: Group, state: Mapping[str, Scalar] | None) -> Staged:
+    def _take(self, info: SaveInfo, ranks: Ranks, state: Mapping[str, Scalar] | None) -> Staged:
         """Refuse what cannot be saved, and stage the rest. Collective."""
-        check_owners(self.model, group)  # first: it fails on all ranks or on none
-        n_bytes = estimated_bytes(self.model, group.rank)
-        check_rooms(self.storage, self._transfers.work_dir, n_bytes, self._min_free_bytes, group)
+        check_owners(self.model, ranks)  # first: it fails on all ranks or on none
+        n_bytes = estimated_bytes(self.model, ranks.rank)
+        check_rooms(self.storage, self._transfers.work_dir, n_bytes, self._min_free_bytes, ranks)
         with info.timed("stage"):
             return stage(
                 self.model,
@@ -286,13 +291,6 @@ class Saver(ModelState):
                 step=info.step,
                 state=state,
                 buffers=self._buffers if info.background else None,
-                rank=group.rank,
-                digest=self._digests.begin() if group.size > 1 else None,
+                rank=ranks.rank,
+                digest=self._digests.begin() if ranks.size > 1 else None,
             )
-
-    def _ranks(self, shard_id: int, shard_num: int) -> Groups:
-        key = shard_id, shard_num
-        if key not in self._groups or is_over(self._groups[key].front):
-            front = group_of(*key, self._timeout_sec)
-            self._groups[key] = Groups(front, twin_of(front))
-        return self._groups[key]

@@ -14,7 +14,7 @@ from recckpt.checkpointer.rank import RankInfo
 from recckpt.checkpointer.reader import StateReader
 from recckpt.checkpointer.stager import SharedMemoryStager
 from recckpt.checkpointer.writer import CheckpointWriter
-from recckpt.parallel import ranks
+from recckpt.parallel import process_group
 from recckpt.types import positive_number
 
 BARRIER_TIMEOUT_SEC = 600.0
@@ -93,7 +93,7 @@ def _rank(rank_info: RankInfo | None, commit_hook: WriterHook | None) -> RankInf
 
 
 def _own_rank() -> RankInfo:
-    return RankInfo(*ranks.rank_and_size())
+    return RankInfo(*process_group.rank_and_size())
 
 
 def _barrier(rank_info: RankInfo, timeout_sec: float) -> Barrier:
@@ -105,5 +105,5 @@ def _barrier(rank_info: RankInfo, timeout_sec: float) -> Barrier:
             f"{rank_info} is not this process for torch.distributed, over which ranks agree: call "
             "init_process_group on every rank, and leave rank_info away"
         )
-    store = ranks.shared_store(f"recckpt/checkpointer/{next(_made)}")
+    store = process_group.shared_store(f"recckpt/checkpointer/{next(_made)}")
     return StoreBarrier(store, rank_info.global_rank, rank_info.global_world_size, timeout_sec)

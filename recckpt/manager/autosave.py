@@ -7,17 +7,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
-from recckpt.errors import SaveFailedError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, Scalar
-from recckpt.manager.run_state import EVENT_TIME, Ranks, Run
+from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
-from recckpt.parallel.ranks import together
+from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Kind, SaveCounts, Schedule
-from recckpt.save.background_save import SaveHandle, settle_together
-from recckpt.save.save import lost_ranks_named
+from recckpt.save.background_save import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.training_state import as_numbers, as_scalars, check_scalars
 from recckpt.saver import Saver
@@ -26,7 +23,6 @@ log = logging.getLogger("recckpt")
 
 _State = Mapping[str, Scalar] | None
 _Metrics = Mapping[str, float] | None
-_T = TypeVar("_T")
 
 
 class Autosave:
@@ -35,7 +31,7 @@ class Autosave:
     Args:
         saver: what is saved, and where.
         run: where the run is.
-        ranks: that save together.
+        ranks: returns those that save together, as they are now.
         schedule: says when.
         signals: that let the next step save.
         async_save: whether training goes on while a checkpoint is written that a step began.
@@ -47,7 +43,7 @@ class Autosave:
         self,
         saver: Saver,
         run: Run,
-        ranks: Ranks,
+        ranks: Callable[[], Ranks],
         schedule: Schedule,
         signals: SignalWatch,
         *,
@@ -55,7 +51,7 @@ class Autosave:
         grace_sec: float | None,
         reload: Callable[[], object],
     ) -> None:
-        self._saver, self._run, self._ranks = saver, run, ranks
+        self._saver, self._run, self._ranks_now = saver, run, ranks
         self._schedule, self._signals = schedule, signals
         self._async_save, self._grace_sec = async_save, grace_sec
         self._reload = reload
@@ -86,13 +82,13 @@ class Autosave:
         if self._ranks.size == 1 or self._saver.has_lost_ranks:
             self.settle(timeout_sec=0)
         measured = metrics or {}
-        due = self._schedule.due(run.global_step, run.event_time, measured, lambda ask: any(self._together(ask)))
-        kind = self._schedule.admit(due, lambda: self._gather(self._saver.is_saving)[0])
+        due = self._schedule.due(run.global_step, run.event_time, measured, lambda ask: any(self._ranks.on_all(ask)))
+        kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
         if kind is not None:
             self._save(kind, state, metrics, blocking=not self._async_save)
             self._reload()
         if self._signals.is_watching:
-            number = most_urgent(self._gather(self._signals.take()))
+            number = most_urgent(self._ranks.gather(self._signals.take()))
             if number is not None:
                 self._answer(number, state, metrics)
         if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
@@ -100,8 +96,7 @@ class Autosave:
 
     def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
         """Save this step now, and wait; None where it is in a checkpoint that stays."""
-        with lost_ranks_named(self._info):
-            self.settle_together()
+        self._settle_for_save()
         saved = self._save("regular", state, metrics, blocking=True)
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
@@ -112,8 +107,7 @@ class Autosave:
     def _settle_then(self, save: Callable[[], object]) -> None:
         """Wait for the save before, and save, though that has failed; raise its error then."""
         try:
-            with lost_ranks_named(self._info):
-                self.settle_together()
+            self._settle_for_save()
         except Exception:
             save()
             raise
@@ -155,16 +149,20 @@ class Autosave:
         finally:
             self._note_failure()
 
-    def settle_together(self) -> None:
+    def settle_on_all(self) -> None:
         """Wait on all ranks, and raise the error of the save where a rank has not been told of it. Collective."""
-        settle_together(self.settle, self._info, self._ranks.group)
+        settle_on_all(self.settle, self._ranks_now().telling(self._info.failure))
+
+    def _settle_for_save(self) -> None:
+        """As :meth:`settle_on_all`, before a save that a missing rank fails."""
+        settle_on_all(self.settle, self._info.telling(self._ranks_now()))
 
     def _save(self, kind: Kind, state: _State, metrics: _Metrics, *, blocking: bool) -> Manifest | SaveHandle | None:
         """Save this step, unless it is in a checkpoint that stays."""
         run = self._run
         ckpt_id = layout.step_id(run.global_step)
         self._note_failure()
-        found = self._together(
+        found = self._ranks.on_all(
             lambda: ({**as_numbers(metrics), **as_scalars(state)}, run.held_step == run.global_step, run.event_time)
         )
         if all(is_held for _, is_held, _ in found):
@@ -192,24 +190,11 @@ class Autosave:
             run.held_step = run.global_step
         return saved
 
-    def _gather(self, own: Any) -> list[Any]:
-        """Return the answers of all ranks. Collective; a rank that is missing fails the save of this step."""
-        with lost_ranks_named(self._info):
-            return self._ranks.gather(own)
-
-    def _together(self, work: Callable[[], _T]) -> list[_T]:
-        """Do work on all ranks and return all results. Collective; where it raises on one, all raise.
-
-        Raises:
-            Exception: of work, where this rank is alone.
-            SaveFailedError: work raised on a rank, or one is missing.
-        """
-        if self._ranks.size == 1:
-            return [work()]
-        info = self._info
-        with lost_ranks_named(info):
-            failed = partial(SaveFailedError, info.ckpt_id, step=info.step)
-            return together(self._ranks.group, work, failed)
+    @property
+    def _ranks(self) -> Ranks:
+        """Those of now: what fails on one, or one that is missing, fails the save of this step; alone, as it is."""
+        ranks = self._ranks_now()
+        return ranks if ranks.size == 1 else self._info.telling(ranks)
 
     @property
     def _info(self) -> SaveInfo:
@@ -255,7 +240,7 @@ class Autosave:
         except Exception as error:
             log.error("%s", error)  # this step is saved all the more
             is_over = True
-        is_over = all(self._gather(is_over))  # of one rank it may end as the grace does
+        is_over = all(self._ranks.gather(is_over))  # of one rank it may end as the grace does
         if is_over:
             self._save("regular", state, metrics, blocking=False)
         return is_over and self.settle(left())

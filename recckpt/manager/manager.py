@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ from recckpt.format.manifest import Manifest, Scalar
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.resume import Restorer
-from recckpt.manager.run_state import Ranks, Run, pinned_id
+from recckpt.manager.run_state import Run, pinned_id
 from recckpt.manager.signals import Signals, SignalWatch
 from recckpt.output_dir import pins
 from recckpt.parallel.one_process import OneProcess
@@ -83,7 +84,7 @@ class CheckpointManager(OneProcess):
         if between is not None:
             check_ephemeral(between, regular)
         self._run = run = Run()
-        ranks = Ranks(saver, shard_id, shard_num)
+        ranks = partial(saver.ranks, shard_id, shard_num)
         self._restorer = Restorer(saver, self._run, ranks)
         self._autosave = Autosave(
             saver,
@@ -248,7 +249,7 @@ class CheckpointManager(OneProcess):
             PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
         """
         with self._turn():
-            self._autosave.settle_together()
+            self._autosave.settle_on_all()
             step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
             self._autosave.start()
             return step
@@ -269,7 +270,7 @@ class CheckpointManager(OneProcess):
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
         with self._turn():
-            self._autosave.settle_together()
+            self._autosave.settle_on_all()
             report = self._restorer.load_model_bank(bank)
             self._autosave.start()
             return report

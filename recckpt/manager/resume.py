@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
@@ -16,15 +16,14 @@ from recckpt.load.model_bank import Followed, followed
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.source import Source, located_bank, open_files
-from recckpt.manager.run_state import EVENT_TIME, Ranks, Run
+from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.model_state import ModelState
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
 from recckpt.output_dir.read_again import until_whole
-from recckpt.parallel.ranks import on_rank_0, together
+from recckpt.parallel.ranks import Ranks
 
 log = logging.getLogger("recckpt")
-_T = TypeVar("_T")
 
 _Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
 _OWN = Entry(label="output_dir", is_own=True)
@@ -37,10 +36,16 @@ def _failed(rank: int, cause: str) -> RecckptError:
 class Restorer:
     """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
 
-    def __init__(self, state: ModelState, run: Run, ranks: Ranks) -> None:
-        self._state, self._run, self._ranks = state, run, ranks
+    def __init__(self, state: ModelState, run: Run, ranks: Callable[[], Ranks]) -> None:
+        self._state, self._run, self._ranks_now = state, run, ranks
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
         self._followed: list[Followed] = []
+
+    @property
+    def _ranks(self) -> Ranks:
+        """Those of now; where one is alone, its error says enough by itself."""
+        ranks = self._ranks_now()
+        return ranks if ranks.size == 1 else ranks.telling(_failed)
 
     def restore(
         self,
@@ -51,8 +56,8 @@ class Restorer:
         required: bool = False,
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
-        entry = self._on_all_ranks(lambda: parse_load_conf(load_conf, own=True))
-        candidates = self._on_rank_0(lambda: self._candidates(global_step, required=required))
+        entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
+        candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required))
         if not candidates:
             log.info("%s: no checkpoint to restore, starting from step 0", self._state.storage.url)
             return 0
@@ -61,7 +66,7 @@ class Restorer:
         if whole and candidates[0].manifest.save_id == resumed and self._run.held_step == self._run.global_step:
             log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
             return self._run.global_step
-        again = partial(self._on_rank_0, partial(self._candidates, global_step, required=True))
+        again = partial(self._ranks.on_first, partial(self._candidates, global_step, required=True))
         until_whole(again, partial(self._load, [], entry=entry, rng=rng, holds=whole), first=candidates)
         return self._run.global_step
 
@@ -69,7 +74,7 @@ class Restorer:
         """Say, and log, whether there are checkpoints that were not restored; a save might rotate them away."""
         if self._run.held_step is not None:
             return False
-        is_empty = self._on_rank_0(lambda: list_checkpoints(self._state.storage).is_empty)
+        is_empty = self._ranks.on_first(lambda: list_checkpoints(self._state.storage).is_empty)
         if not is_empty:
             url = self._state.storage.url
             log.warning("%s: nothing is saved before training starts: found checkpoints that were not restored", url)
@@ -84,8 +89,8 @@ class Restorer:
             self._followed = followed(self._state.target(self._ranks.rank, self._ranks.size).inventory(), sources)
             return report
 
-        first = self._on_rank_0(lambda: self._located(bank))
-        again = partial(self._on_rank_0, partial(self._located, bank, required=bool(first[1])))
+        first = self._ranks.on_first(lambda: self._located(bank))
+        again = partial(self._ranks.on_first, partial(self._located, bank, required=bool(first[1])))
         return until_whole(again, load, first=first)
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
@@ -107,7 +112,7 @@ class Restorer:
             return source
 
         for number, entry in enumerate(self._followed):
-            taken = until_whole(partial(self._on_rank_0, entry.newer), load)
+            taken = until_whole(partial(self._ranks.on_first, entry.newer), load)
             if taken is not None:
                 self._followed[number] = replace(entry, taken=taken)
                 self._run.held_step = None
@@ -149,8 +154,8 @@ class Restorer:
             return self._state.load_sources(sources, **shards, rng=rng, problems=problems)
 
         # All ranks open what they need before any of them changes anything: it may be gone for one that comes late.
-        self._on_all_ranks(lambda: open_files(sources, self._state.target(self._ranks.rank, self._ranks.size).needs()))
-        return self._on_all_ranks(load)
+        self._ranks.on_each(lambda: open_files(sources, self._state.target(self._ranks.rank, self._ranks.size).needs()))
+        return self._ranks.on_each(load)
 
     def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
         if report.global_step is not None:
@@ -164,18 +169,6 @@ class Restorer:
         self._run.event_time = float(event_time) if isinstance(event_time, int | float) else None
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
-
-    def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
-        """Do work on every rank and return what it gave here; if it fails on any, raise on all."""
-        if self._ranks.size == 1:
-            return work()
-        found: list[_T] = []
-        together(self._ranks.group, lambda: found.append(work()), _failed)
-        return found[0]
-
-    def _on_rank_0(self, work: Callable[[], _T]) -> _T:
-        """Return what rank 0 finds: listings of one storage may differ between ranks, and all load the same."""
-        return work() if self._ranks.size == 1 else on_rank_0(self._ranks.group, work, _failed)
 
     def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
         sources, problems = located_bank(bank)

@@ -1,224 +1,168 @@
-"""The ranks that save together: the only place that talks to ``torch.distributed``."""
+"""Ranks that act as one: what fails on one of them fails on all, with the same error."""
 
 from __future__ import annotations
 
-import os
-import re
-import time
-import traceback
-import weakref
+import threading
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from itertools import count
-from typing import Any, Protocol, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
-from recckpt.errors import RecckptError
-from recckpt.parallel.lost_ranks import RollCall, within
+from recckpt.errors import RankLostError, RecckptError
+from recckpt.parallel.process_group import Group, group_of, this_rank
 
-DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
-_made = count()  # the same on all ranks, which make groups together
+
+Failed = Callable[[int, str], RecckptError]
+Lost = Callable[[RankLostError], RecckptError]
 
 
-class Group(Protocol):
-    """Ranks that all call the same things in the same order."""
-
-    rank: int
-    size: int
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in order of rank, to all of them. Collective."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value to all. Collective."""
-
-
-class SoloGroup:
-    """One rank, alone."""
-
-    rank, size = 0, 1
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the one value."""
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-
-class ProcessGroup:
-    """The ranks of ``torch.distributed``, over a gloo group of their own, so that no training collective is met.
-
-    Making one is collective. Whatever one of its groups finds to be lost is lost for its twins too.
-
-    Attributes:
-        call: says which rank is missing.
+class Connection:
+    """How ranks reach each other, twice; made when it is used first. Thread-safe.
 
     Args:
-        timeout_sec: how long a rank waits for the others before it raises.
-        call: of the group that this one is a twin of.
-
-    Raises:
-        RankLostError: here as in all methods: a rank is dead or did not answer in time.
+        connect: makes the group of the caller. Collective where there are several ranks.
     """
 
-    def __init__(self, timeout_sec: float = DEFAULT_TIMEOUT_SEC, call: RollCall | None = None) -> None:
-        import torch.distributed as dist
+    def __init__(self, connect: Callable[[], Group]) -> None:
+        self._connect, self._lock = connect, threading.Lock()
+        self._groups: tuple[Group, Group] | None = None
 
-        self._dist, self.timeout_sec, self._world = dist, timeout_sec, dist.group.WORLD
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.call = call or RollCall(shared_store(f"recckpt/ranks/{next(_made)}"), self.rank, self.size, timeout_sec)
-        self._group: Any = None
-        self._disconnected: Callable[[], object] = lambda: None
-        self._group = self._collective(self._formed)
-        # torch would keep it, with ten descriptors and six threads for each saver of two ranks.
-        self._disconnected = finalizer = weakref.finalize(self, _disconnect, self._group)
-        finalizer.atexit = False
+    @property
+    def groups(self) -> tuple[Group, Group]:
+        """The group of the caller, and one for a thread, which must not meet what the caller does meanwhile."""
+        with self._lock:
+            if self._groups is None:
+                front = self._connect()
+                self._groups = front, front.twin()
+            return self._groups
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank."""
-        values: list[Any] = [None] * self.size
-        self._collective(lambda: self._dist.all_gather_object(values, value, group=self._group))
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value."""
-        values = [value]
-        self._collective(lambda: self._dist.broadcast_object_list(values, src=0, group=self._group))
-        return values[0]
-
-    def _formed(self) -> Any:
-        def form() -> Any:
-            return self._dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_sec))
-
-        group = within(self.timeout_sec, form)  # a store whose host was stopped would never answer
-        if group is None:
-            raise RuntimeError("Timed out while the ranks formed a group")
-        return group
-
-    def _collective(self, work: Callable[[], _T]) -> _T:
-        """Do what all ranks do together, or find out which of them does not."""
-        self.call.check()
-        begin = time.monotonic()
-        try:
-            return work()
-        except RuntimeError as error:  # gloo's
-            cause = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". This is typically")[0]
-            traceback.clear_frames(error.__traceback__)  # they hold the group
-            self._close()
-            lost = self.call.take(begin, timed_out="imed out" in cause, cause=cause)
-            raise lost from error
-
-    def _close(self) -> None:
-        """Close the connections: whoever still waits for this rank is told so."""
-        self._group = None
-        self._disconnected()
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is known to be missing."""
+        return self._groups is not None and self._groups[0].is_lost
 
     @property
     def is_over(self) -> bool:
-        """Whether the process group that it was made for is no longer the one of this process."""
-        return self._world is not self._dist.group.WORLD
+        """Whether it belongs to a process group that has been destroyed."""
+        return self._groups is not None and self._groups[0].is_over
 
 
-def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
-    """Return the number of this rank and of all: as given, else of the process group, else of RANK and WORLD_SIZE.
+@dataclass(frozen=True)
+class Ranks:
+    """This rank and those that work with it; they all call the same methods in the same order.
 
-    Args:
-        shard_id: None for that of this process; 0 where it is one of one.
-        shard_num: None for those of this job; 1 for a process that works for itself.
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+        connection: how they reach each other.
+        failed: makes the error that all ranks raise where one had an error that is not ours: (rank, text) -> error;
+            None where a rank raises its own as it is.
+        lost: makes the error that is raised where a rank is missing; None for RankLostError as it is.
+        is_background: whether they act in a thread of their own.
+    """
+
+    rank: int
+    size: int
+    connection: Connection
+    failed: Failed | None = None
+    lost: Lost | None = None
+    is_background: bool = False
+
+    def telling(self, failed: Failed, lost: Lost | None = None) -> Ranks:
+        """Return the same ranks, which raise these errors."""
+        return replace(self, failed=failed, lost=lost)
+
+    @property
+    def background(self) -> Ranks:
+        """The same ranks for a thread, which may act beside the caller."""
+        return replace(self, is_background=True)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank is known to be missing, so that all these methods raise at once. Not collective."""
+        return self.connection.is_lost
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process group that they belong to has been destroyed. Not collective."""
+        return self.connection.is_over
+
+    def gather(self, own: Any) -> list[Any]:
+        """Return the values of all ranks, in their order. Collective.
+
+        Raises:
+            RankLostError: a rank is missing; or what ``lost`` makes of it, here as in all methods.
+        """
+        return self._act(lambda group: group.all_gather(own))
+
+    def on_all(self, work: Callable[[], _T]) -> list[_T]:
+        """Do work on every rank and return all results, in order of rank. Collective.
+
+        Raises:
+            RecckptError: work failed on a rank; all raise the failure of the first.
+        """
+
+        def act(group: Group) -> list[_T]:
+            result, failure = _outcome(work)
+            outcomes = group.all_gather((result, _sendable(failure)))
+            for rank, (_, reason) in enumerate(outcomes):
+                self._raise_alike(rank, reason, failure if rank == self.rank else None)
+            return [result for result, _ in outcomes]
+
+        return self._act(act)
+
+    def on_each(self, work: Callable[[], _T]) -> _T:
+        """Do work on every rank and return what it gave here; no rank is sent the result of another. Collective.
+
+        Raises:
+            RecckptError: as :meth:`on_all`.
+        """
+        found: list[_T] = []
+        self.on_all(lambda: found.append(work()))
+        return found[0]
+
+    def on_first(self, work: Callable[[], _T]) -> _T:
+        """Do work on rank 0, and return its result on all ranks. Collective.
+
+        Raises:
+            RecckptError: work failed there; all raise alike.
+        """
+
+        def act(group: Group) -> _T:
+            result, failure = _outcome(work) if self.rank == 0 else (None, None)
+            found, reason = group.broadcast((result, _sendable(failure)))
+            self._raise_alike(0, reason, failure)
+            return cast(_T, found)
+
+        return self._act(act)
+
+    def _act(self, act: Callable[[Group], _T]) -> _T:
+        try:
+            return act(self.connection.groups[self.is_background])
+        except RankLostError as error:
+            if self.lost is None:
+                raise
+            raise self.lost(error) from error
+
+    def _raise_alike(self, rank: int, reason: RecckptError | str | None, own: Exception | None) -> None:
+        """Raise what went wrong on a rank, if something did: where it is this rank, by its own error."""
+        if reason is None:
+            return
+        if isinstance(reason, RecckptError):
+            raise own or reason
+        if self.failed is not None:
+            raise self.failed(rank, reason) from own
+        raise own or RecckptError(f"rank {rank} failed: {reason}")
+
+
+def ranks_of(shard_id: int | None, shard_num: int | None, timeout_sec: float) -> Ranks:
+    """Return the ranks of a save of ``shard_num`` shards, which connect when they first act.
 
     Raises:
-        ValueError: the numbers do not fit each other, or those of the environment are needed and are no numbers, or
-            one of the two is missing.
+        ValueError: the numbers do not fit each other.
     """
-    is_told = shard_num == 1 or None not in (shard_id, shard_num)
-    rank, size = (0, 1) if is_told else rank_and_size()
-    size = size if shard_num is None else shard_num
-    rank = (0 if size == 1 else rank) if shard_id is None else shard_id
-    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
-        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={rank}, shard_num={size}")
-    return rank, size
-
-
-def group_of(shard_id: int, shard_num: int, timeout_sec: float = DEFAULT_TIMEOUT_SEC) -> Group:
-    """Return the group for a save of ``shard_num`` shards. Collective where there are several.
-
-    Raises:
-        ValueError: the numbers do not fit each other, or not the process group.
-        RankLostError: not all ranks came in time.
-    """
-    shard_id, shard_num = this_rank(shard_id, shard_num)
-    if shard_num == 1:
-        return SoloGroup()
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError(
-            f"{shard_num} ranks need torch.distributed to save together: call init_process_group on every rank before, "
-            "such as init_process_group('gloo') under torchrun; a process that saves for itself, to an output dir of "
-            "its own, says so by shard_id=0, shard_num=1"
-        )
-    found = (dist.get_rank(), dist.get_world_size())
-    if found != (shard_id, shard_num):
-        raise ValueError(
-            f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {found[0]} of {found[1]}"
-        )
-    return ProcessGroup(timeout_sec)
-
-
-def twin_of(group: Group) -> Group:
-    """Return another group of the same ranks, for another thread. Collective where there are several."""
-    return ProcessGroup(group.timeout_sec, group.call) if isinstance(group, ProcessGroup) else group
-
-
-def has_lost_ranks(group: Group) -> bool:
-    """Say whether a rank is known to be missing, so that everything collective raises at once. Not collective."""
-    return isinstance(group, ProcessGroup) and group.call.is_lost
-
-
-def is_over(group: Group) -> bool:
-    """Say whether a group belongs to a process group that has been destroyed. Not collective."""
-    return isinstance(group, ProcessGroup) and group.is_over
-
-
-def together(group: Group, work: Callable[[], _T], failed: Callable[[int, str], RecckptError]) -> list[_T]:
-    """Do work on every rank and return all results, in order of rank. Collective.
-
-    Args:
-        group: the ranks.
-        work: what each of them does.
-        failed: makes the error that all ranks raise where one had an error that is not ours: (rank, text) -> error.
-
-    Raises:
-        RecckptError: work failed on a rank; all raise the failure of the first.
-        RankLostError: a rank is missing.
-    """
-    result, failure = _outcome(work)
-    outcomes = group.all_gather((result, _sendable(failure)))
-    for rank, (_, reason) in enumerate(outcomes):
-        _raise_alike(rank, reason, failure if rank == group.rank else None, failed)
-    return [result for result, _ in outcomes]
-
-
-def on_rank_0(group: Group, work: Callable[[], _T], failed: Callable[[int, str], RecckptError]) -> _T:
-    """Do work on rank 0, and return its result on all ranks. Collective.
-
-    Raises:
-        RecckptError: as in :func:`together`.
-    """
-    result, failure = _outcome(work) if group.rank == 0 else (None, None)
-    found, reason = group.broadcast((result, _sendable(failure)))
-    _raise_alike(0, reason, failure, failed)
-    return cast(_T, found)
-
-
-def _disconnect(group: Any) -> None:
-    import torch.distributed as dist
-
-    with suppress(Exception):  # gone already
-        dist.destroy_process_group(group)
+    rank, size = this_rank(shard_id, shard_num)
+    return Ranks(rank, size, Connection(lambda: group_of(rank, size, timeout_sec)))
 
 
 def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
@@ -228,52 +172,8 @@ def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return None, error
 
 
-def _raise_alike(
-    rank: int, reason: RecckptError | str | None, own: Exception | None, failed: Callable[[int, str], RecckptError]
-) -> None:
-    """Raise what went wrong on a rank, if something did: where it is this rank, by its own error."""
-    if isinstance(reason, RecckptError):
-        raise own or reason
-    if reason is not None:
-        raise failed(rank, reason) from own
-
-
 def _sendable(failure: Exception | None) -> RecckptError | str | None:
     """Return what other ranks are told of an error: ours as they are, others by their text."""
     if failure is None or isinstance(failure, RecckptError):
         return failure
     return f"{type(failure).__name__}: {failure}"
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
-
-    Raises:
-        ValueError: one of the two variables is no number, or is missing where the other speaks of several ranks.
-    """
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    text = ", ".join(f"{name}={value!r}" for name, value in found.items())
-    try:
-        rank, size = int(found.get("RANK", 0)), int(found.get("WORLD_SIZE", 1))
-    except ValueError as error:
-        raise ValueError(f"{text}: expected a number each, or neither") from error
-    if len(found) == 1 and (rank, size) != (0, 1):
-        raise ValueError(
-            f"found {text} in the environment without {'RANK' if 'RANK' not in found else 'WORLD_SIZE'}, and no "
-            "process group: this may be one of several processes, which would fight over one output dir; set both, as "
-            "torchrun does, or call init_process_group, or give shard_id and shard_num (0 and 1 where this one works "
-            "for itself)"
-        )
-    return rank, size
-
-
-def shared_store(name: str) -> Any:
-    """Return a part of the key-value store that the ranks of the process group met at, kept apart by its name."""
-    import torch.distributed as dist
-
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks it starts again
-    return dist.distributed_c10d.PrefixStore(f"{name}/{attempt}", dist.distributed_c10d._get_default_store())

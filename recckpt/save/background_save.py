@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from queue import SimpleQueue
 
-from recckpt.errors import RecckptError, SaveFailedError
+from recckpt.errors import RecckptError
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.one_process import OwnFuture
-from recckpt.parallel.ranks import Group, has_lost_ranks, together
+from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import give_way
 from recckpt.policies.keep import Keep
-from recckpt.save.save import Destination, lost_ranks_named, save, stage_on_all_ranks
+from recckpt.save.save import Destination, save, stage_on_all
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
@@ -72,19 +71,6 @@ class SaveHandle:
 _untold: set[SaveHandle] = set()  # of saves that failed: somebody has to be told, or else the exit says it
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_untold.clear)  # they are the parent's to tell
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The ranks of a save, twice: what is done in the background must not meet what is done beside it.
-
-    Attributes:
-        front: for the caller.
-        back: for the thread of the save.
-    """
-
-    front: Group
-    back: Group
 
 
 class SaveRunner:
@@ -142,7 +128,7 @@ class SaveRunner:
         self,
         take: Callable[[], Staged],
         info: SaveInfo,
-        ranks: Groups,
+        ranks: Ranks,
         *,
         max_keep: int | Keep | None,
         overwrite: bool,
@@ -153,7 +139,7 @@ class SaveRunner:
         Args:
             take: takes the state.
             info: what to save, and whether in the background.
-            ranks: that take part.
+            ranks: that take part, which tell the errors of this save.
             max_keep: how many checkpoints stay.
             overwrite: supersede a committed checkpoint.
             resumed: whether a checkpoint of the output dir was loaded before.
@@ -163,12 +149,17 @@ class SaveRunner:
             RecckptError: it raised on another rank; or the save before failed, and nobody has been told yet.
         """
         handle = SaveHandle(info)
-        with lost_ranks_named(info):
-            settle_together(self.settle, info, ranks.front)
+        settle_on_all(self.settle, ranks)
         self._fence.is_resumed = resumed
-        staged = stage_on_all_ranks(take, info, ranks.front)
+        staged = stage_on_all(take, info, ranks)
         to = Destination(
-            self._storage, self._fence, ranks.back, self._sparse_saver, self._concurrency, max_keep, self._transfers
+            self._storage,
+            self._fence,
+            ranks.background,
+            self._sparse_saver,
+            self._concurrency,
+            max_keep,
+            self._transfers,
         )
         if not info.background:
             handle.committed.set_result(self._finish(staged, info, to, overwrite))
@@ -222,7 +213,7 @@ class SaveRunner:
             record = self._finish(staged, handle.info, to, overwrite)
         except BaseException as error:
             _untold.add(handle)
-            handle.committed.set_exception(_failure(error, handle.info, to.group.rank))
+            handle.committed.set_exception(_failure(error, handle.info, to.ranks.rank))
         else:
             handle.committed.set_result(record)
 
@@ -238,30 +229,28 @@ class SaveRunner:
         return record
 
 
-def settle_together(settle: Callable[[], object], info: SaveInfo, group: Group) -> None:
+def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
     """Wait on all ranks for the save that is under way, and raise its error where one has not been told. Collective.
 
     One rank may have been told by :meth:`SaveHandle.wait`, and another not: all raise then.
 
     Args:
         settle: waits on this rank.
-        info: the save that is to follow.
-        group: all ranks.
+        ranks: all of them, which tell the errors of the save that is to follow.
 
     Raises:
-        RecckptError: the save failed.
-        RankLostError: a rank is missing.
+        RecckptError: the save failed, or a rank is missing.
     """
-    if has_lost_ranks(group):
+    if ranks.has_lost:
         settle()  # its error says more than that a rank is missing by now
-    together(group, settle, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
+    ranks.on_all(settle)
 
 
 def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
     """Return the error of a save in the background: one of ours, whatever went wrong between the ranks."""
     if isinstance(error, RecckptError) or not isinstance(error, Exception):
         return error
-    failure = SaveFailedError(info.ckpt_id, rank, f"{type(error).__name__}: {error}", step=info.step)
+    failure = info.failure(rank, f"{type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
 

@@ -12,7 +12,7 @@ from torch import nn
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.json_fields import MAX_COUNT
-from recckpt.parallel.ranks import Group
+from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.split import state_of
 from recckpt.sparse.table.table import HashTable
 from recckpt.storage import Storage
@@ -39,7 +39,7 @@ def _is_owned(lock: Any) -> bool:
     return bool(lock._is_owned())
 
 
-def check_rooms(storage: Storage, work_dir: WorkDir | None, own_bytes: int, min_free_bytes: int, group: Group) -> None:
+def check_rooms(storage: Storage, work_dir: WorkDir | None, own_bytes: int, min_free_bytes: int, ranks: Ranks) -> None:
     """Refuse a save that would not fit into the storage, or those of this host not into the work dir. Collective.
 
     Args:
@@ -47,12 +47,12 @@ def check_rooms(storage: Storage, work_dir: WorkDir | None, own_bytes: int, min_
         work_dir: where its files lie first.
         own_bytes: an estimate of what this rank writes.
         min_free_bytes: what must be left of the storage's room afterwards.
-        group: all ranks.
+        ranks: all ranks.
 
     Raises:
         OSError: ENOSPC, with what is free and what is needed.
     """
-    needs = group.all_gather((own_bytes, work_dir and work_dir.device))
+    needs = ranks.gather((own_bytes, work_dir and work_dir.device))
     check_room(storage, sum(n_bytes for n_bytes, _ in needs), min_free_bytes)
     if work_dir is not None:
         work_dir.check_room(sum(n_bytes for n_bytes, device in needs if device == work_dir.device))
@@ -94,15 +94,15 @@ def check_name(ckpt_id: str, step: int | None) -> None:
 Owned = Mapping[Slice | None, Sequence[str]]
 
 
-def check_owners(model: nn.Module, group: Group) -> None:
+def check_owners(model: nn.Module, ranks: Ranks) -> None:
     """Refuse tables of which several ranks own the same ids. Collective; all ranks raise alike.
 
     Raises:
         ValueError: names the tables.
     """
-    if group.size == 1:
+    if ranks.size == 1:
         return
-    owned = group.all_gather(_owned(model))
+    owned = ranks.gather(_owned(model))
     overlaps = [text for name in _names(owned) for text in _overlap(name, owned)]
     if overlaps:
         raise ValueError(

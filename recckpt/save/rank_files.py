@@ -14,7 +14,7 @@ from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import FileEntry, ShardEntry, TableEntry
 from recckpt.output_dir.attempt import Intent
 from recckpt.output_dir.late_files import Lookout
-from recckpt.parallel.ranks import Group
+from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
@@ -54,13 +54,13 @@ class ShardWriter:
         storage: Storage,
         sparse_saver: SparseSaver,
         concurrency: int,
-        group: Group,
+        ranks: Ranks,
         *,
         transfers: Transfers = STRAIGHT,
     ) -> None:
         self._intent, self._storage, self._transfers = intent, storage, transfers
         self._sparse_saver, self._concurrency = sparse_saver, concurrency
-        self._rank, self._ranks = group.rank, group.size
+        self._rank, self._ranks = ranks.rank, ranks.size
 
     def write(self, staged: Staged, progress: Progress) -> ShardRecord:
         """Write dense beside sparse, and the catalog last.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from recckpt.dense.sharded import Summary, check_shares, is_whole, model_names
 from recckpt.format.manifest import Names
+from recckpt.parallel.ranks import Ranks
 from recckpt.save.stage import Staged
 
 
@@ -28,12 +28,7 @@ class RankState:
     io_state: tuple[str, ...]
 
 
-def compared(
-    staged: Staged,
-    rank: int,
-    on_all_ranks: Callable[[Callable[[], Any]], list[Any]],
-    on_rank_0: Callable[[Callable[[], Any]], Any],
-) -> Names:
+def compared(staged: Staged, ranks: Ranks) -> Names:
     """Return on rank 0 the names of what all ranks have. Collective.
 
     Raises:
@@ -46,14 +41,14 @@ def compared(
         tuple(staged.own_extra),
         tuple(staged.io_state),
     )
-    of_all: list[RankState] = on_all_ranks(lambda: own)
+    of_all: list[RankState] = ranks.gather(own)
     shares = [staged.sharded.shares]
     if not is_whole([each.sharded for each in of_all]):
-        shares = on_all_ranks(lambda: staged.sharded.shares)
-        on_rank_0(lambda: check_shares(shares))
+        shares = ranks.on_all(lambda: staged.sharded.shares)
+        ranks.on_first(lambda: check_shares(shares))
     digest = staged.digest
     if digest is not None and len({each.digest for each in of_all}) > 1:
-        digest.warn(on_all_ranks(lambda: digest.by_name), rank)
+        digest.warn(ranks.on_all(lambda: digest.by_name), ranks.rank)
     return Names(
         dense=(*staged.dense, *model_names(shares)),
         extra=tuple(staged.extra),

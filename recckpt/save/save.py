@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
 
 from recckpt.errors import (
     CommitNotDurableError,
-    RankLostError,
     RecckptError,
-    SaveFailedError,
     StateMismatchError,
     WriterFencedError,
 )
@@ -27,7 +23,7 @@ from recckpt.output_dir.commit import begin, commit, write_index
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.pins import pinned_ids
-from recckpt.parallel.ranks import Group, on_rank_0, together
+from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
 from recckpt.save import save_info
 from recckpt.save.rank_files import ShardRecord, ShardWriter
@@ -41,7 +37,6 @@ from recckpt.text import Progress
 from recckpt.types import SlotSpec
 
 log = logging.getLogger("recckpt")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Destination:
     Attributes:
         storage: the output dir.
         fence: this writer's hold on it.
-        group: the ranks.
+        ranks: that take part.
         sparse_saver: writes the tables of this rank.
         concurrency: threads that write; with one, a save makes none.
         max_keep: which checkpoints stay.
@@ -60,7 +55,7 @@ class Destination:
 
     storage: Storage
     fence: Fence
-    group: Group
+    ranks: Ranks
     sparse_saver: SparseSaver
     concurrency: int
     max_keep: int | Keep | None
@@ -76,93 +71,53 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
         CommitNotDurableError: committed, but the storage failed before that was surely durable.
         WriterFencedError: another writer has taken the output dir over.
     """
-    ckpt_id, storage, fence, group = info.ckpt_id, to.storage, to.fence, to.group
-    outcome = Outcome()
-    with lost_ranks_named(info, outcome):
-        intent, seq = _on_rank_0(
-            group, info, lambda: begin(storage, fence, ckpt_id, step=staged.step, overwrite=overwrite)
-        )
-        try:
-            outcome.is_open = group.rank != 0
-            records, names = _write(staged, info, to, intent)
+    storage, fence, ranks = to.storage, to.fence, to.ranks
 
-            def commit_all() -> Manifest:
-                record = commit(
-                    storage,
-                    fence,
-                    intent.directory,
-                    replace(_manifest(info, intent, seq, staged, records), names=names),
-                    to.transfers.visible,
-                )
-                outcome.is_committed = True
-                return record
+    def begin_attempt() -> tuple[Intent, int]:
+        return begin(storage, fence, info.ckpt_id, step=staged.step, overwrite=overwrite)
 
-            with info.timed("commit"):
-                record = _on_rank_0(group, info, commit_all)
-        except (WriterFencedError, CommitNotDurableError, RankLostError):
-            raise  # the directory is the new owner's to judge, or holds a checkpoint, or the lost one may write there
-        except RecckptError:  # all ranks have agreed that they failed, so nobody writes there any more
-            if group.rank == 0:
-                rotation.abandon(storage, intent.directory)
-            raise
+    intent, seq = ranks.on_first(begin_attempt)
+    try:
+        info.outcome.is_open = ranks.rank != 0
+        records, names = _write(staged, info, to, intent)
+
+        def commit_all() -> Manifest:
+            manifest = replace(_manifest(info, intent, seq, staged, records), names=names)
+            record = commit(storage, fence, intent.directory, manifest)
+            info.outcome.is_committed = True
+            return record
+
+        with info.timed("commit"):
+            record = ranks.on_first(commit_all)
+    except (WriterFencedError, CommitNotDurableError):
+        raise  # the directory is the new owner's to judge, or holds a checkpoint
+    except RecckptError:
+        if ranks.rank == 0 and not ranks.has_lost:  # one that is lost may write there; all others know that they failed
+            rotation.abandon(storage, intent.directory)
+        raise
     info.time, info.n_bytes = record.time, record.n_bytes
-    if group.rank == 0:
+    if ranks.rank == 0:
         _tidy(to, info)
     return record
 
 
-@dataclass
-class Outcome:
-    """What is known of a save when a rank turns out to be missing.
-
-    Attributes:
-        is_open: rank 0 may have all that it needs to commit, and this is another rank.
-        is_committed: rank 0 has.
-    """
-
-    is_open: bool = False
-    is_committed: bool = False
-
-    def __str__(self) -> str:
-        if self.is_committed:
-            return "the checkpoint is committed all the same: restart the job, which goes on from it"
-        if self.is_open:
-            return "it is committed only if all ranks had written, which the restarted job will find"
-        return "nothing was committed and older checkpoints are untouched: restart the job"
-
-
-@contextmanager
-def lost_ranks_named(info: SaveInfo, outcome: Outcome | None = None) -> Iterator[None]:
-    """Make of a rank that is missing the failure of a save.
-
-    Raises:
-        SaveFailedError: the block found one missing.
-    """
-    try:
-        yield
-    except RankLostError as lost:
-        cause = f"the rank is lost: {lost.cause}" if len(lost.ranks) == 1 else f"ranks {lost.ranks} lost: {lost.cause}"
-        outcome = outcome or Outcome()
-        raise SaveFailedError(info.ckpt_id, lost.rank, cause, step=info.step, outcome=str(outcome)) from lost
-
-
 def _write(staged: Staged, info: SaveInfo, to: Destination, intent: Intent) -> tuple[list[ShardRecord], Names]:
     """Write the files of all ranks; return what each wrote, and on rank 0 the names of what all of them have."""
-    group = to.group
+    ranks = to.ranks
     with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
-        writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, group, transfers=to.transfers)
-        names = compared(staged, group.rank, partial(_on_all_ranks, group, info), partial(_on_rank_0, group, info))
-        records = _on_all_ranks(group, info, lambda: writer.write(staged, progress))
+        writer = ShardWriter(intent, to.storage, to.sparse_saver, to.concurrency, ranks, transfers=to.transfers)
+        names = compared(staged, ranks)
+        records = ranks.on_all(lambda: writer.write(staged, progress))
         seconds = [record.seconds for record in records]
         info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
-        info.agree_sec = max(0.0, progress.seconds - seconds[group.rank])
+        info.agree_sec = max(0.0, progress.seconds - seconds[ranks.rank])
     info.n_rows = sum(table.rows for record in records for table in record.tables)
     info.kept_rows = sum(record.n_kept for record in records)
     return records, names
 
 
-def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group) -> Staged:
+def stage_on_all(take: Callable[[], Staged], info: SaveInfo, ranks: Ranks) -> Staged:
     """Return what ``take`` staged, once every rank has staged its own. Collective.
 
     Raises:
@@ -177,10 +132,9 @@ def stage_on_all_ranks(take: Callable[[], Staged], info: SaveInfo, group: Group)
             closed_on_error.callback(staged.close)
         except Exception as error:
             failure = error
-        with lost_ranks_named(info):
-            reason = failure and f"{type(failure).__name__}: {failure}"
-            told = group.all_gather((reason, info.ckpt_id, info.step))
-        _check_told(told, failure, info, group.rank)
+        reason = failure and f"{type(failure).__name__}: {failure}"
+        told = ranks.gather((reason, info.ckpt_id, info.step))
+        _check_told(told, failure, info, ranks.rank)
         closed_on_error.pop_all()
     return staged
 
@@ -191,23 +145,23 @@ def _check_told(
     """Raise the failure of this rank, else of the first, else that ranks are not at the same save."""
     reasons = [reason for reason, _, _ in told]
     if isinstance(failure, OSError) and not isinstance(failure, RecckptError):  # of the storage, such as a full one
-        raise SaveFailedError(info.ckpt_id, own, str(reasons[own]), step=info.step) from failure
+        raise info.failure(own, str(reasons[own])) from failure
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise SaveFailedError(info.ckpt_id, rank, reason, step=info.step)
+            raise info.failure(rank, reason)
     for rank, (_, ckpt_id, step) in enumerate(told):
         if (ckpt_id, step) != told[0][1:]:
             cause = f"it saves {ckpt_id!r} of step {step}, rank 0 {told[0][1]!r} of step {told[0][2]}"
-            raise SaveFailedError(info.ckpt_id, rank, f"{cause}: all ranks save the same", step=info.step)
+            raise info.failure(rank, f"{cause}: all ranks save the same")
 
 
 def _manifest(info: SaveInfo, intent: Intent, seq: int, staged: Staged, records: list[ShardRecord]) -> Manifest:
     for rank, shard in enumerate(records):
         if shard.save_id != intent.save_id:
             cause = f"it wrote for save {shard.save_id}, expected {intent.save_id}"
-            raise SaveFailedError(info.ckpt_id, rank, cause, step=info.step)
+            raise info.failure(rank, cause)
     return Manifest(
         ckpt_id=info.ckpt_id,
         save_id=intent.save_id,
@@ -274,16 +228,6 @@ def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str]) ->
     except Exception:
         log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
         return []
-
-
-def _on_rank_0(group: Group, info: SaveInfo, work: Callable[[], _T]) -> _T:
-    """Do work on rank 0 and give its result, or its error, to all ranks."""
-    return on_rank_0(group, work, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
-
-
-def _on_all_ranks(group: Group, info: SaveInfo, work: Callable[[], _T]) -> list[_T]:
-    """Do work on every rank and return all results; if it fails on any, raise the first failure on all."""
-    return together(group, work, lambda rank, cause: SaveFailedError(info.ckpt_id, rank, cause, step=info.step))
 
 
 def _find_versions() -> dict[str, str]:

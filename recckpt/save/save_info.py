@@ -9,12 +9,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
+from recckpt.errors import RankLostError, SaveFailedError
 from recckpt.format import layout
+from recckpt.parallel.ranks import Ranks
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
 _MAX_BYTES = 1 << 20  # of the file; the oldest lines go
+
+
+@dataclass
+class Outcome:
+    """What is known of a save when a rank turns out to be missing.
+
+    Attributes:
+        is_open: rank 0 may have all that it needs to commit, and this is another rank.
+        is_committed: rank 0 has.
+    """
+
+    is_open: bool = False
+    is_committed: bool = False
+
+    def __str__(self) -> str:
+        if self.is_committed:
+            return "the checkpoint is committed all the same: restart the job, which goes on from it"
+        if self.is_open:
+            return "it is committed only if all ranks had written, which the restarted job will find"
+        return "nothing was committed and older checkpoints are untouched: restart the job"
 
 
 @dataclass
@@ -51,8 +73,28 @@ class SaveInfo:
     kept_rows: int = 0
     slowest_shard: int = 0
     time: str = ""
+    _outcome: Outcome = field(default_factory=Outcome, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What is known of it so far."""
+        return self._outcome
+
+    def failure(self, rank: int, cause: str) -> SaveFailedError:
+        """Return the error of this save where a rank failed."""
+        return SaveFailedError(self.ckpt_id, rank, cause, step=self.step)
+
+    def telling(self, ranks: Ranks) -> Ranks:
+        """Return the ranks, of which one that fails or is missing is the failure of this save."""
+
+        def lost(error: RankLostError) -> SaveFailedError:
+            known = "the rank is lost" if len(error.ranks) == 1 else f"ranks {list(error.ranks)} lost"
+            cause, outcome = f"{known}: {error.cause}", str(self.outcome)
+            return SaveFailedError(self.ckpt_id, error.rank, cause, step=self.step, outcome=outcome)
+
+        return ranks.telling(self.failure, lost)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

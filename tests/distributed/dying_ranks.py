@@ -23,6 +23,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RecckptError
+from recckpt.parallel.ranks import Ranks
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from recckpt.storage.local import LocalStorage
 
@@ -67,7 +68,7 @@ def survive(case, rank, url, root):
     job.set_state(1)
     manager.step()
     job.saver.settle()
-    job.saver.group(rank, case["n_ranks"]).all_gather(None)  # all are through with step 1, rotation included
+    job.saver.ranks(rank, case["n_ranks"]).gather(None)  # all are through with step 1, rotation included
     if rank == case["victim"]:
         die_in(case["phase"], rank, lambda: die(case["signal"], root))
     for step in range(2, 6):
@@ -144,13 +145,13 @@ def die_in(phase, rank, die):
     elif phase == "commit" and rank == 0:
         before(save, "commit")
     elif phase == "commit":  # while rank 0 commits
-        before(save, "_on_rank_0", lambda *args: calls.append(args) or len(calls) == 2)
+        before(Ranks, "on_first", lambda *args: calls.append(args) or len(calls) == 2)
     elif phase == "committed":
         after(save, "commit")
     elif rank == 0:
         after(rotation, "remove")
     else:  # while rank 0 rotates
-        after(save, "_on_rank_0", lambda *args: calls.append(args) or len(calls) == 2)
+        after(Ranks, "on_first", lambda *args: calls.append(args) or len(calls) == 2)
 
 
 class Running:

@@ -12,15 +12,16 @@ from builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
 from paths import PYTHONPATH, SUPPORT
 
 from recckpt import CheckpointManager, Saver
-from recckpt.errors import SaveFailedError, StateMismatchError
-from recckpt.parallel.ranks import SoloGroup, group_of, this_rank, together
+from recckpt.errors import RankLostError, RecckptError, SaveFailedError, StateMismatchError
+from recckpt.parallel.process_group import SoloGroup, group_of, this_rank
+from recckpt.parallel.ranks import Connection, Ranks, ranks_of
 from recckpt.sparse import ShardedHashTable
 
 
 class Recorded:
     """A group of two of which the other rank answers as it is told."""
 
-    size = 2
+    size, is_lost, is_over = 2, False, False
 
     def __init__(self, rank, other):
         self.rank, self.other = rank, other
@@ -30,6 +31,9 @@ class Recorded:
 
     def broadcast(self, value):
         return value
+
+    def twin(self):
+        return self
 
 
 def fail(error):
@@ -41,6 +45,10 @@ def fail(error):
 
 def failed(rank, cause):
     return SaveFailedError("x", rank, cause)
+
+
+def ranks_beside(other):
+    return Ranks(1, 2, Connection(lambda: Recorded(1, other))).telling(failed)
 
 
 def test_alone_there_is_nobody_to_ask():
@@ -117,30 +125,65 @@ def test_several_shards_need_a_process_group():
 
 
 def test_all_ranks_get_all_results():
-    assert together(Recorded(1, ("theirs", None)), lambda: "ours", failed) == ["theirs", "ours"]
+    assert ranks_beside(("theirs", None)).on_all(lambda: "ours") == ["theirs", "ours"]
 
 
 def test_a_failure_here_is_told_with_rank_and_cause():
     cause = OSError("no space")
     with pytest.raises(SaveFailedError, match="rank 1: OSError: no space") as caught:
-        together(Recorded(1, ("theirs", None)), fail(cause), failed)
+        ranks_beside(("theirs", None)).on_all(fail(cause))
     assert caught.value.rank == 1
     assert caught.value.__cause__ is cause
 
 
 def test_a_failure_elsewhere_is_raised_here():
     with pytest.raises(SaveFailedError, match="rank 0: OSError: no space"):
-        together(Recorded(1, (None, "OSError: no space")), lambda: "ours", failed)
+        ranks_beside((None, "OSError: no space")).on_all(lambda: "ours")
 
 
 def test_errors_of_recckpt_cross_ranks_as_they_are():
     with pytest.raises(StateMismatchError, match="'w'"):
-        together(Recorded(1, (None, StateMismatchError("state", missing=["w"]))), lambda: "ours", failed)
+        ranks_beside((None, StateMismatchError("state", missing=["w"]))).on_all(lambda: "ours")
 
 
 def test_of_several_failures_all_ranks_raise_the_first():
     with pytest.raises(SaveFailedError, match="rank 0: theirs"):
-        together(Recorded(1, (None, "theirs")), fail(OSError("ours")), failed)
+        ranks_beside((None, "theirs")).on_all(fail(OSError("ours")))
+
+
+def test_a_rank_that_is_missing_raises_the_error_that_was_bound_from_any_method():
+    class Lost(Recorded):
+        def all_gather(self, value):
+            raise RankLostError([0], "silent")
+
+        broadcast = all_gather
+
+    ranks = Ranks(1, 2, Connection(lambda: Lost(1, None)))
+    named = ranks.telling(failed, lambda lost: SaveFailedError("x", lost.rank, lost.cause))
+    for act in (lambda own: own.gather(1), lambda own: own.on_all(list), lambda own: own.background.on_first(list)):
+        with pytest.raises(RankLostError):
+            act(ranks)
+        with pytest.raises(SaveFailedError, match="'x' failed on rank 0: silent") as raised:
+            act(named)
+        assert isinstance(raised.value.__cause__, RankLostError)
+
+
+def test_ranks_to_which_no_error_is_bound_raise_their_own_as_it_is():
+    alone, error = ranks_of(0, 1, 1.0), OSError("mine")
+    for act in (alone.on_all, alone.on_first, alone.on_each):
+        with pytest.raises(OSError, match="mine") as raised:
+            act(fail(error))
+        assert raised.value is error
+    with pytest.raises(RecckptError, match="rank 0 failed: OSError: theirs"):
+        Ranks(1, 2, Connection(lambda: Recorded(1, (None, "OSError: theirs")))).on_all(list)
+
+
+def test_ranks_connect_when_they_first_act_and_once_for_all_that_tell_other_errors():
+    groups = []
+    ranks = Ranks(1, 2, Connection(lambda: groups.append(Recorded(1, ("theirs", None))) or groups[-1]))
+    assert (ranks.rank, ranks.size, ranks.has_lost, ranks.is_over, groups) == (1, 2, False, False, [])
+    assert ranks.telling(failed).on_each(lambda: "ours") == ranks.on_each(lambda: "ours") == "ours"
+    assert len(groups) == 1
 
 
 # two real processes

@@ -3,12 +3,14 @@
 import pickle
 import threading
 
+from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.parallel.threads import run_all
-from recckpt.save.background_save import Groups
 
 
 class ThreadGroup:
     """Ranks that are threads; what they tell each other is pickled, as it would be."""
+
+    is_lost = is_over = False
 
     def __init__(self, rank, size, shared, barrier):
         self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
@@ -23,10 +25,13 @@ class ThreadGroup:
     def broadcast(self, value):
         return self.all_gather(value)[0]
 
+    def twin(self):
+        return self
+
 
 def alone(group):
     """Return what a saver has of its ranks: saves in the background would have a group of their own."""
-    return Groups(group, group)
+    return Ranks(group.rank, group.size, Connection(lambda: group))
 
 
 def on_ranks(size, work):
@@ -35,7 +40,7 @@ def on_ranks(size, work):
 
     def on_rank(rank):
         def connect(saver):
-            saver._groups[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
+            saver._ranks[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
             return saver
 
         return work(rank, connect)

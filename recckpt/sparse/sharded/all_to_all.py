@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from recckpt.parallel.ranks import rank_and_size
+from recckpt.parallel.process_group import rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

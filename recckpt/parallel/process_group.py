@@ -1,0 +1,233 @@
+"""The processes of a job, and how they reach each other: the only place that talks to ``torch.distributed``."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+from recckpt.parallel.lost_ranks import RollCall, within
+
+DEFAULT_TIMEOUT_SEC = 1800.0
+_T = TypeVar("_T")
+_made = count()  # the same on all ranks, which make groups together
+
+
+class Group(Protocol):
+    """Ranks that all call the same things in the same order."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is known to be missing, so that everything collective raises at once."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it belongs to a process group that has been destroyed."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in order of rank, to all of them. Collective."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value to all. Collective."""
+
+    def twin(self) -> Group:
+        """Return another group of the same ranks, for another thread. Collective."""
+
+
+class SoloGroup:
+    """One rank, alone."""
+
+    rank, size = 0, 1
+    is_lost = is_over = False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the one value."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def twin(self) -> SoloGroup:
+        """Return itself: nobody can be met."""
+        return self
+
+
+class ProcessGroup:
+    """The ranks of ``torch.distributed``, over a gloo group of their own, so that no training collective is met.
+
+    Making one is collective. Whatever one of its groups finds to be lost is lost for its twins too.
+
+    Attributes:
+        call: says which rank is missing.
+
+    Args:
+        timeout_sec: how long a rank waits for the others before it raises.
+        call: of the group that this one is a twin of.
+
+    Raises:
+        RankLostError: here as in all methods: a rank is dead or did not answer in time.
+    """
+
+    def __init__(self, timeout_sec: float = DEFAULT_TIMEOUT_SEC, call: RollCall | None = None) -> None:
+        import torch.distributed as dist
+
+        self._dist, self.timeout_sec, self._world = dist, timeout_sec, dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.call = call or RollCall(shared_store(f"recckpt/ranks/{next(_made)}"), self.rank, self.size, timeout_sec)
+        self._group: Any = None
+        self._disconnected: Callable[[], object] = lambda: None
+        self._group = self._collective(self._formed)
+        # torch would keep it, with ten descriptors and six threads for each saver of two ranks.
+        self._disconnected = finalizer = weakref.finalize(self, _disconnect, self._group)
+        finalizer.atexit = False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank."""
+        values: list[Any] = [None] * self.size
+        self._collective(lambda: self._dist.all_gather_object(values, value, group=self._group))
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        values = [value]
+        self._collective(lambda: self._dist.broadcast_object_list(values, src=0, group=self._group))
+        return values[0]
+
+    def twin(self) -> ProcessGroup:
+        """Return another group of the same ranks, for another thread. Collective."""
+        return ProcessGroup(self.timeout_sec, self.call)
+
+    def _formed(self) -> Any:
+        def form() -> Any:
+            return self._dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_sec))
+
+        group = within(self.timeout_sec, form)  # a store whose host was stopped would never answer
+        if group is None:
+            raise RuntimeError("Timed out while the ranks formed a group")
+        return group
+
+    def _collective(self, work: Callable[[], _T]) -> _T:
+        """Do what all ranks do together, or find out which of them does not."""
+        self.call.check()
+        begin = time.monotonic()
+        try:
+            return work()
+        except RuntimeError as error:  # gloo's
+            cause = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". This is typically")[0]
+            traceback.clear_frames(error.__traceback__)  # they hold the group
+            self._close()
+            lost = self.call.take(begin, timed_out="imed out" in cause, cause=cause)
+            raise lost from error
+
+    def _close(self) -> None:
+        """Close the connections: whoever still waits for this rank is told so."""
+        self._group = None
+        self._disconnected()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is known to be missing."""
+        return self.call.is_lost
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process group that it was made for is no longer the one of this process."""
+        return self._world is not self._dist.group.WORLD
+
+
+def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
+    """Return the number of this rank and of all: as given, else of the process group, else of RANK and WORLD_SIZE.
+
+    Args:
+        shard_id: None for that of this process; 0 where it is one of one.
+        shard_num: None for those of this job; 1 for a process that works for itself.
+
+    Raises:
+        ValueError: the numbers do not fit each other, or those of the environment are needed and are no numbers, or
+            one of the two is missing.
+    """
+    is_told = shard_num == 1 or None not in (shard_id, shard_num)
+    rank, size = (0, 1) if is_told else rank_and_size()
+    size = size if shard_num is None else shard_num
+    rank = (0 if size == 1 else rank) if shard_id is None else shard_id
+    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
+        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={rank}, shard_num={size}")
+    return rank, size
+
+
+def group_of(shard_id: int, shard_num: int, timeout_sec: float = DEFAULT_TIMEOUT_SEC) -> Group:
+    """Return the group for a save of ``shard_num`` shards. Collective where there are several.
+
+    Raises:
+        ValueError: the numbers do not fit each other, or not the process group.
+        RankLostError: not all ranks came in time.
+    """
+    shard_id, shard_num = this_rank(shard_id, shard_num)
+    if shard_num == 1:
+        return SoloGroup()
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{shard_num} ranks need torch.distributed to save together: call init_process_group on every rank before, "
+            "such as init_process_group('gloo') under torchrun; a process that saves for itself, to an output dir of "
+            "its own, says so by shard_id=0, shard_num=1"
+        )
+    found = (dist.get_rank(), dist.get_world_size())
+    if found != (shard_id, shard_num):
+        raise ValueError(
+            f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {found[0]} of {found[1]}"
+        )
+    return ProcessGroup(timeout_sec)
+
+
+def _disconnect(group: Any) -> None:
+    import torch.distributed as dist
+
+    with suppress(Exception):  # gone already
+        dist.destroy_process_group(group)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
+
+    Raises:
+        ValueError: one of the two variables is no number, or is missing where the other speaks of several ranks.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    text = ", ".join(f"{name}={value!r}" for name, value in found.items())
+    try:
+        rank, size = int(found.get("RANK", 0)), int(found.get("WORLD_SIZE", 1))
+    except ValueError as error:
+        raise ValueError(f"{text}: expected a number each, or neither") from error
+    if len(found) == 1 and (rank, size) != (0, 1):
+        raise ValueError(
+            f"found {text} in the environment without {'RANK' if 'RANK' not in found else 'WORLD_SIZE'}, and no "
+            "process group: this may be one of several processes, which would fight over one output dir; set both, as "
+            "torchrun does, or call init_process_group, or give shard_id and shard_num (0 and 1 where this one works "
+            "for itself)"
+        )
+    return rank, size
+
+
+def shared_store(name: str) -> Any:
+    """Return a part of the key-value store that the ranks of the process group met at, kept apart by its name."""
+    import torch.distributed as dist
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks it starts again
+    return dist.distributed_c10d.PrefixStore(f"{name}/{attempt}", dist.distributed_c10d._get_default_store())
