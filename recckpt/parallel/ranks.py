@@ -106,7 +106,7 @@ class Ranks:
             result, failure = _outcome(work)
             outcomes = group.all_gather((result, _sendable(failure)))
             for rank, (_, reason) in enumerate(outcomes):
-                self._raise_alike(rank, reason, failure if rank == self.rank else None)
+                self._raise_alike(rank, reason, failure if rank == group.rank else None)
             return [result for result, _ in outcomes]
 
         return self._act(act)
@@ -129,7 +129,7 @@ class Ranks:
         """
 
         def act(group: Group) -> _T:
-            result, failure = _outcome(work) if self.rank == 0 else (None, None)
+            result, failure = _outcome(work) if group.rank == 0 else (None, None)
             found, reason = group.broadcast((result, _sendable(failure)))
             self._raise_alike(0, reason, failure)
             return cast(_T, found)

@@ -10,11 +10,12 @@ from bank_runs import live_bytes, run, saved, slots_of, table, values_of
 from builders import Run, flip_bit, state_of, table_state, tree
 from foreign import ForeignTable
 from forge import Tables
-from thread_ranks import ThreadGroup, alone, on_ranks
+from thread_ranks import ThreadGroup, on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
+from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.sparse import gen_slice
 
 
@@ -437,7 +438,8 @@ def loading(url, dataset, n_ranks=1, rank=0, **conf):
     saver = run(f"{url}-own", t, optimizer="adam", top=nn.Linear(1, 1))
     saver.register_io_state("data", dataset)
     manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=n_ranks)
-    saver._groups[rank, n_ranks] = alone(ThreadGroup(0, 1, [b""], threading.Barrier(1)))
+    group = ThreadGroup(0, 1, [b""], threading.Barrier(1))
+    saver._ranks[rank, n_ranks] = Ranks(rank, n_ranks, Connection(lambda: group))
     manager.load_model_bank([{"path": url, "load": ["*", "io_state"], **conf}])
     return t
 
