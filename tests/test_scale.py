@@ -17,7 +17,7 @@ from recckpt.sparse.files.catalogs import met_shards, read_parts
 from recckpt.storage import open_storage
 
 OPERATIONS = (
-    *("make_dir", "put_if_absent", "replace", "sync_dir", "open", "map", "read", "size", "sizes"),
+    *("make_dir", "put_if_absent", "replace", "sync_dir", "open", "map", "read", "size"),
     *("list_dirs", "list_files", "remove", "remove_empty_dirs"),
 )
 
