@@ -56,7 +56,7 @@ from recckpt.storage.local import LocalStorage
 
 ROUNDS = 3
 CHUNK_RANKS = 16
-COUNTED = ("open", "read", "map", "size", "sizes", "list_dirs", "list_files", "sync_dir", "put_if_absent", "remove")
+COUNTED = ("open", "read", "map", "size", "list_dirs", "list_files", "sync_dir", "put_if_absent", "remove")
 
 
 def main() -> None:
@@ -123,7 +123,6 @@ class CountedStorage(LocalStorage):
             "read",
             "map",
             "size",
-            "sizes",
             "list_dirs",
             "list_files",
             "sync_dir",
