@@ -41,6 +41,7 @@ from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import Target
 from recckpt.load.source import Source
 from recckpt.output_dir import commit as committing
+from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.attempt import Intent
 from recckpt.output_dir.fence import Fence
@@ -194,7 +195,7 @@ class RankZero:
             decode=(manifests, "decode"),
             check_sizes=(committing, "check_files"),
             put=(self._storage, "put_if_absent"),
-            list=(saving, "list_checkpoints"),
+            list=(fencing, "list_checkpoints"),
             index=(saving, "write_index"),
             remove=(rotation, "remove"),
         )
