@@ -36,7 +36,7 @@ class LocalStorage(Storage):
 
     def check_there(self) -> None:
         """Look for the root."""
-        if not self._root.is_dir():
+        if not _is_dir(self._root):
             gone = "the directory is gone: it was removed, renamed or unmounted; saves go on once it is there again"
             raise FileNotFoundError(errno.ENOENT, gone, self.url)
 
@@ -50,7 +50,7 @@ class LocalStorage(Storage):
     def create(self, name: str) -> Sink:
         """Open a new file, making the directory it is in."""
         path = self._new(name)
-        if not path.parent.is_dir():
+        if not _is_dir(path.parent):
             self.check_there()  # or files would go to where a file system was mounted, and is not any more
             _make_dirs(path.parent)
         return _LocalSink(path)
@@ -242,13 +242,16 @@ def _write_beside(path: Path, data: bytes) -> Path:
 
 def _make_dirs(path: Path) -> None:
     """Make a directory and those it is in, each durable in its parent."""
-    with _doing("looking up", path):
-        is_there = path.is_dir()
-    if not is_there:
+    if not _is_dir(path):
         _make_dirs(path.parent)
         with _doing("making a directory", path):
             path.mkdir(exist_ok=True)
         _sync_dir(path.parent)
+
+
+def _is_dir(path: Path) -> bool:
+    with _doing("looking up", path):
+        return path.is_dir()
 
 
 def _sync_dir(path: Path) -> None:
