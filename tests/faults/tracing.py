@@ -100,7 +100,7 @@ class Worker:
         return Outcome(*json.loads(self.process.stdout.readline()))
 
     def close(self):
-        self.process.stdin.close()
+        self.process.terminate()  # not by closing stdin: a child forked meanwhile, such as a data worker, has it too
         self.process.wait()
 
 

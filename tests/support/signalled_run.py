@@ -85,7 +85,7 @@ class Runs:
         return [os.waitstatus_to_exitcode(status) for status in statuses], said
 
     def stop(self):
-        self._process.stdin.close()
+        self._process.terminate()  # not by closing stdin: a child forked meanwhile, such as a data worker, has it too
         self._process.wait(60)
 
 
