@@ -126,7 +126,7 @@ def test_an_error_of_the_writer_process_comes_with_its_cause_and_where_it_was(ma
 
 
 def test_what_cannot_reach_the_writer_process_is_refused_at_once(make, tmp_path):
-    with pytest.raises(ValueError, match="the hook cannot be sent to the writer process"):
+    with pytest.raises(ValueError, match="subprocess_init_fn cannot be sent to the writer process"):
         make(subprocess_init_fn=lambda: None)
     checkpointer = make()
     with pytest.raises(ValueError, match="what is passed to the hook cannot be sent"):
