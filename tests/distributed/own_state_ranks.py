@@ -158,9 +158,7 @@ def differing(rank, size, root):
         saver.save(ckpt_id)
     logging.getLogger("recckpt").removeHandler(told)
     logging.disable(logging.CRITICAL)
-    names = [
-        text.partition(":")[0] for text in told.texts if " differs on " in text
-    ]
+    names = [text.partition(":")[0] for text in told.texts if " differs on " in text]
     others = "rank 1" if size == 2 else "ranks 1, 2"
     expected = [f"dense 'weight' differs on {others}", f"register_for_checkpointing 'v' differs on {others}"]
     assert names == (expected if rank == 0 else []), told.texts
