@@ -28,6 +28,7 @@ from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import BATCH_BYTES, PartPlan, SparseSaver, plan_parts, row_bytes
 from recckpt.storage import Storage
 from recckpt.storage.base import NewFiles
+from recckpt.storage.transfers import Transfers
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -186,7 +187,8 @@ class _Rank:
 def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardRecord:
     """Write what a rank writes, its rows aside, and return what it would send."""
     # A saver without rows and a rank that talks to nobody have all that a writer asks of them, and no more.
-    writer = ShardWriter(intent, storage, HollowSaver(job, storage.url), 1, _Rank(rank, job.ranks))  # type: ignore[arg-type]
+    saver, of = HollowSaver(job, storage.url), _Rank(rank, job.ranks)
+    writer = ShardWriter(intent, storage, saver, 1, of, transfers=Transfers())  # type: ignore[arg-type]
     with Progress("", 0) as progress:
         return writer.write(staged(job), progress)
 
@@ -201,5 +203,5 @@ def save_as_rank_0(
 ) -> Manifest:
     """Save, as rank 0 of many."""
     ranks = Ranks(0, job.ranks, Connection(lambda: OneOfMany(job, others)))
-    to = Destination(storage, fence, ranks, HollowSaver(job, storage.url), 1, max_keep)
+    to = Destination(storage, fence, ranks, HollowSaver(job, storage.url), 1, max_keep, Transfers())
     return save(staged(job), info, to)

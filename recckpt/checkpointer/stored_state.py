@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import struct
 import zipfile
@@ -78,9 +79,9 @@ class StoredState:
                 data = archive.read(f"{root}/data.pkl")
                 byteorder = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in entries else b"little"
                 n_entries = len(archive.infolist())
-        except OSError:
-            raise
         except Exception as error:  # zipfile raises many kinds for other bytes
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a place before the file gives
+                raise
             found = f"not such a file ({type(error).__name__}: {error!s:.200})"
             raise self._corrupt("", found, "a zip file of torch.save") from error
         if len(entries) != n_entries or byteorder != b"little":

@@ -20,7 +20,6 @@ from recckpt.output_dir.manifests import listed_files, read_manifest
 from recckpt.output_dir.recis import is_of_recis
 from recckpt.storage import Storage
 from recckpt.storage.retry import RetryPolicy
-from recckpt.storage.transfers import VISIBLE
 
 
 def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool) -> tuple[Intent, int]:
@@ -56,9 +55,7 @@ def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, ove
     raise AssertionError("the names of attempts have no end")
 
 
-def commit(
-    storage: Storage, fence: Fence, directory: str, record: Manifest, visible: RetryPolicy = VISIBLE
-) -> Manifest:
+def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, visible: RetryPolicy) -> Manifest:
     """Make a checkpoint visible and return its manifest; it is durable then, by the owner of the output dir.
 
     Raises:

@@ -20,7 +20,7 @@ from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import HashingSink, NewFiles, Storage
 from recckpt.storage.staged_upload import Outbox
-from recckpt.storage.transfers import STRAIGHT, Transfers
+from recckpt.storage.transfers import Transfers
 from recckpt.text import Progress
 
 
@@ -56,7 +56,7 @@ class ShardWriter:
         concurrency: int,
         ranks: Ranks,
         *,
-        transfers: Transfers = STRAIGHT,
+        transfers: Transfers,
     ) -> None:
         self._intent, self._storage, self._transfers = intent, storage, transfers
         self._sparse_saver, self._concurrency = sparse_saver, concurrency

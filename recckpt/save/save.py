@@ -32,7 +32,7 @@ from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
-from recckpt.storage.transfers import STRAIGHT, Transfers
+from recckpt.storage.transfers import Transfers
 from recckpt.text import Progress
 from recckpt.types import SlotSpec
 
@@ -59,7 +59,7 @@ class Destination:
     sparse_saver: SparseSaver
     concurrency: int
     max_keep: int | Keep | None
-    transfers: Transfers = STRAIGHT
+    transfers: Transfers
 
 
 def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = False) -> Manifest:
@@ -83,7 +83,7 @@ def save(staged: Staged, info: SaveInfo, to: Destination, *, overwrite: bool = F
 
         def commit_all() -> Manifest:
             manifest = replace(_manifest(info, intent, seq, staged, records), names=names)
-            record = commit(storage, fence, intent.directory, manifest)
+            record = commit(storage, fence, intent.directory, manifest, to.transfers.visible)
             info.outcome.is_committed = True
             return record
 

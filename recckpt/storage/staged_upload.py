@@ -14,7 +14,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.storage.base import Sink, Storage
 from recckpt.storage.sink_file import HashingSink
 from recckpt.storage.staging_dir import WorkDir
-from recckpt.storage.transfers import STRAIGHT, Transfers
+from recckpt.storage.transfers import Transfers
 from recckpt.storage.upload_limit import UploadSlots
 
 _CHUNK_BYTES = 8 << 20
@@ -23,7 +23,7 @@ _CHUNK_BYTES = 8 << 20
 class Outbox:
     """The new files of one save, which are in the storage once :meth:`publish` has returned. Thread-safe."""
 
-    def __init__(self, storage: Storage, transfers: Transfers = STRAIGHT) -> None:
+    def __init__(self, storage: Storage, transfers: Transfers) -> None:
         self._storage, self._slots, self._work_dir = storage, transfers.slots, transfers.work_dir
         self._copies: list[_Copy] = []
         self._lock = threading.Lock()

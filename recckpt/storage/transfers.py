@@ -33,9 +33,6 @@ class Transfers:
     visible: RetryPolicy = VISIBLE
 
 
-STRAIGHT = Transfers()
-
-
 def transfers_of(
     output_dir: str,
     *,

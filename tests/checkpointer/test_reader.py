@@ -205,6 +205,16 @@ def test_any_flipped_bit_is_found_or_means_nothing(tmp_path):
     assert check_flips(tmp_path, lambda n_bits: range(0, n_bits, stride)) > 50
 
 
+def test_a_file_whose_list_of_contents_points_before_its_begin_is_damaged(tmp_path):
+    file = written(tmp_path, {"w": torch.ones(2)})
+    data = bytearray(file.read_bytes())
+    at = data.rindex(b"PK\x05\x06") + 16  # of the end record: where the list begins
+    data[at + 2] += 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="Invalid argument"):
+        READER.read(tmp_path)
+
+
 def test_a_file_that_was_cut_off_is_found_to_be(tmp_path):
     file = written(tmp_path, everything())
     data = file.read_bytes()

@@ -113,6 +113,7 @@ class CheckedDir:
         self._ever.add(ckpt_id)
         current = self.current
         kept = current[-self.max_keep if self.max_keep else 0 :]
+        kept += [version for version in current if version.step is not None][-1:]  # a save by hand leaves a run its own
         kept += [version for version in current if version.ckpt_id in self._pinned]
         kept += [version for version in self.versions if version.damage == "shape"]
         if rotated:

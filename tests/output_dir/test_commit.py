@@ -13,6 +13,7 @@ from recckpt.output_dir.attempt import Intent
 from recckpt.output_dir.commit import write_index
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.storage import Storage, open_storage
+from recckpt.storage.transfers import VISIBLE
 from recckpt.types import SlotSpec
 
 
@@ -28,7 +29,7 @@ def begin(storage: Storage, ckpt_id: str, overwrite: bool = False, step: int | N
 
 
 def commit(storage: Storage, directory: str, manifest: Manifest) -> None:
-    committing.commit(storage, fence_of(storage), directory, manifest)
+    committing.commit(storage, fence_of(storage), directory, manifest, VISIBLE)
 
 
 def record(storage: Storage, attempt: Intent, data: bytes = b"x") -> Manifest:

@@ -134,7 +134,8 @@ def test_ranks_wait_for_what_they_see_late_of_each_other(ranks, tmp_path):
 
 def test_a_rank_that_never_sees_what_was_written_fails_both(ranks, tmp_path):
     late = {"rng_1.pt": [None] * 10_000}, {"INTENT": [None]}
-    for _, error, text in ((one["failed"][0], *one["failed"][1:]) for one in ranks.run(tmp_path / "runs", late=late)):
+    found = ranks.run(tmp_path / "runs", late=late, visible_sec=3)
+    for _, error, text in (one["failed"] for one in found):
         assert error == 0
         assert "rng_1.pt" in text
-        assert "looking for up to 60 s for what was written failed: found no such file" in text
+        assert "looking for up to 3 s for what was written failed: found no such file" in text

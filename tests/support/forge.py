@@ -31,6 +31,7 @@ from recckpt.sparse.files.saver import BATCH_BYTES, SparseSaver
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.storage import HashingSink, Storage, open_storage
 from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.transfers import VISIBLE
 
 
 def filled(
@@ -118,7 +119,7 @@ def save_tables(
         attempt.epoch,
         **fields,
     )
-    commit(storage, fence_of(storage), attempt.directory, record)
+    commit(storage, fence_of(storage), attempt.directory, record, VISIBLE)
     return record
 
 
