@@ -43,10 +43,9 @@ from recckpt.load.source import Source
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
-from recckpt.output_dir.attempt import Intent
+from recckpt.output_dir.checkpoint_dir import Intent, read_manifest
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.manifests import read_manifest
 from recckpt.save import save as saving
 from recckpt.save.rank_files import ShardRecord
 from recckpt.save.save_info import SaveInfo
@@ -196,7 +195,7 @@ class RankZero:
             check_sizes=(committing, "check_files"),
             put=(self._storage, "put_if_absent"),
             list=(fencing, "list_checkpoints"),
-            index=(saving, "write_index"),
+            index=(fencing.Fence, "write_index"),
             remove=(rotation, "remove"),
         )
         self._storage.calls.clear()

@@ -18,7 +18,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice, gen_slice
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir.attempt import Intent
+from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.save.rank_files import ShardRecord, ShardWriter

@@ -22,7 +22,7 @@ from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.source import Source, located_bank
 from recckpt.output_dir.at_path import locate_path, open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.process_group import this_rank
 from recckpt.sparse.optim.optimizer import SparseOptimizer

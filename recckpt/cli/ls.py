@@ -10,7 +10,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.output_dir.at_path import open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
-from recckpt.output_dir.pins import pinned_ids
+from recckpt.output_dir.rotation import pinned_ids
 from recckpt.storage import Storage, open_storage
 from recckpt.text import count, escaped, grid, one_line, plural, size
 

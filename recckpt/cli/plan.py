@@ -12,7 +12,7 @@ from recckpt.errors import LoadConfError, RecckptError
 from recckpt.load.inventory import listed_inventory
 from recckpt.load.model_bank import plan_load
 from recckpt.load.source import located_bank
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import until_whole
 from recckpt.text import one_line
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from recckpt.cli.result import CommandError, Outcome, usage_checked
 from recckpt.format.manifest import TableEntry
 from recckpt.inspect.reader import CheckpointReader
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.arrow_format import ID, column_values
 from recckpt.text import cell, escaped, grid
 

@@ -13,8 +13,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest, TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import HeldFiles, until_whole
 from recckpt.storage import Storage
 from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural, size
 from recckpt.types import SlotSpec

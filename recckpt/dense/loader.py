@@ -16,7 +16,7 @@ from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
-from recckpt.output_dir.checked import read_checked
+from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.storage.base import Files
 
 Found = Tensor | StoredTensor

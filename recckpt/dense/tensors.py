@@ -17,7 +17,7 @@ from recckpt.format import layout, tensor_index
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.manifest import Manifest
 from recckpt.format.tensor_index import EXTRA, MODEL, Chunk, TensorIndex
-from recckpt.output_dir.checked import read_checked
+from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.storage.base import Files
 from recckpt.text import nearest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import PurePosixPath
 from urllib.parse import quote, unquote
@@ -69,6 +69,11 @@ def is_encodable(name: str) -> bool:
 def decode_id(encoded: str) -> str:
     """Return the checkpoint id that :func:`encode_id` encoded."""
     return unquote(encoded)
+
+
+def encode_index(ckpt_ids: Iterable[str]) -> bytes:
+    """Return the index file of checkpoints, oldest first: their encoded ids, one a line."""
+    return "".join(f"{encode_id(ckpt_id)}\n" for ckpt_id in ckpt_ids).encode()
 
 
 def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:

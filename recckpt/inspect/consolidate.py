@@ -12,8 +12,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import HeldFiles, until_whole
 from recckpt.storage import SinkFile, Storage, open_parent
 from recckpt.text import Progress
 

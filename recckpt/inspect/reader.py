@@ -17,8 +17,7 @@ from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import HeldFiles, until_whole
 from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.table_reader import TableReader, table_schema

@@ -11,12 +11,10 @@ from functools import partial
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.output_dir import rotation
-from recckpt.output_dir.attempt import read_intent
+from recckpt.output_dir.checkpoint_dir import read_intent, read_manifest
 from recckpt.output_dir.claims import last_takeover, read_claim
-from recckpt.output_dir.commit import write_index
-from recckpt.output_dir.index_file import index_problem
+from recckpt.output_dir.index_file import index_problem, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
-from recckpt.output_dir.manifests import read_manifest
 from recckpt.storage import Storage, open_storage
 
 _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that runs has one for an instant
@@ -88,13 +86,13 @@ def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
     if not is_output_dir and not any(left.is_dead for left, _ in found):
         what = storage.why_empty() or "found no checkpoint"
         raise CheckpointNotFoundError(f"{storage.url}: {what}, expected an output dir")
-    problem = index_problem(storage, [checkpoint.ckpt_id for checkpoint in listing.current])
-    if problem and not dry_run:
-        write_index(storage, listing)
+    problem = index_problem(storage, listing.ckpt_ids)
+    if problem and not dry_run and not is_of_recis(storage):
+        storage.replace(layout.INDEX_FILE, layout.encode_index(listing.ckpt_ids))
     dead = [left.path for left, _ in found if left.is_dead]
     return Repaired(
         url=storage.url,
-        checkpoints=tuple(checkpoint.ckpt_id for checkpoint in listing.current),
+        checkpoints=tuple(listing.ckpt_ids),
         index_problem=problem,
         leftovers=tuple(left for left, _ in found),
         damaged={name: str(error) for name, error in listing.damaged.items()},

@@ -15,7 +15,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest, TableEntry
-from recckpt.output_dir.manifests import read_manifest
+from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.id_check import FormerShards, Int64s

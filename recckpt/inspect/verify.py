@@ -11,9 +11,9 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify_checkpoint import Checkup, newer, unreadable
 from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.checkpoint_dir import has_manifest
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
 from recckpt.output_dir.listing import attempt_dirs
-from recckpt.output_dir.manifests import has_manifest
 from recckpt.parallel.threads import run_all
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.text import Progress

@@ -16,9 +16,14 @@ from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import FileEntry, Manifest, TableEntry
 from recckpt.format.tensor_index import TensorIndex
-from recckpt.output_dir.attempt import Intent, encode_intent, read_intent
-from recckpt.output_dir.checked import read_checked
-from recckpt.output_dir.manifests import file_problems, read_manifest
+from recckpt.output_dir.checkpoint_dir import (
+    Intent,
+    encode_intent,
+    file_problems,
+    read_checked,
+    read_intent,
+    read_manifest,
+)
 from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing

@@ -15,7 +15,7 @@ from recckpt.manager.autosave import Autosave
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run, pinned_id
 from recckpt.manager.signals import Signals, SignalWatch
-from recckpt.output_dir import pins
+from recckpt.output_dir import rotation
 from recckpt.parallel.one_process import OneProcess
 from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule
 from recckpt.policies.when import When, as_when, check_ephemeral
@@ -212,12 +212,12 @@ class CheckpointManager(OneProcess):
             CheckpointNotFoundError: this step is not committed.
         """
         self._check_process()
-        pins.pin(self._saver.storage, pinned_id(step))
+        rotation.pin(self._saver.storage, pinned_id(step))
 
     def unpin(self, step: int) -> None:
         """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
         self._check_process()
-        pins.unpin(self._saver.storage, pinned_id(step))
+        rotation.unpin(self._saver.storage, pinned_id(step))
 
     def restore(
         self,

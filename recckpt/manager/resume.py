@@ -20,7 +20,7 @@ from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.model_state import ModelState
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import Ranks
 
 log = logging.getLogger("recckpt")
@@ -184,5 +184,5 @@ class Restorer:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
         if self._ranks.rank == 0:
             found_ids = [checkpoint.ckpt_id for checkpoint in reversed(found)]
-            warn_of_index(storage, found_ids, lambda: [again.ckpt_id for again in list_checkpoints(storage).current])
+            warn_of_index(storage, found_ids, lambda: list_checkpoints(storage).ckpt_ids)
         return found

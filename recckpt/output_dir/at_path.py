@@ -6,9 +6,9 @@ import re
 
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.format import layout
+from recckpt.output_dir.checkpoint_dir import file_problems, read_manifest
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, attempt_dirs, newest
-from recckpt.output_dir.manifests import file_problems, read_manifest
 from recckpt.storage import Storage, open_parent, open_storage
 
 

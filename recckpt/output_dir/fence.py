@@ -17,6 +17,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFen
 from recckpt.format import layout
 from recckpt.format.json_fields import MAX_COUNT
 from recckpt.output_dir import rotation
+from recckpt.output_dir.checkpoint_dir import Manifests
 from recckpt.output_dir.claims import (
     NO_TAKEOVER,
     Claim,
@@ -27,9 +28,8 @@ from recckpt.output_dir.claims import (
     last_takeover,
     read_claim,
 )
-from recckpt.output_dir.index_file import warn_of_index
+from recckpt.output_dir.index_file import is_of_recis, warn_of_index
 from recckpt.output_dir.listing import Listing, list_checkpoints
-from recckpt.output_dir.manifests import Manifests
 from recckpt.storage import Storage
 from recckpt.text import plural
 
@@ -63,6 +63,7 @@ class Fence:
         self._claim: Claim | None = None
         self._takeover = NO_TAKEOVER
         self._lost: WriterFencedError | None = None
+        self._is_of_recis = False
 
     @property
     def epoch(self) -> int:
@@ -113,7 +114,8 @@ class Fence:
                 plural(len(listing.current), "checkpoint"),
                 listing.current[-1].ckpt_id,
             )
-        warn_of_index(self._storage, [checkpoint.ckpt_id for checkpoint in listing.current])
+        self._is_of_recis = is_of_recis(self._storage)
+        warn_of_index(self._storage, listing.ckpt_ids)
         self.listing = listing
 
     def is_spent(self, directory: str) -> bool:
@@ -122,6 +124,11 @@ class Fence:
         if step is None:
             return directory in self._takeover.directories
         return directory == layout.step_id(step) and step <= self._takeover.highest_step
+
+    def write_index(self) -> None:
+        """Bring the index file up to date with the listing; that of RecIS is left as it is."""
+        if not self._is_of_recis:
+            self._storage.replace(layout.INDEX_FILE, layout.encode_index(self.listing.ckpt_ids))
 
     def check(self) -> None:
         """Do nothing while nobody has taken the output dir over.

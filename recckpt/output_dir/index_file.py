@@ -1,22 +1,24 @@
-"""The index file: a hint for people and scripts, compared with the manifests and made anew, and never relied on."""
+"""The index file: a hint for people and scripts, compared with the manifests and made anew, and never relied on.
+
+RecIS has a file of this name too: its output dirs are told apart, said to be so, and left alone.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 
 from recckpt.format import layout
-from recckpt.output_dir.recis import NOTE, is_of_recis
 from recckpt.storage import NotPlainError, Storage
 
 log = logging.getLogger("recckpt")
 
+NOTE = "this is an output dir of RecIS, whose checkpoints recckpt does not read"
+_FILES = ("tensorkey.json", "index")  # in every checkpoint of RecIS, and in none of ours
+_MAX_BYTES = 1 << 20
+
 _MISSING, _STALE = "missing", "stale"  # what a death between two steps of a save leaves, or a save that is under way
-
-
-def encode_index(ckpt_ids: Sequence[str]) -> bytes:
-    """Return the index file of committed checkpoints, oldest first."""
-    return "".join(f"{layout.encode_id(ckpt_id)}\n" for ckpt_id in ckpt_ids).encode()
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
@@ -29,7 +31,7 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
     Raises:
         OSError: the storage failed.
     """
-    expected = encode_index(ckpt_ids)
+    expected = layout.encode_index(ckpt_ids)
     try:
         found = storage.read(layout.INDEX_FILE, 2 * len(expected) + layout.MAX_ID_BYTES)
     except FileNotFoundError:
@@ -70,3 +72,22 @@ def warn_of_index(
             layout.INDEX_FILE,
             problem,
         )
+
+
+def is_of_recis(storage: Storage) -> bool:
+    """Say whether the ``checkpoint`` file of an output dir is one of RecIS, or the dir itself is its checkpoint."""
+    try:
+        lines = storage.read(layout.INDEX_FILE, _MAX_BYTES).decode(errors="replace").split()
+    except OSError:
+        lines = []
+    newest = [line for line in lines[-1:] if re.fullmatch(r"\w[\w.-]*", line, re.ASCII)]
+    return any(_has_files(storage, directory) for directory in ("", *newest))
+
+
+def _has_files(storage: Storage, directory: str) -> bool:
+    try:
+        for name in _FILES:
+            storage.size(layout.join(directory, name))
+    except OSError:
+        return False
+    return True

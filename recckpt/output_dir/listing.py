@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
+from recckpt.output_dir.checkpoint_dir import Manifests, file_problems, read_manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
-from recckpt.output_dir.manifests import Manifests, file_problems, read_manifest
-from recckpt.output_dir.recis import NOTE, is_of_recis
+from recckpt.output_dir.index_file import NOTE, is_of_recis
 from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
@@ -84,6 +84,11 @@ class Listing:
         """The newest checkpoint of each id."""
         newest = {checkpoint.ckpt_id: checkpoint for checkpoint in self.committed}
         return [checkpoint for checkpoint in self.committed if newest[checkpoint.ckpt_id] is checkpoint]
+
+    @property
+    def ckpt_ids(self) -> list[str]:
+        """The ids, oldest first."""
+        return [checkpoint.ckpt_id for checkpoint in self.current]
 
     @property
     def is_empty(self) -> bool:

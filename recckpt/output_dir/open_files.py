@@ -1,22 +1,53 @@
-"""The files of one checkpoint, opened before they are read: its writer may remove them meanwhile."""
+"""Reading what its writer may remove: files are opened before they are read, what is gone is looked for again."""
 
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from typing import BinaryIO, TypeVar, cast
 
-from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
+from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 from recckpt.storage.mapped_files import map_copy
 from recckpt.storage.staging_dir import WorkDir
 
+log = logging.getLogger("recckpt")
+
+_TRIES = 3  # looks after the first one
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
 _T = TypeVar("_T")
+_Found = TypeVar("_Found")
+
+
+def until_whole(find: Callable[[], _Found], use: Callable[[_Found], _T], first: _Found | None = None) -> _T:
+    """Find a checkpoint and use it; where its writer removes it meanwhile, find and use what is there by then.
+
+    Args:
+        find: looks at what is committed.
+        use: reads it; may be called again, and has to make up for what it has done so far.
+        first: what has been found already; None where ``find`` is to look first.
+
+    Raises:
+        CheckpointRemovedError: each of four times it was gone before it was read.
+    """
+    try:
+        return use(find() if first is None else first)
+    except CheckpointRemovedError as error:
+        removed = error
+    for _ in range(_TRIES):
+        log.info("%s; looking again", removed)
+        try:
+            return use(find())
+        except CheckpointRemovedError as error:
+            removed = error
+        except CheckpointNotFoundError:
+            continue  # there is none at this moment, or the one that was asked for by name is gone for good
+    raise removed
 
 
 class HeldFiles:

@@ -1,15 +1,18 @@
-"""Which checkpoints go, and how they go: the manifest first, so that a crash leaves nothing that anybody trusts."""
+"""Which checkpoints go, and how they go: the manifest first, so that a crash leaves nothing that anybody trusts.
+
+Pinned ones stay, by a small file each, so that any process may pin.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import datetime, timezone
 
 from recckpt.format import layout
-from recckpt.output_dir.attempt import Intent, read_intent
-from recckpt.output_dir.listing import Checkpoint, Listing
-from recckpt.output_dir.manifests import has_manifest
+from recckpt.output_dir.checkpoint_dir import Intent, has_manifest, read_intent
+from recckpt.output_dir.listing import Checkpoint, Listing, locate
 from recckpt.parallel.threads import run_all
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import Storage
@@ -45,6 +48,32 @@ def expired(
 
     kept = {checkpoint.directory for checkpoint in current if stays(checkpoint)}
     return [checkpoint for checkpoint in listing.committed if checkpoint.directory not in kept]
+
+
+def pin(storage: Storage, ckpt_id: str) -> None:
+    """Keep a checkpoint, whatever the policy says; pinning twice is once.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint of this id, or rotation has just removed it.
+    """
+    locate(storage, ckpt_id)
+    for directory in (layout.OWN_DIR, layout.PINS_DIR):
+        with suppress(FileExistsError):
+            storage.make_dir(directory)
+    with suppress(FileExistsError):
+        storage.put_if_absent(layout.pin(ckpt_id), b"{}\n")
+    locate(storage, ckpt_id)
+
+
+def unpin(storage: Storage, ckpt_id: str) -> None:
+    """Let rotation have a checkpoint again, at the next save; unpinning what is not pinned is no error."""
+    storage.remove(layout.pin(ckpt_id))
+
+
+def pinned_ids(storage: Storage) -> set[str]:
+    """Return the ids that are pinned, of checkpoints that are gone, it may be."""
+    names = map(layout.parse_pin, storage.list_files(layout.PINS_DIR))
+    return {ckpt_id for ckpt_id in names if ckpt_id is not None}
 
 
 def leftovers(storage: Storage, listing: Listing, epoch: int) -> list[Intent]:

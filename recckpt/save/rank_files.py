@@ -12,8 +12,8 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import FileEntry, ShardEntry, TableEntry
-from recckpt.output_dir.attempt import Intent
-from recckpt.output_dir.late_files import Lookout
+from recckpt.output_dir.checkpoint_dir import Intent
+from recckpt.output_dir.commit import Lookout
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
 from recckpt.save.stage import Staged

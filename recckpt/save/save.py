@@ -18,11 +18,11 @@ from recckpt.errors import (
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, Names, TableEntry
 from recckpt.output_dir import rotation
-from recckpt.output_dir.attempt import Intent
-from recckpt.output_dir.commit import begin, commit, write_index
+from recckpt.output_dir.checkpoint_dir import Intent
+from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint, Listing
-from recckpt.output_dir.pins import pinned_ids
+from recckpt.output_dir.rotation import pinned_ids
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
 from recckpt.save import save_info
@@ -213,7 +213,7 @@ def _tidy(to: Destination, info: SaveInfo) -> None:
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
             fence.check()
-            write_index(storage, fence.listing)
+            fence.write_index()
         save_info.append(storage, info)
     except OSError as error:
         log.warning("%s: could not bring rotation, index file and timeline up to date: %s", storage.url, error)

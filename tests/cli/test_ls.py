@@ -1,7 +1,7 @@
 from builders import Run
 from forge import Forge, filled, save_tables
 
-from recckpt.output_dir.pins import pin
+from recckpt.output_dir.rotation import pin
 from recckpt.storage import open_storage
 
 

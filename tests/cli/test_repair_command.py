@@ -5,8 +5,8 @@ from builders import Run
 from forge import Forge
 
 from recckpt.inspect import repair as repairing
-from recckpt.output_dir.attempt import Intent, write_intent
-from recckpt.output_dir.pins import pin
+from recckpt.output_dir.checkpoint_dir import Intent, write_intent
+from recckpt.output_dir.rotation import pin
 from recckpt.storage import open_storage
 
 

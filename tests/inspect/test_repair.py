@@ -12,7 +12,7 @@ from recckpt.errors import CheckpointNotFoundError, FormatVersionError
 from recckpt.inspect import repair as repairing
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
-from recckpt.output_dir.attempt import Intent, write_intent
+from recckpt.output_dir.checkpoint_dir import Intent, write_intent
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 

@@ -9,8 +9,7 @@ from recckpt.errors import CheckpointExistsError, CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, TableEntry
 from recckpt.output_dir import commit as committing
-from recckpt.output_dir.attempt import Intent
-from recckpt.output_dir.commit import write_index
+from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import VISIBLE
@@ -154,7 +153,9 @@ def test_the_index_file_lists_the_ids_newest_last(storage):
     for ckpt_id in ("ckpt_9", "ckpt_10", "a/b"):
         save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
     save_tables(storage, [filled("item", [1])], ckpt_id="ckpt_9", overwrite=True)
-    write_index(storage, list_checkpoints(storage))
+    fence = fence_of(storage)
+    fence.hold()
+    fence.write_index()
     assert storage.read("checkpoint", 1000) == b"ckpt_10\na%2Fb\nckpt_9\n"
 
 
@@ -165,5 +166,7 @@ def test_the_index_file_is_never_believed(tmp_path, index):
     Path(tmp_path, "checkpoint").write_bytes(index)
     listing = list_checkpoints(storage)
     assert [c.ckpt_id for c in listing.committed] == ["ckpt_1"]
-    write_index(storage, listing)
+    fence = fence_of(storage)
+    fence.hold()
+    fence.write_index()
     assert storage.read("checkpoint", 1000) == b"ckpt_1\n"

@@ -17,7 +17,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFaile
 from recckpt.format.json_fields import seal
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
-from recckpt.output_dir.attempt import Intent, write_intent
+from recckpt.output_dir.checkpoint_dir import Intent, write_intent
 from recckpt.output_dir.claims import last_takeover, read_claim
 from recckpt.output_dir.commit import begin
 from recckpt.output_dir.fence import Fence

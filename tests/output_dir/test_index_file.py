@@ -6,7 +6,8 @@ import pytest
 from builders import Run
 from faults.watched_storage import watch
 
-from recckpt.output_dir.index_file import encode_index, index_problem
+from recckpt.format import layout
+from recckpt.output_dir.index_file import index_problem
 from recckpt.storage import open_storage
 
 WRONG = {
@@ -79,5 +80,9 @@ def test_one_that_another_process_has_made_anew_meanwhile_is_nothing_to_speak_of
 
 def test_the_index_file_of_nothing_is_none(tmp_path):
     storage = open_storage(str(tmp_path))
-    assert (encode_index([]), index_problem(storage, []), index_problem(storage, ["a b"])) == (b"", "", "missing")
-    assert encode_index(["a b", "c"]) == b"a%20b\nc\n"
+    assert (layout.encode_index([]), index_problem(storage, []), index_problem(storage, ["a b"])) == (
+        b"",
+        "",
+        "missing",
+    )
+    assert layout.encode_index(["a b", "c"]) == b"a%20b\nc\n"

@@ -9,8 +9,8 @@ from late_storage import LateStorage
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
 from recckpt.output_dir import commit as committing
-from recckpt.output_dir.attempt import write_intent
-from recckpt.output_dir.late_files import Lookout
+from recckpt.output_dir.checkpoint_dir import write_intent
+from recckpt.output_dir.commit import Lookout
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import NotPlainError
 

@@ -4,7 +4,7 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.output_dir.pins import pinned_ids
+from recckpt.output_dir.rotation import pinned_ids
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from recckpt import CheckpointReader
 from recckpt.cli import main
 from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.read_again import until_whole
+from recckpt.output_dir.open_files import until_whole
 from recckpt.storage.objects import ObjectStorage
 
 REMOVED = CheckpointRemovedError("runs/ckpt_1")

@@ -38,3 +38,14 @@ def test_saves_there_leave_its_index_alone_and_are_found(recis, caplog):
     again = table("t")
     assert CheckpointManager(run(recis, again), 1).restore() == 1
     assert len(again) == 1
+
+
+def test_a_writer_looks_once_in_its_life_whether_it_is_one(tmp_path, monkeypatch):
+    saver = run(tmp_path, table("t", [1]))
+    saver.save("a")
+    asked, read, size = [], saver.storage.read, saver.storage.size
+    monkeypatch.setattr(saver.storage, "read", lambda *args: (asked.append(args[0]), read(*args))[1])
+    monkeypatch.setattr(saver.storage, "size", lambda *args: (asked.append(args[0]), size(*args))[1])
+    saver.save("b")
+    assert not {"checkpoint", "tensorkey.json", "index"} & set(asked)
+    assert (tmp_path / "checkpoint").read_text() == "b\n"

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from recckpt import Saver
+from recckpt.output_dir.checkpoint_dir import Manifests
 from recckpt.output_dir.listing import list_checkpoints, newest
-from recckpt.output_dir.manifests import Manifests
 from recckpt.storage import open_storage
 
 

@@ -10,7 +10,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir.checked import read_checked
+from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.storage.base import Files
 

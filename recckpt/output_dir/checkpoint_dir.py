@@ -1,0 +1,170 @@
+"""What lies in the directory of one checkpoint: whose attempt it is, its manifest, and the files that this lists."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import xxhash
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout, manifest
+from recckpt.format.json_fields import parse
+from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
+from recckpt.storage.base import Files
+
+log = logging.getLogger("recckpt")
+
+_INTENT_BYTES = 1 << 16
+_HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
+
+
+@dataclass(frozen=True)
+class Intent:
+    """One try at a checkpoint, as the file ``INTENT`` in its directory tells it."""
+
+    directory: str  # that nobody else writes
+    epoch: int  # of the writer
+    save_id: str  # 32 hex digits, fresh for each attempt
+    step: int | None  # None where the writer counts none
+
+
+def write_intent(storage: Storage, intent: Intent) -> None:
+    """Mark a directory as this attempt's; FileExistsError where it is another's."""
+    storage.put_if_absent(layout.join(intent.directory, layout.INTENT), encode_intent(intent))
+
+
+def encode_intent(intent: Intent) -> bytes:
+    """Return the bytes of the file that marks an attempt's directory."""
+    return json.dumps({"epoch": intent.epoch, "save_id": intent.save_id, "step": intent.step}).encode()
+
+
+def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
+    """Return whose attempt a directory is, by a file in it, None where that cannot be told."""
+    name = layout.join(directory, file)
+    with suppress(*NOT_READABLE, CorruptCheckpointError):
+        fields = parse(storage.read(name, _INTENT_BYTES), name)
+        return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))
+    return None
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest | None:
+    """Return the manifest in a directory, None where there is none of ours; its files are not looked at.
+
+    Raises CorruptCheckpointError where it is damaged or no file, FormatVersionError where a newer format wrote it.
+    """
+    path = layout.join(directory, layout.MANIFEST)
+    try:
+        data = storage.read(path, manifest.MAX_BYTES + 1)
+    except NotPlainError as error:
+        raise missing(path, error, "a manifest") from error
+    except ABSENT:
+        return None
+    try:
+        return manifest.decode(data, path)
+    except CorruptCheckpointError:
+        if _is_foreign(storage, directory, data):
+            log.debug("%s/%s is not a manifest of recckpt, and ignored", storage.url, path)
+            return None
+        raise
+
+
+def has_manifest(storage: Storage, directory: str) -> bool:
+    """Say whether a directory has a manifest of ours, damaged or not."""
+    path = layout.join(directory, layout.MANIFEST)
+    try:
+        return not _is_foreign(storage, directory, storage.read(path, _HEAD_BYTES))
+    except NotPlainError:
+        return True
+    except ABSENT:
+        return False
+
+
+def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
+    """Say whether a file is another program's: it does not name our format, and no save has made its directory."""
+    if not data or f'"{manifest.FORMAT}"'.encode() in data[:_HEAD_BYTES]:
+        return False
+    try:
+        storage.size(layout.join(directory, layout.INTENT))
+    except ABSENT:
+        return True
+    except NotPlainError:
+        return False
+    return False
+
+
+class Manifests:
+    """The manifests that a writer has read: each is read once, since none is ever changed. Not thread-safe.
+
+    What was put in the place of one by hand has another size or stamp in the listing, and is read. Damage that changes
+    neither is not seen here; readers keep nothing, so they see it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Listed, Manifest]] = {}
+
+    def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, dict[str, Listed]]:
+        """Return what :func:`read_manifest` does, and the files of the directory as far as a listing shows them."""
+        listed = listed_files(storage, directory)
+        found = listed.get(layout.MANIFEST)
+        known = self._known.pop(directory, None)
+        record = known[1] if known and found == known[0] else read_manifest(storage, directory)
+        if record is not None and found is not None and found.stamp:
+            self._known[directory] = found, record
+        return record, listed
+
+    def forget_others(self, directories: Collection[str]) -> None:
+        """Drop what is known of other directories than these."""
+        self._known = {name: known for name, known in self._known.items() if name in directories}
+
+
+def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
+    """Return the files that one listing shows, {} where it cannot be made: each has to be asked for then."""
+    try:
+        return storage.listed(directory)
+    except OSError:  # of a bucket or directory that may be entered but not listed
+        return {}
+
+
+def unlisted(record: Manifest, listed: Mapping[str, Listed]) -> list[FileEntry]:
+    """Return the files of a manifest that a listing does not show with their size: it may lag behind."""
+    return [file for file in record.files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
+
+
+def file_problems(
+    storage: Storage, directory: str, record: Manifest, listed: Mapping[str, Listed] | None = None
+) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each file of a manifest that is not there with its size, by this listing or a new one."""
+    for file in unlisted(record, listed_files(storage, directory) if listed is None else listed):
+        name = layout.join(directory, file.name)
+        try:
+            size = storage.size(name)
+        except NOT_READABLE as error:
+            yield missing(name, error, f"{file.n_bytes} bytes")
+            continue
+        if size != file.n_bytes:
+            yield CorruptCheckpointError(name, "its size", found=f"{size} bytes", expected=f"{file.n_bytes} bytes")
+
+
+def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | None = None) -> bytes:
+    """Return the bytes of a file after checking its size, which may be ``most``, and its checksum.
+
+    Raises CorruptCheckpointError where it is missing, of another size, too large, or of another checksum.
+    """
+    path = layout.join(directory, entry.name)
+    if most is not None and entry.n_bytes > most:  # before it is read
+        raise CorruptCheckpointError(path, "its size", found=f"{entry.n_bytes} bytes", expected=f"at most {most}")
+    try:
+        data = storage.read(path, entry.n_bytes + 1)
+    except NOT_READABLE as error:
+        raise missing(path, error, f"{entry.n_bytes} bytes") from error
+    if len(data) != entry.n_bytes:
+        raise CorruptCheckpointError(path, "its size", found=len(data), expected=f"{entry.n_bytes} bytes")
+    found = xxhash.xxh3_64_intdigest(data)
+    if found != entry.xxh3:
+        raise CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{entry.xxh3:016x}")
+    return data
