@@ -9,13 +9,10 @@ if TYPE_CHECKING:
     from recckpt.checkpointer.barrier import Barrier
     from recckpt.checkpointer.builder import make_async_checkpointer, make_sync_checkpointer
     from recckpt.checkpointer.checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
-    from recckpt.checkpointer.failures import PartlyCommittedError
-    from recckpt.checkpointer.hook import WriterHook
     from recckpt.checkpointer.process import CheckpointProcess
-    from recckpt.checkpointer.rank import RankInfo
     from recckpt.checkpointer.reader import StateReader
     from recckpt.checkpointer.stager import CheckpointStager, SharedMemoryStager, StagedState
-    from recckpt.checkpointer.writer import CheckpointWriter
+    from recckpt.checkpointer.writer import CheckpointWriter, PartlyCommittedError, RankInfo, WriterHook
 
 _HOMES = {
     "make_sync_checkpointer": "builder",
@@ -29,10 +26,10 @@ _HOMES = {
     "SharedMemoryStager": "stager",
     "StagedState": "stager",
     "CheckpointProcess": "process",
-    "WriterHook": "hook",
+    "WriterHook": "writer",
     "Barrier": "barrier",
-    "RankInfo": "rank",
-    "PartlyCommittedError": "failures",
+    "RankInfo": "writer",
+    "PartlyCommittedError": "writer",
 }
 
 __all__ = [

@@ -6,11 +6,28 @@ import json
 import logging
 from abc import ABC, abstractmethod
 
-from recckpt.checkpointer.failures import RankFailedError
 from recckpt.parallel.attendance import Attendance, Store, moments
 
 _log = logging.getLogger(__name__)
 _GOOD = b"good"
+
+
+class RankFailedError(Exception):
+    """A rank failed, or did not come, at a barrier.
+
+    Attributes:
+        rank: the first that is known of.
+        reason: what it said.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one text, for other ranks and for messages."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class Barrier(ABC):

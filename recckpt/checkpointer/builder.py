@@ -8,12 +8,10 @@ from typing import Any
 
 from recckpt.checkpointer.barrier import Alone, Barrier, StoreBarrier
 from recckpt.checkpointer.checkpointer import AsyncCheckpointer, SyncCheckpointer
-from recckpt.checkpointer.hook import WriterHook
 from recckpt.checkpointer.process import CheckpointProcess
-from recckpt.checkpointer.rank import RankInfo
 from recckpt.checkpointer.reader import StateReader
 from recckpt.checkpointer.stager import SharedMemoryStager
-from recckpt.checkpointer.writer import CheckpointWriter
+from recckpt.checkpointer.writer import CheckpointWriter, RankInfo, WriterHook
 from recckpt.parallel import process_group
 from recckpt.types import positive_number
 

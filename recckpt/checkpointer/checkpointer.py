@@ -11,10 +11,9 @@ from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from recckpt.checkpointer.failures import describe
-from recckpt.checkpointer.process import CheckpointProcess, sendable, target_url
+from recckpt.checkpointer.barrier import describe
+from recckpt.checkpointer.process import CheckpointProcess, SaveFuture, sendable, target_url
 from recckpt.checkpointer.reader import StateReader
-from recckpt.checkpointer.save_future import SaveFuture
 from recckpt.checkpointer.stager import CheckpointStager, StagedState
 from recckpt.checkpointer.writer import CheckpointWriter
 from recckpt.errors import ForkedError
@@ -32,6 +31,11 @@ class Checkpointer(OneProcess, ABC):
     and loads of several threads follow each other. It belongs to the process that made it: a forked child makes its
     own, or gets :class:`recckpt.errors.ForkedError`.
     """
+
+    def __init__(self, reader: StateReader) -> None:
+        super().__init__()
+        self._reader = reader
+        self._pending: list[SaveFuture] = []
 
     @abstractmethod
     def save(
@@ -52,7 +56,6 @@ class Checkpointer(OneProcess, ABC):
             SaveFailedError: writing failed; the cause is chained.
         """
 
-    @abstractmethod
     def load(
         self,
         path: str | os.PathLike[str],
@@ -61,7 +64,7 @@ class Checkpointer(OneProcess, ABC):
         default_map_location: Any = None,
         strict: bool = False,
     ) -> dict[str, Any]:
-        """Load a state, without running any code from the file.
+        """Load a state, after the write in flight, without running any code from the file.
 
         Args:
             path: where it was saved.
@@ -78,6 +81,9 @@ class Checkpointer(OneProcess, ABC):
             StateMismatchError: keys are missing, or sizes, dtypes or types differ; nothing was changed.
             CorruptCheckpointError: the file is damaged; tensors of ``state_dict`` may have been filled already.
         """
+        with self._turn():
+            wait(self._pending)
+            return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
 
     @abstractmethod
     def close(self) -> None:
@@ -107,8 +113,8 @@ class SyncCheckpointer(Checkpointer):
     """
 
     def __init__(self, writer: CheckpointWriter, reader: StateReader) -> None:
-        super().__init__()
-        self._writer, self._reader, self._is_closed = writer, reader, False
+        super().__init__(reader)
+        self._writer, self._is_closed = writer, False
 
     def save(self, state_dict: dict[str, Any], path: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save a state and wait until it is written."""
@@ -116,18 +122,6 @@ class SyncCheckpointer(Checkpointer):
             if self._is_closed:
                 raise RuntimeError("the checkpointer is closed; make a new one")
             self._writer.write(path, state_dict, **kwargs)
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        state_dict: dict[str, Any] | None = None,
-        *,
-        default_map_location: Any = None,
-        strict: bool = False,
-    ) -> dict[str, Any]:
-        """Load a state."""
-        with self._turn():
-            return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
 
     def close(self) -> None:
         """Take no further saves."""
@@ -151,9 +145,8 @@ class AsyncCheckpointer(Checkpointer):
     def __init__(
         self, checkpoint_stager: CheckpointStager, checkpoint_process: CheckpointProcess, reader: StateReader
     ) -> None:
-        super().__init__()
-        self._stager, self._process, self._reader = checkpoint_stager, checkpoint_process, reader
-        self._pending: list[SaveFuture] = []
+        super().__init__(reader)
+        self._stager, self._process = checkpoint_stager, checkpoint_process
         weakref.finalize(self, _print_unseen, self._pending)
 
     def save(
@@ -172,19 +165,6 @@ class AsyncCheckpointer(Checkpointer):
                 raise
             self._pending.append(outcome)
             return _without_value(staged), outcome
-
-    def load(
-        self,
-        path: str | os.PathLike[str],
-        state_dict: dict[str, Any] | None = None,
-        *,
-        default_map_location: Any = None,
-        strict: bool = False,
-    ) -> dict[str, Any]:
-        """Load a state, after the write in flight."""
-        with self._turn():
-            wait(self._pending)
-            return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
 
     def close(self) -> None:
         """Close the stager, then the process, and raise the error of the last save if it was not seen yet."""

@@ -1,19 +1,20 @@
-"""One writer process, as its parent holds it."""
+"""One writer process, as its parent holds it, and the memory that they share (no torch here)."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
-from recckpt.checkpointer.arena import Arena
 from recckpt.checkpointer.worker import RemoteTracebackError, Write
 
 _PROGRAM = (
@@ -25,6 +26,36 @@ _REAP_SEC = 10.0
 
 class DiedError(Exception):
     """The writer process ended while it was needed."""
+
+
+class Arena:
+    """One block of shared memory, which grows and is kept between saves.
+
+    Not in ``/dev/shm``, whose size is small in many containers and whose files outlive a killed process.
+
+    Attributes:
+        fd: a descriptor to give to the other process.
+        memory: the block, mapped.
+        n_bytes: its size.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self.n_bytes = _anonymous_file(), 0
+        self.memory: mmap.mmap | None = None
+
+    def reserve(self, n_bytes: int) -> None:
+        """Make room for ``n_bytes``; where there is less, map the block anew.
+
+        Raises:
+            OSError: there are not so many addresses. Memory itself is taken as it is written to.
+        """
+        if n_bytes <= self.n_bytes:
+            return
+        os.ftruncate(self.fd, n_bytes)
+        self.memory, self.n_bytes = mmap.mmap(self.fd, n_bytes), n_bytes
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 class Child:
@@ -142,3 +173,10 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("recckpt-staging", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -13,20 +13,47 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from recckpt.checkpointer.barrier import Alone, Barrier
+from recckpt.checkpointer.barrier import Alone, Barrier, RankFailedError, describe
 from recckpt.checkpointer.child import Child, DiedError, rebuilt
-from recckpt.checkpointer.failures import PartlyCommittedError, RankFailedError, describe
-from recckpt.checkpointer.hook import WriterHook
-from recckpt.checkpointer.rank import RankInfo
-from recckpt.checkpointer.save_future import SaveFuture
 from recckpt.checkpointer.stager import StagedState
 from recckpt.checkpointer.worker import Setup
-from recckpt.checkpointer.writer import storage_at
+from recckpt.checkpointer.writer import PartlyCommittedError, RankInfo, WriterHook, storage_at
 from recckpt.errors import SaveFailedError
+from recckpt.parallel.one_process import OwnFuture
 from recckpt.storage import open_storage
 from recckpt.types import positive_number
 
 _log = logging.getLogger(__name__)
+
+
+class SaveFuture(OwnFuture[None]):
+    """A future that knows whether its error has been seen.
+
+    Attributes:
+        seen: whether the error was got from :meth:`result` or :meth:`exception`.
+    """
+
+    seen = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait, and raise the error if there is one; as :class:`concurrent.futures.Future` does."""
+        try:
+            super().result(timeout)
+        except BaseException as error:
+            self.seen = self.seen or (self.done() and error is super().exception())
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the error if there is one; as :class:`concurrent.futures.Future` does."""
+        error = super().exception(timeout)
+        self.seen = True
+        return error
+
+    def raise_unseen(self) -> None:
+        """Wait, and raise an error that was not seen yet."""
+        error = super().exception()
+        if error is not None and not self.seen:
+            raise error
 
 
 class CheckpointProcess:

@@ -15,11 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
-from recckpt.checkpointer.barrier import Barrier
-from recckpt.checkpointer.failures import RankFailedError
-from recckpt.checkpointer.hook import WriterHook
-from recckpt.checkpointer.rank import RankInfo
-from recckpt.checkpointer.writer import CheckpointWriter
+from recckpt.checkpointer.barrier import Barrier, RankFailedError
+from recckpt.checkpointer.writer import CheckpointWriter, RankInfo, WriterHook
 from recckpt.dense.torch_archive import Contents
 from recckpt.storage import open_storage
 

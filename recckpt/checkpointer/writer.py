@@ -3,17 +3,71 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from recckpt.checkpointer.barrier import Alone, Barrier
-from recckpt.checkpointer.failures import PartlyCommittedError, RankFailedError, describe
-from recckpt.checkpointer.hook import WriterHook
-from recckpt.checkpointer.rank import RankInfo
+from recckpt.checkpointer.barrier import Alone, Barrier, RankFailedError, describe
 from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.errors import SaveFailedError
 from recckpt.storage import SinkFile, Storage, open_storage
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank among others.
+
+    Attributes:
+        global_rank: 0 to ``global_world_size`` - 1.
+        global_world_size: number of ranks that save together.
+    """
+
+    global_rank: int
+    global_world_size: int
+
+    def __post_init__(self) -> None:
+        rank, size = self.global_rank, self.global_world_size
+        if not (type(rank) is int and type(size) is int and 0 <= rank < size):
+            raise ValueError(f"global_rank must be 0 to global_world_size - 1, found rank {rank!r} of {size!r}")
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file of this rank; part of the format."""
+        return f"checkpoint_{self.global_rank}.pt"
+
+
+class WriterHook(ABC):
+    """Called on each rank by its writer; with an :class:`AsyncCheckpointer`, in the writer process.
+
+    Follows the hook of the same name in ``torch.distributed.checkpoint._experimental``, with one difference: there
+    the file is in place before ``pre_commit``.
+    """
+
+    @abstractmethod
+    def pre_commit(self, path: str, **kwargs: Any) -> None:
+        """Act once the bytes of this rank are durable but not yet visible. An error drops the save, on all ranks.
+
+        Args:
+            path: the directory of the checkpoint, absolute or a URL.
+            kwargs: what was passed to ``save``.
+        """
+
+    @abstractmethod
+    def post_commit(self, path: str, **kwargs: Any) -> None:
+        """Act once the files of all ranks are in place. An error is raised on all ranks, and the files stay."""
+
+
+class PartlyCommittedError(SaveFailedError):
+    """A rank failed after all had agreed to put their files in place: in doing so, or in its ``post_commit``."""
+
+    def __init__(self, ckpt_id: str, rank: int, cause: str) -> None:
+        super().__init__(ckpt_id, rank, cause)
+        self.args = (
+            f"saving {ckpt_id!r}: rank {rank} failed while or after putting its file in place: {cause}; "
+            "files of other ranks may be new already: mend the cause and save again",
+        )
 
 
 class CheckpointWriter:

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from recckpt.checkpointer.barrier import Alone, StoreBarrier
-from recckpt.checkpointer.failures import RankFailedError
+from recckpt.checkpointer.barrier import Alone, RankFailedError, StoreBarrier
 
 SIZE = 3
 

@@ -177,7 +177,7 @@ def test_the_process_has_nothing_of_its_parent_but_what_it_needs(make, tmp_path)
 ORPHAN = """
 import pickle, sys
 from recckpt.checkpointer import RankInfo
-from recckpt.checkpointer.arena import Arena
+from recckpt.checkpointer.child import Arena
 from recckpt.checkpointer.child import Child
 from recckpt.checkpointer.worker import Setup
 from writer_hooks import Pausing

@@ -9,7 +9,7 @@ import torch
 from checkpointing import everything
 
 from recckpt.checkpointer import SharedMemoryStager
-from recckpt.checkpointer.arena import Arena
+from recckpt.checkpointer.child import Arena
 
 
 @pytest.fixture
