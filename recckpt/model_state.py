@@ -28,7 +28,7 @@ from recckpt.parallel.process_group import this_rank
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.storage import Storage, open_storage
-from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.transfers import WorkDir
 from recckpt.types import HashTable, positive_int
 
 

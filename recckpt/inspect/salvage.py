@@ -21,7 +21,7 @@ from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.id_check import FormerShards, Int64s
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import NOT_READABLE, SinkFile, Storage, missing, open_parent, open_storage
-from recckpt.storage.mapped_files import mapped
+from recckpt.storage.local_files import mapped
 from recckpt.text import Progress, escaped
 
 

@@ -20,7 +20,7 @@ from recckpt.sparse.files.loader import CheckpointLoad, Loaded, load_tables
 from recckpt.sparse.files.table_fill import TableLoad
 from recckpt.sparse.split import load_dense
 from recckpt.sparse.table.table import HashTable as OurTable
-from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, HashTable
 

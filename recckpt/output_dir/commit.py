@@ -17,8 +17,7 @@ from recckpt.output_dir.checkpoint_dir import Intent, listed_files, read_intent,
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.storage import Storage
-from recckpt.storage.backend_errors import TryAgainError
-from recckpt.storage.retry import Retries, RetryPolicy
+from recckpt.storage.retry import Retries, RetryPolicy, TryAgainError
 
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 

@@ -13,8 +13,8 @@ from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, Corr
 from recckpt.format import layout
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
-from recckpt.storage.mapped_files import map_copy
-from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.local_files import map_copy
+from recckpt.storage.transfers import WorkDir
 
 log = logging.getLogger("recckpt")
 

@@ -16,7 +16,7 @@ from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.split import state_of
 from recckpt.sparse.table.table import HashTable
 from recckpt.storage import Storage
-from recckpt.storage.staging_dir import WorkDir
+from recckpt.storage.transfers import WorkDir
 from recckpt.text import size
 
 

@@ -6,10 +6,20 @@ import os
 import re
 from pathlib import Path
 
-from recckpt.storage.base import ABSENT, NOT_READABLE, Draft, Listed, NewFiles, Sink, Storage, missing
+from recckpt.storage.base import (
+    ABSENT,
+    NOT_READABLE,
+    Draft,
+    HashingSink,
+    Listed,
+    NewFiles,
+    NotPlainError,
+    Sink,
+    SinkFile,
+    Storage,
+    missing,
+)
 from recckpt.storage.local import LocalStorage
-from recckpt.storage.plain_files import NotPlainError
-from recckpt.storage.sink_file import HashingSink, SinkFile
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+", re.ASCII)
 

@@ -1,13 +1,33 @@
-"""What every storage promises."""
+"""What every storage promises, and its files as the file objects of Python."""
 
 from __future__ import annotations
 
+import errno
+import io
+import stat
 from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+import xxhash
+
 from recckpt.errors import CorruptCheckpointError
-from recckpt.storage.plain_files import NotPlainError
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotPlainError(OSError):
+    """A link, FIFO or device is in the place of a file or directory of a checkpoint."""
+
+    found = "not a plain file"  # what it is
+
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # raised for a file that does not exist
 NOT_READABLE = (*ABSENT, NotPlainError)  # or that must not be read
@@ -17,6 +37,21 @@ def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
     """Return the error for a file that a checkpoint should have; ``path`` is its name in the output dir."""
     found = error.found if isinstance(error, NotPlainError) else "no such file"
     return CorruptCheckpointError(path, "", found=found, expected=expected)
+
+
+def refused(found: str, path: str) -> NotPlainError:
+    """Return the error for something else in the place of a file or directory."""
+    is_link = found.startswith(_KINDS[stat.S_IFLNK])
+    problem = f"found {found}, expected {'no link' if is_link else 'a plain file'}; recckpt does not "
+    problem += "follow links inside an output dir, which may itself be one" if is_link else "open it"
+    error = NotPlainError(errno.ELOOP if is_link else errno.EINVAL, problem, path)
+    error.found = f"unsafe path: {found}" if is_link else f"{found}, not a plain file"
+    return error
+
+
+def kind_of(mode: int) -> str:
+    """Return what kind of thing a mode that is not a file's says."""
+    return _KINDS.get(stat.S_IFMT(mode), "something unknown")
 
 
 class Sink(ABC):
@@ -58,6 +93,48 @@ class Draft(Sink):
     @abstractmethod
     def seal(self) -> None:
         """Make the bytes durable but not visible yet, so that closing can hardly fail; closing calls this if needed."""
+
+
+class SinkFile(io.RawIOBase):
+    """A file object over a sink, without seeking; closing it leaves the sink open."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        return self._sink.write(data)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes so far."""
+        return self._sink.n_bytes
+
+    def tell(self) -> int:
+        """Return the bytes so far."""
+        return self._sink.n_bytes
+
+
+class HashingSink(SinkFile):
+    """A file object over a sink, with the checksum of what was written."""
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__(sink)
+        self._hash = xxhash.xxh3_64()
+
+    @property
+    def xxh3(self) -> int:
+        """Checksum of the bytes so far."""
+        return self._hash.intdigest()
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        self._hash.update(data)
+        return super().write(data)
 
 
 class Listed(NamedTuple):

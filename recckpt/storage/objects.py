@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from recckpt.storage.backend_errors import TryAgainError, is_conflict
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
+from recckpt.storage.retry import TryAgainError, is_conflict
 from recckpt.storage.upload import Put, Upload, UploadDraft
 
 log = logging.getLogger("recckpt")
@@ -58,7 +58,6 @@ class ObjectStorage(RemoteStorage):
             raise FileExistsError(errno.EEXIST, "making a directory failed: exists already", self._url(name))
 
     def create(self, name: str) -> Sink:
-        """Open an upload that is published when it closes."""
         return self._upload(Upload, name, lambda data: self._put(name, data))
 
     def draft(self, name: str) -> Draft:
@@ -77,7 +76,6 @@ class ObjectStorage(RemoteStorage):
         """Do nothing: a published object is durable."""
 
     def list_dirs(self) -> list[str]:
-        """Return the first segments of the names below the root."""
         try:
             entries = self._call("listing", "", lambda: self._fs.ls(self._root, detail=True))
         except FileNotFoundError:
@@ -85,7 +83,6 @@ class ObjectStorage(RemoteStorage):
         return sorted(str(e["name"]).rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "directory")
 
     def list_files(self, directory: str) -> list[str]:
-        """Return the names of all objects below a prefix."""
         return sorted(self._find(directory))
 
     def listed(self, directory: str) -> dict[str, Listed]:

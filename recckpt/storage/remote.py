@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 import fsspec
 
-from recckpt.storage.backend_errors import os_error, status_of
 from recckpt.storage.base import Storage
-from recckpt.storage.ranged_reads import RangedFile
-from recckpt.storage.retry import Retries, RetryPolicy
+from recckpt.storage.retry import Retries, RetryPolicy, os_error, status_of
 
 _READ_AHEAD_BYTES = 4 << 20
 _T = TypeVar("_T")
@@ -41,26 +40,21 @@ class RemoteStorage(Storage):
             raise os_error(error, "connecting", self.url) from error
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for ranged reads."""
         return cast(BinaryIO, RangedFile(lambda: self._open(name), self._retries(name)))
 
     def map(self, name: str) -> memoryview | None:
-        """Return None: remote files have no maps."""
         return None
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` of a file, of one version of it, in one request."""
         return self._call("reading", name, lambda: self._read(name, max_bytes))
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
         found = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
         if found["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self._url(name))
         return int(found["size"])
 
     def remove(self, name: str) -> None:
-        """Delete a file."""
         with suppress(FileNotFoundError):
             self._call("removing", name, lambda: self._fs.rm_file(self._path(name)))
 
@@ -89,3 +83,63 @@ class RemoteStorage(Storage):
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+
+class RangedFile(io.RawIOBase):
+    """Reads a file that never changes; opens it again after a failure. Not thread-safe."""
+
+    def __init__(self, opened: Callable[[], BinaryIO], retries: Retries) -> None:
+        self._opened, self._retries, self._at = opened, retries, 0
+        self._file: BinaryIO | None = retries.call("opening", opened)
+        self._size = retries.call("looking up", self._end)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move; sends nothing to the server."""
+        to = (0, self._at, self._size)[whence] + offset
+        if to < 0:
+            raise ValueError(f"a position is not negative, found {to}")
+        self._at = to
+        return to
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        wanted = left if size is None or size < 0 else min(size, left)
+        if not wanted:
+            return b""
+        data = self._retries.call("reading", lambda: self._read(wanted))
+        self._at += len(data)
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed and self._file is not None:
+            self._file.close()
+        super().close()
+
+    def _end(self) -> int:
+        file = self._file = self._file or self._opened()
+        file.seek(0, io.SEEK_END)
+        return file.tell()
+
+    def _read(self, size: int) -> bytes:
+        file, self._file = self._file or self._opened(), None
+        file.seek(self._at)
+        data = file.read(size)
+        if len(data) != size:
+            raise OSError(f"found {len(data)} of {size} bytes at {self._at}: the file has changed")
+        self._file = file
+        return data

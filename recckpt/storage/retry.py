@@ -1,25 +1,54 @@
-"""Retries of what failed in the network: full jitter, and a deadline for each file.
+"""Retries of what failed in the network, where that may help: full jitter, and a deadline for each file.
 
 Follows "Exponential Backoff And Jitter" (M. Brooker, AWS Architecture Blog, 2015).
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
+import socket
+import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from recckpt.storage.backend_errors import is_transient, os_error
-from recckpt.storage.plain_files import NotPlainError
+from recckpt.storage.base import NotPlainError
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
 _jitter = random.Random()  # its own: a retry must not change the random numbers of training
+
+_TRANSIENT_STATUS = frozenset({408, 429})
+_TRANSIENT_CODES = frozenset(
+    {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+)
+_TRANSIENT_ERRNO = frozenset(
+    {errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE}
+    | {errno.ENETUNREACH, errno.ENETRESET, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.EAGAIN}
+)
+_TRANSIENT_NAMES = frozenset(  # of botocore, aiohttp, azure-core, paramiko and asyncio, none of which need be installed
+    {"ConnectionError", "ConnectionClosedError", "HTTPClientError", "IncompleteReadError", "ResponseParserError"}
+    | {"ClientPayloadError", "ClientConnectionError", "ServiceRequestError", "ServiceResponseError"}
+    | {"SSHException", "EOFError", "IncompleteRead", "TimeoutError", "FSTimeoutError"}
+)
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_MOST_LINKS = 16  # of a chain of causes
+_ERRNO_OF_STATUS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT, 429: errno.EBUSY}
+_ERRNO_OF_TYPE = (
+    (FileNotFoundError, errno.ENOENT),
+    (FileExistsError, errno.EEXIST),
+    (PermissionError, errno.EACCES),
+    (IsADirectoryError, errno.EISDIR),
+    (NotADirectoryError, errno.ENOTDIR),
+    (TimeoutError, errno.ETIMEDOUT),
+    (ConnectionError, errno.ECONNRESET),
+    (NotImplementedError, errno.ENOSYS),
+)
 
 
 @dataclass(frozen=True)
@@ -66,3 +95,89 @@ class Retries:
                 raise os_error(failure, operation, self.url) from failure
             log.warning("%s: %s failed, trying again in %.1f s: %r", self.url, operation, wait_sec, failure)
             self._policy.sleep(wait_sec)
+
+
+class TryAgainError(OSError):
+    """A failure that may pass by itself."""
+
+
+def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
+    """Say whether the same call may work a little later.
+
+    True for timeouts, lost connections, 408, 429, 5xx and SlowDown; false for other answers of a server (400, 401, 403,
+    404, a missing bucket) and for a device that is full or read-only.
+    ``handled`` was being handled when the call began: it is the context of ``error``, but not a cause.
+    """
+    if isinstance(error, TryAgainError):
+        return True
+    links = list(_chain(error, handled))
+    if isinstance(error, _FINAL) or any(isinstance(link, ssl.SSLCertVerificationError) for link in links):
+        return False
+    for link in links:  # the nearest that says something: aiohttp calls a broken answer a 400, behind a lost connection
+        status, code = _answer(link)
+        if _is_of_the_network(link):
+            return True
+        if status is not None:
+            return code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS or (status >= 500 and status != 501)
+    return False
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Say whether a conditional put was refused because of its condition: 409, 412, or what backends make of them."""
+    return isinstance(error, FileExistsError) or status_of(error) in (409, 412)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status that led to an error."""
+    return next((status for link in _chain(error) if (status := _answer(link)[0]) is not None), None)
+
+
+def os_error(error: BaseException, operation: str, url: str) -> OSError:
+    """Return an OSError of the fitting subclass that says what was done, where, and why it failed."""
+    reason = error.strerror if isinstance(error, OSError) else None
+    if not reason:
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+    return OSError(_errno(error), f"{operation} failed: {reason}", url)
+
+
+def _errno(error: BaseException) -> int:
+    if isinstance(error, OSError) and isinstance(error.errno, int) and error.errno > 0:
+        return error.errno
+    for kind, number in _ERRNO_OF_TYPE:
+        if isinstance(error, kind):
+            return number
+    status = status_of(error)
+    if status is None and "Timeout" in type(error).__name__:
+        return errno.ETIMEDOUT
+    return _ERRNO_OF_STATUS.get(status or 0, errno.EIO)
+
+
+def _chain(error: BaseException, handled: BaseException | None = None) -> Iterator[BaseException]:
+    """Yield an error and what led to it."""
+    link: BaseException | None = error
+    for _ in range(_MOST_LINKS):
+        if link is None or link is handled:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _answer(error: BaseException) -> tuple[int | None, str]:
+    """Return the HTTP status and the error code that a server gave, as far as there are any."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return (status if isinstance(status, int) else None), str(response.get("Error", {}).get("Code", ""))
+    for name in ("status", "status_code", "code"):  # aiohttp, azure-core, gcsfs
+        status = getattr(error, name, None)
+        if isinstance(status, int) and 100 <= status < 600:
+            return status, str(getattr(error, "error_code", ""))
+    return None, ""
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
+        return True
+    return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)

@@ -50,11 +50,9 @@ class SftpStorage(RemoteStorage):
             self.remove(probe)
 
     def make_dir(self, name: str) -> None:
-        """Make a directory exclusively."""
         self._call("making a directory", name, lambda: self._mkdir(self._path(name)))
 
     def create(self, name: str) -> Sink:
-        """Open a new file, making the directory it is in."""
         path = self._path(name)
         self._make_dirs(path.rpartition("/")[0], self._root)
         return SftpSink(self._fs, path, self._retries(name))
@@ -86,7 +84,6 @@ class SftpStorage(RemoteStorage):
                 self._call("removing", name, lambda: self._fs.ftp.remove(temporary))
 
     def replace(self, name: str, data: bytes) -> None:
-        """Rename a finished file over its name."""
         temporary = self._write_beside(name, data)
         self._call("replacing", name, lambda: self._fs.ftp.posix_rename(temporary, self._path(name)))
 
@@ -102,7 +99,6 @@ class SftpStorage(RemoteStorage):
         return sorted(e.filename for e in self._entries("") if stat.S_ISDIR(e.st_mode) and e.filename != "lost+found")
 
     def list_files(self, directory: str) -> list[str]:
-        """Return all files below a directory; links are listed, never followed."""
         return sorted(name for name, entry in self._walk(directory) if not stat.S_ISDIR(entry.st_mode))
 
     def listed(self, directory: str) -> dict[str, Listed]:
@@ -111,12 +107,10 @@ class SftpStorage(RemoteStorage):
         return {name: Listed(entry.st_size, str(entry.st_mtime or "")) for name, entry in plain.items()}
 
     def remove(self, name: str) -> None:
-        """Unlink a name."""
         with suppress(FileNotFoundError):
             self._call("removing", name, lambda: self._fs.ftp.remove(self._path(name)))
 
     def remove_empty_dirs(self, name: str) -> None:
-        """Remove a tree of empty directories."""
         found = list(self._walk(name))
         left = next((path for path, entry in found if not stat.S_ISDIR(entry.st_mode)), None)
         if left is not None:
@@ -132,7 +126,6 @@ class SftpStorage(RemoteStorage):
         return transport is not None and transport.is_active()
 
     def connect(self) -> None:
-        """Connect anew."""
         _disconnect(self._fs)
         self._fs._connect()
         _send_at_once(self._fs)

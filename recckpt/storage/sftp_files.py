@@ -8,8 +8,7 @@ import stat
 from contextlib import suppress
 from typing import Any
 
-from recckpt.storage.base import Draft, Sink
-from recckpt.storage.plain_files import kind_of, refused
+from recckpt.storage.base import Draft, Sink, kind_of, refused
 from recckpt.storage.retry import Retries
 
 _EXTENDED = 200  # SSH_FXP_EXTENDED of the protocol
@@ -23,18 +22,15 @@ class SftpSink(Sink):
         self._file = retries.call("creating", self._open)
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
         view = memoryview(data).cast("B")
         self._retries.call("writing", lambda: self._file.write(view), again=False)
         self.n_bytes += len(view)
         return len(view)
 
     def close(self) -> None:
-        """Make the file durable and look up its size."""
         self._retries.call("syncing", self._finish, again=False)
 
     def discard(self) -> None:
-        """Close and remove the file."""
         file, self._file = self._file, None
         with suppress(Exception):  # the error that led here is the one to report
             self._retries.call("closing", file.close, again=False)
@@ -68,7 +64,6 @@ class SftpDraft(SftpSink, Draft):
         super().close()
 
     def close(self) -> None:
-        """Seal it, and rename it over the older file."""
         if self._file is not None:
             self.seal()
         self._retries.call("replacing", lambda: self._fs.ftp.posix_rename(self._path, self._target))

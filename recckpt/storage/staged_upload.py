@@ -11,10 +11,8 @@ from typing import IO, Any
 import xxhash
 
 from recckpt.parallel.threads import run_all
-from recckpt.storage.base import Sink, Storage
-from recckpt.storage.sink_file import HashingSink
-from recckpt.storage.staging_dir import WorkDir
-from recckpt.storage.transfers import Transfers
+from recckpt.storage.base import HashingSink, Sink, Storage
+from recckpt.storage.transfers import Transfers, WorkDir
 from recckpt.storage.upload_limit import UploadSlots
 
 _CHUNK_BYTES = 8 << 20

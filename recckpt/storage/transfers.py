@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
+from recckpt.storage.local import LocalStorage
 from recckpt.storage.retry import RetryPolicy
-from recckpt.storage.staging_dir import WorkDir
 from recckpt.storage.upload_limit import UploadSlots
+from recckpt.text import size
 from recckpt.types import positive_int
 
 VISIBLE_SEC = 90.0  # an NFS client may use a listing for 60
 VISIBLE = RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=VISIBLE_SEC)
+
+
+class WorkDir(LocalStorage):
+    """A local directory of files without names: the system frees each when its last descriptor is closed."""
+
+    device: tuple[str, int] | None = None  # the host and the file system, once it is prepared
+
+    def prepare(self) -> None:
+        """Make the directory, check that files can be written to it, and note its file system."""
+        super().prepare()
+        self.device = socket.gethostname(), self._root.stat().st_dev
+
+    def new_file(self) -> IO[bytes]:
+        """Open a file without a name."""
+        try:
+            return tempfile.TemporaryFile(dir=self._root, prefix="recckpt-", buffering=0)
+        except OSError as error:
+            error.filename = self.url
+            raise
+
+    def check_room(self, n_bytes: int) -> None:
+        """Raise OSError if ``n_bytes`` do not fit."""
+        free = self.free_bytes()
+        if free is not None and free < n_bytes:
+            problem = f"found {size(free)} free in the work dir, expected {size(n_bytes)}; make room, or use another"
+            raise OSError(errno.ENOSPC, problem, self.url)
 
 
 @dataclass(frozen=True)

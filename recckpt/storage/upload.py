@@ -36,7 +36,6 @@ class Upload(Sink):
         self._is_sent = self._may_be_seen = False
 
     def write(self, data: Any) -> int:
-        """Buffer the bytes until they fill a part."""
         view = memoryview(data).cast("B")
         self.n_bytes += len(view)
         if self._in_one or (self._file is None and len(self._held) + len(view) <= BLOCK_BYTES):
@@ -50,7 +49,6 @@ class Upload(Sink):
         return len(view)
 
     def close(self) -> None:
-        """Publish the object, and check its size."""
         if self._file is None:
             data = bytes(self._held)
             self._may_be_seen = True
@@ -68,7 +66,6 @@ class Upload(Sink):
         self._let_go()
 
     def discard(self) -> None:
-        """Drop the parts, and remove what may have been published."""
         if self._file is not None:
             with suppress(Exception):  # the error that led here is the one to report
                 self._file.discard()
@@ -160,7 +157,6 @@ class UploadDraft(Upload, Draft):
             self._retries.call("writing", self._send_rest)
 
     def discard(self) -> None:
-        """Drop the parts; what has the name may be the older object."""
         self._may_be_seen = False
         super().discard()
 

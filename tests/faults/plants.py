@@ -50,11 +50,11 @@ SYNC = "os.fsync(fd)"
 
 
 def without_fsync(of):
-    return Plant("recckpt.storage.local:_LocalSink.close", SYNC, f"None if {of} else {SYNC}")
+    return Plant("recckpt.storage.local_files:LocalSink.close", SYNC, f"None if {of} else {SYNC}")
 
 
 def without_dir_fsync(of):
-    return Plant("recckpt.storage.local:_sync_dir", SYNC, f"None if {of} else {SYNC}")
+    return Plant("recckpt.storage.local_files:sync_entries", SYNC, f"None if {of} else {SYNC}")
 
 
 COMMIT, PUT = "recckpt.output_dir.commit:commit", "        storage.put_if_absent(path, data)\n"
@@ -92,12 +92,14 @@ PLANTS = {
     "no fsync of the output dir": without_dir_fsync("path.name == 'recorded'"),
     "an fsync that fails is passed over": tuple(
         Plant(
-            f"recckpt.storage.local:{function}", f"    {SYNC}", f"    with suppress(OSError):\n                {SYNC}"
+            f"recckpt.storage.local_files:{function}",
+            f"    {SYNC}",
+            f"    with suppress(OSError):\n                {SYNC}",
         )
-        for function in ("_LocalSink.close", "_sync_dir")
+        for function in ("LocalSink.close", "sync_entries")
     ),
     "a write that fails is taken for done": Plant(
-        "recckpt.storage.local:_LocalSink.write",
+        "recckpt.storage.local_files:LocalSink.write",
         "view = view[os.write(self._fd, view) :]",
         "with suppress(OSError):\n                os.write(self._fd, view)\n            view = view[:0]",
     ),

@@ -14,7 +14,8 @@ from recckpt.errors import SaveFailedError
 from recckpt.save import background_save
 from recckpt.save.background_save import SaveHandle
 from recckpt.sparse import HashTable, SparseAdagrad
-from recckpt.storage.local import LocalStorage, _LocalSink
+from recckpt.storage.local import LocalStorage
+from recckpt.storage.local_files import LocalSink
 
 
 def build(url):
@@ -112,8 +113,8 @@ def test_a_save_goes_on_after_a_wait_for_it_that_was_interrupted(tmp_path, gate,
 
 ROOMS = {
     "begin": (LocalStorage, "make_dir"),
-    "write": (_LocalSink, "write"),
-    "fsync": (_LocalSink, "close"),
+    "write": (LocalSink, "write"),
+    "fsync": (LocalSink, "close"),
     "commit": (LocalStorage, "put_if_absent"),
 }
 

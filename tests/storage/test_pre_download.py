@@ -19,8 +19,7 @@ from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.staging_dir import WorkDir
-from recckpt.storage.transfers import transfers_of
+from recckpt.storage.transfers import WorkDir, transfers_of
 
 DEFAULTS = {"max_uploads": None, "work_dir": None, "pre_download": False, "visible_sec": 0, "timeout_sec": 60}
 PART = "ckpt_1/sparse/00000-of-00001.g0.00.arrow"

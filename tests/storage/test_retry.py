@@ -4,8 +4,7 @@ import ssl
 
 import pytest
 
-from recckpt.storage.backend_errors import TryAgainError, is_conflict, is_transient, os_error
-from recckpt.storage.retry import Retries, RetryPolicy
+from recckpt.storage.retry import Retries, RetryPolicy, TryAgainError, is_conflict, is_transient, os_error
 
 
 class ClientError(Exception):

@@ -30,8 +30,7 @@ from recckpt.sparse.files.catalogs import read_parts
 from recckpt.sparse.files.saver import BATCH_BYTES, SparseSaver
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.storage import HashingSink, Storage, open_storage
-from recckpt.storage.staging_dir import WorkDir
-from recckpt.storage.transfers import VISIBLE
+from recckpt.storage.transfers import VISIBLE, WorkDir
 
 
 def filled(

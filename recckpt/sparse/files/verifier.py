@@ -16,7 +16,7 @@ from recckpt.sparse.files.arrow_format import ID, TABLE, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import Storage
-from recckpt.storage.mapped_files import mapped
+from recckpt.storage.local_files import mapped
 
 
 @dataclass

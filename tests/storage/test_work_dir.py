@@ -25,8 +25,7 @@ from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
 from recckpt.storage.staged_upload import Outbox
-from recckpt.storage.staging_dir import WorkDir
-from recckpt.storage.transfers import Transfers
+from recckpt.storage.transfers import Transfers, WorkDir
 
 
 @pytest.fixture

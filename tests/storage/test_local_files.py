@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from recckpt.storage.mapped_files import map_file
+from recckpt.storage.local_files import map_file
 
 
 def mapped(path, data=b"0123456789"):
