@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from recckpt.sparse.table.kernels import fence, mix64, prefetch
+from recckpt.sparse.table.kernels import compiled, fence, mix64, prefetch
 
 Int64s = npt.NDArray[np.int64]
 
@@ -103,6 +103,10 @@ class IdIndex:
             done, n_new = done + n_done, n_new + n_added
         return rows, new_ids[:n_new]
 
+    def begin_renumbering(self) -> None:
+        """Let look-ups be repeated until rows have been renumbered by :meth:`erase`, or not, by :meth:`settle`."""
+        _begin_renumbering(self._counts)
+
     def publish(self) -> None:
         """Let all see what is claimed."""
         self._counts[N_ROWS] = self._counts[N_CLAIMED]
@@ -150,7 +154,7 @@ def _prefetch_cell(cells: Any, ids: Any, i: int) -> None:
         prefetch(cells.ctypes.data + _home(ids[i], len(cells) - 1) * _CELL_BYTES)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _find(cells: Any, counts: Any, ids: Any, rows: Any) -> None:
     n_rows = counts[N_ROWS]
     fence()
@@ -160,7 +164,7 @@ def _find(cells: Any, counts: Any, ids: Any, rows: Any) -> None:
         rows[i] = row if row < n_rows else -1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _claim(  # noqa: PLR0917  # compiled functions take positions only
     cells: Any, counts: Any, ids: Any, room: int, rows: Any, new_ids: Any
 ) -> tuple[int, int]:
@@ -183,7 +187,7 @@ def _claim(  # noqa: PLR0917  # compiled functions take positions only
     return len(ids), added
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _rehash(old: Any, new: Any) -> None:
     mask = len(new) - 1
     for i in range(len(old)):
@@ -210,10 +214,15 @@ def _empty_cell(cells: Any, hole: Any) -> None:
     cells[hole, 1] = _EMPTY
 
 
-@njit(nogil=True, cache=True)
-def _drop_claims(cells: Any, counts: Any) -> None:
+@compiled
+def _begin_renumbering(counts: Any) -> None:
     counts[VERSION] |= 1
     fence()
+
+
+@compiled
+def _drop_claims(cells: Any, counts: Any) -> None:
+    _begin_renumbering(counts)
     for cell in range(len(cells)):
         while cells[cell, 1] > counts[N_ROWS]:
             _empty_cell(cells, cell)
@@ -222,7 +231,7 @@ def _drop_claims(cells: Any, counts: Any) -> None:
     counts[VERSION] += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def erase_ids(cells: Any, counts: Any, ids: Any, moved_ids: Any, rows: Any) -> None:
     """Forget ``ids`` and give ``moved_ids`` other ``rows``."""
     counts[VERSION] |= 1

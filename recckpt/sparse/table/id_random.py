@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from recckpt.sparse.table.kernels import mix64
+from recckpt.sparse.table.kernels import compiled, mix64
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _S12 = np.uint64(12)
@@ -31,7 +31,7 @@ def _uniform(key: Any, position: int) -> float:
     return np.float64(bits >> _S12) * _STEP + _HALF_STEP
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def fill_uniform(stream: Any, ids: Any, low: float, width: float, out: Any) -> None:
     """Fill ``out``, shape (len(ids), n), with values of [low, low + width)."""
     for i in range(len(ids)):
@@ -40,7 +40,7 @@ def fill_uniform(stream: Any, ids: Any, low: float, width: float, out: Any) -> N
             out[i, j] = low + width * _uniform(key, j)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def fill_normal(  # noqa: PLR0917  # compiled functions take positions only
     stream: Any, ids: Any, low: float, width: float, mean: float, std: float, out: Any
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
@@ -12,9 +14,41 @@ from numba.extending import intrinsic
 
 from recckpt.format.buckets import mix64 as _mix64
 
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
 mix64 = njit(inline="always")(_mix64)
 _S48 = np.uint64(48)
 _AHEAD, _AHEAD_BYTES = 16, 256  # rows lie anywhere, so the next ones are asked for early
+
+
+def compiled(function: _Loop) -> _Loop:
+    """Compile a loop, or load it from the cache, at its first call: aside, where no signal handler interrupts it.
+
+    Numba that was left in the middle of compiling is broken for as long as the process lives.
+    """
+    loop: Any = njit(nogil=True, cache=True)(function)
+    compile_for = loop._compile_for_args
+
+    def compile_aside(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # handlers run in that one only
+            return compile_for(*args)
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                results.append(compile_for(*args))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="recckpt-compile")
+        thread.start()
+        thread.join()  # left by an exception, the thread goes on to its end
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    loop._compile_for_args = compile_aside
+    return loop
 
 
 @intrinsic
@@ -61,7 +95,7 @@ def fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int) -> None:
     """Copy ``rows`` of blocks of ``1 << shift`` rows, at the addresses ``blocks``, to address ``target``."""
     mask = (1 << shift) - 1
@@ -75,7 +109,7 @@ def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int)
         _copy_bytes(target + i * row_bytes, blocks[row >> shift] + (row & mask) * row_bytes, row_bytes)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int) -> None:
     """Copy consecutive rows at address ``source`` into ``rows`` of the blocks."""
     mask = (1 << shift) - 1
@@ -84,7 +118,7 @@ def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int
         _copy_bytes(blocks[row >> shift] + (row & mask) * row_bytes, source + i * row_bytes, row_bytes)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def copy_rows_within(blocks: Any, shift: int, row_bytes: int, rows: Any, to_rows: Any) -> None:
     """Copy ``rows`` of the blocks over ``to_rows``, none of which is among them."""
     mask = (1 << shift) - 1
@@ -94,7 +128,7 @@ def copy_rows_within(blocks: Any, shift: int, row_bytes: int, rows: Any, to_rows
         _copy_bytes(blocks[to_row >> shift] + (to_row & mask) * row_bytes, source, row_bytes)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def lay_over(  # noqa: PLR0917  # compiled functions take positions only
     blocks: Any, shift: int, row_bytes: int, rows: Any, at: Any, target: int
 ) -> None:
@@ -105,7 +139,7 @@ def lay_over(  # noqa: PLR0917  # compiled functions take positions only
         _copy_bytes(target + at[i] * row_bytes, source, row_bytes)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def unmarked_rows(rows: Any, n_rows: int, marks: Any) -> Any:
     """Return those of ``rows`` below ``n_rows`` whose bit in ``marks`` is 0."""
     found = np.empty(len(rows), np.int64)
@@ -118,14 +152,14 @@ def unmarked_rows(rows: Any, n_rows: int, marks: Any) -> Any:
     return found[:n]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def mark_rows(rows: Any, marks: Any) -> None:
     """Set the bits of ``rows``."""
     for i in range(len(rows)):
         marks[rows[i] >> 3] |= 1 << (rows[i] & 7)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pick_marked(rows: Any, marks: Any, mark_others: bool) -> Any:
     """Return where in ``rows`` those are whose bit is set, and set the bits of the others if so wanted."""
     found = np.empty(len(rows), np.int64)
@@ -141,7 +175,7 @@ def pick_marked(rows: Any, marks: Any, mark_others: bool) -> Any:
     return found[:n]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def add_rows(groups: Any, values: Any, sums: Any) -> None:
     """Add each row of ``values`` to the row of ``sums`` that its group names, in order."""
     for i in range(len(groups)):
@@ -150,14 +184,14 @@ def add_rows(groups: Any, values: Any, sums: Any) -> None:
             sums[group, j] += values[i, j]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def count_buckets(ids: Any, counts: Any) -> None:
     """Add the number of ``ids`` in each of the 65,536 buckets to ``counts``."""
     for i in range(len(ids)):
         counts[mix64(np.uint64(ids[i])) >> _S48] += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def first_outside(ids: Any, begin: int, end: int) -> int:
     """Return the position of the first id whose bucket is not in [begin, end), -1 if all are."""
     outside = 0
@@ -172,7 +206,7 @@ def first_outside(ids: Any, begin: int, end: int) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def place_rows(  # noqa: PLR0917  # compiled functions take positions only
     ids: Any, first_row: int, begin: int, end: int, cursors: Any, order: Any
 ) -> None:
@@ -184,7 +218,7 @@ def place_rows(  # noqa: PLR0917  # compiled functions take positions only
             cursors[bucket] += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def first_repeat(ids: Any) -> tuple[int, int]:
     """Return the position of an id that came before, -1 without one, and where the last bucket begins."""
     longest = n_same = 0

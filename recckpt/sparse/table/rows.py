@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import N_CLAIMED, N_ROWS, VERSION, IdIndex, erase_ids
-from recckpt.sparse.table.kernels import copy_rows_within, fence, mark_rows, scatter_rows
+from recckpt.sparse.table.kernels import compiled, copy_rows_within, fence, mark_rows, scatter_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -69,7 +68,7 @@ def keep_rows(places: IdIndex, rows: Int64s, marks: Bytes) -> None:
     _keep(places.memory[1], rows, marks)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _write(layout: Any, rows: Any, sources: Any, counts: Any, flag: Any) -> None:
     for i in range(len(sources)):
         addresses = layout.addresses[layout.starts[i] : layout.starts[i + 1]]
@@ -79,7 +78,7 @@ def _write(layout: Any, rows: Any, sources: Any, counts: Any, flag: Any) -> None
     flag[0] = 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _erase(  # noqa: PLR0917  # compiled functions take positions only
     layout: Any, cells: Any, counts: Any, ids: Any, moved_ids: Any, movers: Any, holes: Any
 ) -> None:
@@ -91,7 +90,7 @@ def _erase(  # noqa: PLR0917  # compiled functions take positions only
     erase_ids(cells, counts, ids, moved_ids, holes)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _keep(counts: Any, rows: Any, marks: Any) -> None:
     mark_rows(rows, marks)
     counts[N_ROWS] = counts[N_CLAIMED]
@@ -188,13 +187,15 @@ class Rows:
             write_rows(self.index, rows, columns, list(values.values()), flag)
             return
         before = [column.gather(rows) for column in columns]
+        done = np.zeros(1, np.int64) if flag is None else flag
         try:
             for column, tensor in zip(columns, values.values(), strict=True):
                 column.scatter(rows, tensor)
-            write_rows(self.index, rows, [], [], flag)
+            write_rows(self.index, rows, [], [], done)
         except BaseException:
-            for column, old in zip(columns, before, strict=True):
-                column.scatter(rows, old)
+            if not done[0]:
+                for column, old in zip(columns, before, strict=True):
+                    column.scatter(rows, old)
             raise
 
     def find_erasure(self, ids: Int64s) -> Erasure:
@@ -215,10 +216,13 @@ class Rows:
             return
         before = [column.gather(erasure.holes) for column in slots]
         try:
+            self.index.begin_renumbering()  # before the first row moves: else a look-up reads a row of another id
             for column in slots:
                 column.scatter(erasure.holes, column.gather(erasure.movers))
             erase_rows(self.index, erasure, [self.ids])
         except BaseException:
-            for column, old in zip(slots, before, strict=True):
-                column.scatter(erasure.holes, old)
+            if self.index.version % 2:  # begun and not done
+                for column, old in zip(slots, before, strict=True):
+                    column.scatter(erasure.holes, old)
+                self.index.settle()
             raise

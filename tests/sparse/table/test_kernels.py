@@ -1,4 +1,9 @@
+import os
+import subprocess
+import sys
+
 import numpy as np
+from paths import PYTHONPATH
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse.table.kernels import add_rows, count_buckets, gather_rows, place_rows, scatter_rows
@@ -67,3 +72,39 @@ def test_placing_leaves_out_other_buckets():
     order = np.full(inside.sum(), -1)
     place_rows(ids, 100, 1000, 30_000, np.concatenate([[0], np.cumsum(counts)[:-1]]), order)
     assert (np.sort(order) == np.flatnonzero(inside) + 100).all()
+
+
+INTERRUPTED = """
+import signal
+import threading
+import numpy as np
+from numba.core.registry import cpu_target
+from recckpt.sparse.table.id_index import IdIndex
+
+engine = cpu_target.target_context.codegen()._engine._ee
+hook, n_interrupts = engine._object_cache_notify, 0
+
+def interrupting(module, code):  # called by C code, which drops an exception, and the machine code with it
+    global n_interrupts
+    n_interrupts += 1
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    hook(module, code)
+
+engine._object_cache_notify = interrupting
+rows = None
+while rows is None:
+    try:
+        index = IdIndex()
+        index.find_or_add(np.arange(5))
+        rows = index.find(np.arange(6)).tolist()
+    except KeyboardInterrupt:
+        pass
+print(n_interrupts > 0, rows)
+"""
+
+
+def test_an_interrupt_while_a_loop_is_compiled_for_the_first_time_breaks_nothing(tmp_path):
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True [0, 1, 2, 3, 4, -1]\n", done.stderr

@@ -3,6 +3,8 @@ import pytest
 import torch
 
 from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table import rows as rows_module
+from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.types import SlotSpec
 
@@ -12,9 +14,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(column_module, "BLOCK_BYTES", 512)
 
 
-def store_of(ids) -> RowStore:
+ELSEWHERE = torch.device("cpu:0")  # to a store another device than its own, so it changes rows as on a GPU
+
+
+def store_of(ids, device: torch.device | None = None) -> RowStore:
     """A store whose embedding names the id, and whose scalar slot is its double."""
-    store = RowStore(torch.device("cpu"))
+    store = RowStore(device or torch.device("cpu"))
     store.add_column(SlotSpec("embedding", "float32", (2,)))
     store.add_column(SlotSpec("twice", "float32", ()), initial=0.5)
     insert(store, np.array(ids, np.int64))
@@ -122,3 +127,49 @@ def test_a_copy_is_independent():
     store.write(np.array([0]), {"embedding": torch.zeros(1, 2)})
     assert check(twin) == {1, 2, 3}
     assert twin.initial("twice") == 0.5
+
+
+def test_on_another_device_rows_move_only_while_look_ups_know_that_they_may(monkeypatch):
+    store, versions, scatter = store_of(list(range(500)), ELSEWHERE), [], Column.scatter
+
+    def watched(column, rows, values):
+        versions.append(store.rows.index.version)
+        scatter(column, rows, values)
+
+    monkeypatch.setattr(Column, "scatter", watched)
+    store.erase(np.arange(0, 500, 3))
+    assert len(versions) == 2
+    assert all(version % 2 for version in versions)
+    assert store.rows.index.version % 2 == 0
+    assert check(store) == set(range(500)) - set(range(0, 500, 3))
+
+
+def interrupt_at(monkeypatch, name: str, is_done: bool) -> None:
+    """Let an interrupt come just after, or just before, the compiled call that changes ids."""
+    change = getattr(rows_module, name)
+
+    def interrupted(*args):
+        if is_done:
+            change(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rows_module, name, interrupted)
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_on_another_device_an_interrupt_at_the_end_of_an_erase_leaves_all_or_nothing(monkeypatch, is_done):
+    store, erased = store_of(list(range(100)), ELSEWHERE), np.arange(0, 50, 3)
+    interrupt_at(monkeypatch, "erase_rows", is_done)
+    with pytest.raises(KeyboardInterrupt):
+        store.erase(erased)
+    assert check(store) == set(range(100)) - (set(erased.tolist()) if is_done else set())
+    assert store.rows.index.version % 2 == 0
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_on_another_device_an_interrupt_at_the_end_of_a_write_leaves_all_or_nothing(monkeypatch, is_done):
+    store = store_of(list(range(100)), ELSEWHERE)
+    interrupt_at(monkeypatch, "write_rows", is_done)
+    with pytest.raises(KeyboardInterrupt):
+        store.write(np.array([7]), {"twice": torch.zeros(1)})
+    assert store.columns["twice"].to_tensor(100)[7] == (0 if is_done else 14)
