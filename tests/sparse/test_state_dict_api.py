@@ -62,9 +62,13 @@ def test_model_and_dense_optimizer_go_out_and_in_again():
     assert len(model.user) == 5
 
 
-def test_a_table_answers_to_its_own_name_and_to_no_other():
-    table = HashTable(2, name="user")
-    assert table.user is table
-    assert not hasattr(table, "item")
+@pytest.mark.parametrize("name", ["weight", "user", "a.b", "item"])
+def test_a_table_has_no_attribute_for_its_name(name):
+    table = HashTable(2, name=name)
+    assert not [part for part in name.split(".") if hasattr(table, part)]
     with pytest.raises(AttributeError, match="no attribute 'item'"):
         table.item  # noqa: B018
+
+
+def test_a_key_of_another_table_leads_nowhere():
+    assert not hasattr(HashTable(2, name="a.b")._by_key, "b")

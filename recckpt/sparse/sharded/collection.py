@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recckpt.sparse.sharded.table import ShardedHashTable, look_up_together
-from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.nn_module import opaque
 
 
 class EmbeddingCollection(nn.Module):

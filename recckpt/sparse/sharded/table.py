@@ -13,7 +13,7 @@ from recckpt.sparse.sharded.all_to_all import Exchange, exchange_of
 from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
 from recckpt.sparse.table.initializers import InitializerLike
-from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
 
 if TYPE_CHECKING:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import add_rows
-from recckpt.sparse.table.opaque import opaque
 
 if TYPE_CHECKING:
     from recckpt.sparse.table.row_store import RowStore
 
 Int64s = npt.NDArray[np.int64]
-Give = Callable[[Int64s, Tensor], object]
 
 _MAX_ENTRIES = 64
 
@@ -129,23 +126,3 @@ def add_by_group(groups: Int64s, grads: Tensor, sums: Tensor) -> None:
         add_rows(groups, grads.flatten(1).numpy(), sums.flatten(1).numpy())
     else:
         sums.index_add_(0, torch.from_numpy(groups).to(sums.device), grads)
-
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
-        ctx.give, ctx.ids = give, ids
-        return read()
-
-    @staticmethod
-    @opaque
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.give(ctx.ids, grad)
-        return None, None, None, None
-
-
-def lookup_with_grad(read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
-    """Return ``read()``, the embeddings of ``ids``; a backward pass through them gives their gradients to ``give``."""
-    anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
-    out: Tensor = _Lookup.apply(anchor, read, give, ids)  # type: ignore[no-untyped-call]
-    return out

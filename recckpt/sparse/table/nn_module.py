@@ -1,33 +1,63 @@
-"""How a table behaves as an ``nn.Module``: in state dicts, on devices, when copied and when pickled."""
+"""How a table behaves for torch: in state dicts, on devices, when copied, in a backward pass, under a compiler."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recckpt import types
 from recckpt.sparse.table.checks import checked_device
-from recckpt.sparse.table.gradients import Gradients
+from recckpt.sparse.table.gradients import Gradients, RowGradients
 from recckpt.sparse.table.initializers import Initializer
 from recckpt.sparse.table.row_store import RowStore
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+Int64s = npt.NDArray[np.int64]
+Give = Callable[[Int64s, Tensor], object]
 
 _PROBES = count()
 
 
+def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let ``torch.compile`` break its graph at a function, and compile nothing that it calls.
+
+    Ids and rows are looked up by numba, and the compiler of numba is no code that a graph can hold.
+    """
+    uncompiled: list[Callable[_P, _R]] = []
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import would take seconds
+            return function(*args, **kwargs)
+        if not uncompiled:
+            uncompiled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return uncompiled[0](*args, **kwargs)
+
+    code: Any = call
+    code.__code__ = code.__code__.replace(co_name=function.__name__)  # its own: the compiler keeps its books by code
+    return call
+
+
 class TableModule(nn.Module):
-    """A module whose state is a store of rows, and which stands in state dicts as itself."""
+    """A module whose state is a store of rows, which stands in state dicts as itself and whose rows have gradients."""
 
     name: str
     dtype: torch.dtype
+    embedding_shape: tuple[int, ...]
+    trained_by: object = None  # the mark of the optimizer that was made for it last, and gets its gradients
     initializer: Initializer
     _store: RowStore
     _gradients: Gradients
@@ -37,11 +67,13 @@ class TableModule(nn.Module):
         """Where the slots live."""
         return self._store.device
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the table for its own name, under which it stands in state dicts: torch walks along their keys."""
-        if name in self.__dict__.get("name", "").split("."):
-            return self
-        return super().__getattr__(name)
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Lead ``torch.distributed.checkpoint``, which walks along the keys of state dicts, back to this table."""
+        return {self.name.split(".")[0]: "_by_key"}
+
+    @property
+    def _by_key(self) -> _ByKey:
+        return _ByKey(self, self.name.split("."))
 
     def _copy_rows_of(self, other: types.HashTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
@@ -110,3 +142,91 @@ class TableModule(nn.Module):
             "recckpt.Saver(model, output_dir=...).save(ckpt_id), or split its state dict with "
             "recckpt.split_sparse_dense_state_dict and pickle the dense half"
         )
+
+    @opaque
+    def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
+        """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
+        self._gradients.add(ids, grads, self._store)
+
+    @property
+    @opaque
+    def grad(self) -> Tensor | None:
+        """The gradients that the optimizer takes next: one row for each different id, float32 or float64.
+
+        Changes in place count, which is how scalers and clipping work. None where there was no backward pass; a row of
+        zeros where it reached no id. Set to None, they are forgotten.
+        """
+        values = self._gradients.values(self._store)
+        if values is None:
+            return None
+        return self._exposed(values if len(values) else values.new_zeros(1, *self.embedding_shape))
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        present = self.grad
+        if grad is None:
+            self._gradients.clear()
+        elif present is None or grad.shape != present.shape:
+            expected = "none, for no backward pass reached it" if present is None else str(tuple(present.shape))
+            raise ValueError(f"gradients of table {self.name!r}: found shape {tuple(grad.shape)}, expected {expected}")
+        elif grad is not present:
+            present.copy_(grad)
+
+    @opaque
+    def take_gradients(self) -> tuple[Int64s, Tensor] | None:
+        """Return (rows, summed gradients) of all backward passes since the last call, and forget them.
+
+        The rows are all different; None where there was no backward pass.
+        """
+        with self._store.lock:
+            taken = self.row_gradients()
+            if taken is None:
+                return None
+            taken.used[0] = 1
+            return taken.rows, taken.grads
+
+    def row_gradients(self) -> RowGradients | None:
+        """Return what :meth:`take_gradients` would, and keep them until they are marked as used."""
+        return self._gradients.of_rows(self._store)
+
+    @opaque
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the backward passes so far."""
+        super().zero_grad(set_to_none)
+        self._gradients.clear(set_to_none)
+
+    def _exposed(self, grads: Tensor) -> Tensor:
+        """Return gradients as scalers and clipping are to see them."""
+        return grads
+
+
+class _ByKey:
+    """Answers to the parts of the name of a table, one after another, of which the last gives the table."""
+
+    def __init__(self, table: TableModule, parts: Sequence[str]) -> None:
+        self._table, self._parts = table, parts
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._parts[0]:
+            raise AttributeError(f"the key of table {self._table.name!r} goes on with {self._parts[0]!r}, not {name!r}")
+        return _ByKey(self._table, self._parts[1:]) if len(self._parts) > 1 else self._table
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
+        ctx.give, ctx.ids = give, ids
+        return read()
+
+    @staticmethod
+    @opaque
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.give(ctx.ids, grad)
+        return None, None, None, None
+
+
+def lookup_with_grad(read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
+    """Return ``read()``, the embeddings of ``ids``; a backward pass through them gives their gradients to ``give``."""
+    anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
+    out: Tensor = _Lookup.apply(anchor, read, give, ids)  # type: ignore[no-untyped-call]
+    return out

@@ -24,17 +24,16 @@ from recckpt.sparse.table.checks import (
     flat_ids,
 )
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.gradients import Gradients, lookup_with_grad
+from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
-from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.nn_module import TableModule, lookup_with_grad, opaque
 from recckpt.sparse.table.row_store import RowStore, Slots
-from recckpt.sparse.table.trained_table import TrainedTable
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 Int64s = npt.NDArray[np.int64]
 
 
-class HashTable(TrainedTable):
+class HashTable(TableModule):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
