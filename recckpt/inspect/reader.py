@@ -20,7 +20,7 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles, until_whole
 from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.catalogs import read_catalogs
-from recckpt.sparse.files.table_reader import TableReader, table_schema
+from recckpt.sparse.files.table_reader import TableReader, table_dataset, table_schema
 from recckpt.storage import Storage
 from recckpt.text import nearest
 
@@ -140,8 +140,6 @@ class CheckpointReader:
             KeyError: no such table.
             CorruptCheckpointError: a file is missing, cut or of another schema, or an id is in two shards.
         """
-        from recckpt.sparse.files.table_dataset import table_dataset  # Arrow's datasets take their time to import
-
         return table_dataset(self._table(name, None))
 
     def tensor_names(self) -> list[str]:

@@ -12,8 +12,17 @@ import xxhash
 
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, TABLE, column_array, column_buffer, part_schema, slot_field
-from recckpt.sparse.files.compression_check import Messages, check_message
+from recckpt.sparse.files.arrow_format import (
+    ID,
+    ID_SPEC,
+    TABLE,
+    Messages,
+    check_message,
+    column_array,
+    column_buffer,
+    part_schema,
+    slot_field,
+)
 from recckpt.types import SlotSpec
 
 _SCAN_BYTES = 64 << 20

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -66,9 +67,9 @@ class Loaded:
         bytes_read: bytes of column values that were read and checked.
     """
 
-    rows_taken: Mapping[str, int] = field(default_factory=dict)
-    rows_filtered: Mapping[str, int] = field(default_factory=dict)
-    bytes_read: int = 0
+    rows_taken: Mapping[str, int]
+    rows_filtered: Mapping[str, int]
+    bytes_read: int
 
 
 def load_tables(
@@ -76,7 +77,7 @@ def load_tables(
     *,
     concurrency: int,
     advance: Callable[[int], object],
-    when_checked: Callable[[], object] = lambda: None,
+    when_checked: Callable[[], object],
 ) -> Loaded:
     """Fill tables with the rows of checkpoints that their slices own.
 
@@ -104,12 +105,11 @@ def load_tables(
     targets = {id(load.table): LoadTarget(load.table) for checkpoint in checkpoints for load in checkpoint.tables}
     passes = [_Pass(checkpoint, with_rows, targets) for with_rows in (True, False) for checkpoint in checkpoints]
     fillers = [filler for one in passes for filler in one.every]
-    bytes_read = 0
-    has_rows = any(len(filler.load.table) for filler in fillers)
+    has_rows, bytes_read = any(len(filler.load.table) for filler in fillers), 0
     if has_rows:
         bytes_read += sum(one.run(Filler.check, concurrency) for one in passes)
         when_checked()
-    try:
+    with _undone_on_error(fillers):
         for one in passes:
             one.start()
             bytes_read += one.run(fill, concurrency)
@@ -117,35 +117,38 @@ def load_tables(
             when_checked()
         for target in targets.values():
             target.finish()
+    return _counted(fillers, bytes_read)
+
+
+@contextmanager
+def _undone_on_error(fillers: Sequence[Filler]) -> Iterator[None]:
+    """After an error, empty what was to be emptied, and say which tables are no longer what they were."""
+    try:
+        yield
     except BaseException as error:
         for filler in fillers:
             filler.undo()
-        reported = _with_state(error, fillers)
-        if reported is error:
+        changed = [filler.load.table for filler in fillers if filler.is_changed]
+        emptied = sorted({table.name for table in changed if not len(table)})
+        mixed = sorted({table.name for table in changed if len(table)})
+        if not changed:
             raise
-        raise reported from error
+        if isinstance(error, CheckpointRemovedError) and not mixed:
+            raise CheckpointRemovedError(error.path, emptied=emptied) from error
+        partly = PartlyLoadedError(f"{type(error).__name__}: {error}", emptied=emptied, mixed=mixed)
+        if isinstance(error, Exception):
+            raise partly from error
+        log.error("%s", partly)  # an interrupt stays one
+        raise
+
+
+def _counted(fillers: Sequence[Filler], bytes_read: int) -> Loaded:
     taken, filtered = Counter[str](), Counter[str]()
     for filler in fillers:  # rows whose slots come from several checkpoints count once
         name = filler.load.table.name
         taken[name] = max(taken[name], filler.n_rows)
         filtered[name] = max(filtered[name], filler.n_filtered)
     return Loaded(dict(taken), dict(filtered), bytes_read)
-
-
-def _with_state(error: BaseException, fillers: Sequence[Filler]) -> BaseException:
-    """Return the error that also says which tables are no longer what they were."""
-    changed = [filler.load.table for filler in fillers if filler.is_changed]
-    emptied = sorted({table.name for table in changed if not len(table)})
-    mixed = sorted({table.name for table in changed if len(table)})
-    if not changed:
-        return error
-    if isinstance(error, CheckpointRemovedError) and not mixed:
-        return CheckpointRemovedError(error.path, emptied=emptied)
-    partly = PartlyLoadedError(f"{type(error).__name__}: {error}", emptied=emptied, mixed=mixed)
-    if isinstance(error, Exception):
-        return partly
-    log.error("%s", partly)  # an interrupt stays one
-    return error
 
 
 class _Pass:

@@ -11,8 +11,16 @@ import xxhash
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.catalog import Part
-from recckpt.sparse.files.arrow_format import DTYPE_KEY, ID, TABLE, column_buffer, column_items, part_schema
-from recckpt.sparse.files.compression_check import Messages, check_message
+from recckpt.sparse.files.arrow_format import (
+    DTYPE_KEY,
+    ID,
+    TABLE,
+    Messages,
+    check_message,
+    column_buffer,
+    column_items,
+    part_schema,
+)
 from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
@@ -107,11 +115,10 @@ class PartReader:
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
         found = self.unchecked(number)
-        for name in (ID, *self._specs):
+        for name in (TABLE, ID, *self._specs):
             problem = self.column_problem(number, found, name)
             if problem:
                 raise problem
-        self._check_table(number, found.column(TABLE))
         return {name: found.column(name) for name in (ID, *self._specs)}
 
     def unchecked(self, number: int) -> pa.RecordBatch:
@@ -130,15 +137,30 @@ class PartReader:
         return found
 
     def column_problem(self, number: int, found: pa.RecordBatch, name: str) -> CorruptCheckpointError | None:
-        """Return what is wrong with a column of a batch: nulls, or values of another checksum."""
+        """Return what is wrong with a column of a batch: nulls, rows of another table, values of another checksum."""
         array, where = found.column(name), f"{self._place(number)}, column {name!r}"
         nulls = array.null_count or column_items(array).null_count
         if nulls:
             return self._corrupt(where, f"{nulls} nulls", "no nulls")
-        digest, expected = xxhash.xxh3_64_intdigest(column_buffer(array)), self._part.batches[number].xxh3[name]
-        if digest != expected:
-            return self._corrupt(where, f"checksum {digest:016x}", f"{expected:016x}")
-        return None
+        if name == TABLE and (misnamed := self._misnamed(number, array)):
+            return self._corrupt(where, *misnamed)
+        digest, sealed = xxhash.xxh3_64_intdigest(column_buffer(array)), self._part.batches[number].xxh3[name]
+        return None if digest == sealed else self._corrupt(where, f"checksum {digest:016x}", f"{sealed:016x}")
+
+    def _misnamed(self, number: int, column: pa.DictionaryArray) -> tuple[str, str] | None:
+        """Return (found, expected) where the column by which other readers tell tables apart names another table."""
+        tables = list(self._part.tables)
+        if not self._names_checked:  # the batches of a file share one dictionary
+            try:
+                column.dictionary.validate(full=True)
+                names = column.dictionary.to_pylist()
+            except (pa.ArrowException, ValueError) as error:
+                return f"invalid names ({error})", str(tables)
+            if names != tables:
+                return f"the tables {names}", str(tables)
+            self._names_checked = True
+        wrong = np.frombuffer(column_buffer(column), np.int16) != tables.index(self._part.batches[number].table)
+        return (f"row {np.argmax(wrong)} of another table", "rows of this table only") if wrong.any() else None
 
     def check_frame(self) -> None:
         """Check the bytes that are no column values; with those, every byte of the file has been looked at.
@@ -189,28 +211,6 @@ class PartReader:
         """Raise what the storage raised while Arrow read from it: a lost connection is no damage."""
         if self._watched is not None and self._watched.error is not None:
             raise self._watched.error
-
-    def _check_table(self, number: int, column: pa.DictionaryArray) -> None:
-        """Check the column by which other readers tell tables apart: one value all through, so it needs no checksum."""
-        if not self._names_checked:  # the batches of a file share one dictionary
-            self._check_names(number, column.dictionary)
-            self._names_checked = True
-        expected = self._part.tables.index(self._part.batches[number].table)
-        wrong = np.frombuffer(column_buffer(column), np.int16) != expected
-        if column.null_count or wrong.any():
-            where = f"{self._place(number)}, column 'table'"
-            found = "nulls" if column.null_count else f"row {np.argmax(wrong)} of another table"
-            raise self._corrupt(where, found, "rows of this table only")
-
-    def _check_names(self, number: int, names: pa.StringArray) -> None:
-        where, expected = f"{self._place(number)}, column 'table'", list(self._part.tables)
-        try:
-            names.validate(full=True)
-            found = names.to_pylist()
-        except (pa.ArrowException, ValueError) as error:
-            raise self._corrupt(where, f"invalid names ({error})", str(expected)) from error
-        if found != expected:
-            raise self._corrupt(where, f"the tables {found}", str(expected))
 
     def _check_schema(self, found: pa.Schema, slots: Sequence[SlotSpec]) -> None:
         expected = part_schema(slots)

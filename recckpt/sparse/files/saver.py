@@ -69,16 +69,17 @@ def row_bytes(slots: Sequence[SlotSpec]) -> int:
 def plan_parts(
     tables: Sequence[tuple[int, tuple[SlotSpec, ...]]],
     concurrency: int,
+    *,
+    least_bytes: int,
     part_bytes: int = PART_BYTES,
-    least_bytes: int = 1,
 ) -> list[PartPlan]:
     """Divide tables over parts of about equal bytes.
 
     Args:
         tables: rows and slots of each table; the number in this list stands for the table.
         concurrency: number of writers; one large table is spread over as many parts.
-        part_bytes: size at which parts roll.
         least_bytes: size below which another part is not worth its file.
+        part_bytes: size at which parts roll.
 
     Returns:
         Parts in the order of group and number. Their count is at most groups + concurrency +

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -97,8 +97,8 @@ class TableLoad:
     entry: TableEntry
     slots: Mapping[str, str]
     with_rows: bool
-    clear: bool = True
-    where: RowFilter = field(default_factory=RowFilter)
+    clear: bool
+    where: RowFilter
 
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""

@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.catalog import Batch, Part
+from recckpt.format.catalog import Part
 from recckpt.format.manifest import Manifest
-from recckpt.sparse.files.arrow_format import ID, TABLE, column_buffer
+from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import Storage
@@ -91,29 +91,10 @@ def _batch_errors(
     problems = {name: reader.column_problem(number, values, name) for name in values.schema.names}
     yield from (problem for problem in problems.values() if problem)
     where = f"batch {number} (table {batch.table!r})"
-    if problems[TABLE] is None:
-        for found, expected in _table_column(values.column(TABLE), part, batch):
-            yield CorruptCheckpointError(reader.path, f"{where}, column 'table'", found=found, expected=expected)
     if problems[ID] is None:
         found_ids = np.frombuffer(column_buffer(values.column(ID)), np.int64)
         for found, expected in ids.setdefault(batch.table, IdCheck()).check(found_ids, batch):
             yield CorruptCheckpointError(reader.path, where, found=found, expected=expected)
-
-
-def _table_column(column: pa.DictionaryArray, part: Part, batch: Batch) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the table names that readers other than ours go by."""
-    try:
-        column.dictionary.validate(full=True)
-        names = column.dictionary.to_pylist()
-    except (pa.ArrowException, ValueError) as error:
-        yield f"an invalid dictionary ({error})", str(list(part.tables))
-        return
-    if names != list(part.tables):
-        yield f"the tables {names}", str(list(part.tables))
-    numbers = np.unique(np.frombuffer(column_buffer(column), np.int16))
-    expected = part.tables.index(batch.table)
-    if numbers.tolist() != [expected]:
-        yield f"rows of tables {numbers.tolist()}", f"table {expected} only"
 
 
 def _raised(check: Callable[[], None]) -> Iterator[CorruptCheckpointError]:

@@ -337,6 +337,14 @@ def test_the_table_column_is_held_against_the_catalog(storage):
         load(storage, [empty("item"), empty("user")])
 
 
+def test_the_checksum_of_the_table_column_is_held_too(storage):
+    save_tables(storage, [filled("item", range(5))], concurrency=1)
+    forge = Forge(f"{storage.url}/ckpt_1")
+    forge.edit_catalog(lambda values: values["parts"][0]["batches"][0]["xxh3"].update(table="0" * 16))
+    with pytest.raises(CorruptCheckpointError, match="column 'table': found checksum"):
+        load(storage, [empty("item")])
+
+
 class Broken(io.BytesIO):
     """A file whose storage fails in the middle."""
 

@@ -29,6 +29,7 @@ from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
 from recckpt.sparse.files.loader import CheckpointLoad, load_tables
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_fill import TableLoad
 from recckpt.sparse.optim.optimizer import SparseOptimizer
@@ -107,9 +108,8 @@ class Saving:
 
     def as_load(self, table: HashTable, clear: bool) -> CheckpointLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
-        return CheckpointLoad(
-            [TableLoad(table, self.entry, slots, True, clear)], self.parts, self._storage, self._directory
-        )
+        load = TableLoad(table, self.entry, slots, True, clear, RowFilter())
+        return CheckpointLoad([load], self.parts, self._storage, self._directory)
 
     def _save(self, saver: SparseSaver) -> None:
         catalog = saver.save(
@@ -221,7 +221,8 @@ class Fire(RuleBasedStateMachine):
     def _load(self, number, clear=False):
         if self.finished:
             saved = self.finished[number % len(self.finished)]
-            load_tables([saved.as_load(self.table, clear)], concurrency=2, advance=lambda n: None)
+            loads = [saved.as_load(self.table, clear)]
+            load_tables(loads, concurrency=2, advance=lambda n: None, when_checked=lambda: None)
             if clear:
                 self.model.clear()
             for id_, row in saved.expected.items():

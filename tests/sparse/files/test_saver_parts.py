@@ -17,7 +17,7 @@ GROUPS = [
 
 def check(tables, concurrency, part_bytes=PART_BYTES, least_bytes=1):
     """Check all that a plan promises and return it."""
-    parts = plan_parts(tables, concurrency, part_bytes, least_bytes)
+    parts = plan_parts(tables, concurrency, part_bytes=part_bytes, least_bytes=least_bytes)
     covered = defaultdict(list)
     for part in parts:
         for chunk in part.chunks:

@@ -9,7 +9,7 @@ from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError
 from recckpt.inspect.salvage import salvage
 from recckpt.inspect.verify import verify
-from recckpt.sparse.files.compression_check import Messages, check_message
+from recckpt.sparse.files.arrow_format import Messages, check_message
 from recckpt.storage import open_storage
 
 OPTIONS = {
