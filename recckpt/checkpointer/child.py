@@ -31,12 +31,8 @@ class DiedError(Exception):
 class Arena:
     """One block of shared memory, which grows and is kept between saves.
 
-    Not in ``/dev/shm``, whose size is small in many containers and whose files outlive a killed process.
-
-    Attributes:
-        fd: a descriptor to give to the other process.
-        memory: the block, mapped.
-        n_bytes: its size.
+    Not in ``/dev/shm``, whose size is small in many containers and whose files outlive a killed process. The other
+    process gets the descriptor ``fd``.
     """
 
     def __init__(self) -> None:
@@ -44,11 +40,7 @@ class Arena:
         self.memory: mmap.mmap | None = None
 
     def reserve(self, n_bytes: int) -> None:
-        """Make room for ``n_bytes``; where there is less, map the block anew.
-
-        Raises:
-            OSError: there are not so many addresses. Memory itself is taken as it is written to.
-        """
+        """Map the block anew where it is smaller than ``n_bytes``; memory itself is taken as it is written to."""
         if n_bytes <= self.n_bytes:
             return
         os.ftruncate(self.fd, n_bytes)
@@ -61,10 +53,7 @@ class Arena:
 class Child:
     """A writer process: spawned, not forked, with nothing of its parent but one socket and the module path.
 
-    It does not get the signals of the parent's terminal, and ends with the parent.
-
-    Args:
-        setup: a pickled :class:`~recckpt.checkpointer.worker.Setup`.
+    It does not get the signals of the parent's terminal, and ends with the parent. ``setup`` is a pickled ``Setup``.
     """
 
     def __init__(self, setup: bytes) -> None:

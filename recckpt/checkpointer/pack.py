@@ -21,15 +21,10 @@ MAX_DEPTH = 100  # of containers in containers; what is saved can be walked agai
 
 @dataclass(frozen=True)
 class Packed:
-    """A state ready to be written.
+    """A state ready to be written."""
 
-    Attributes:
-        pickle: the state, in which tensors refer to pieces by number.
-        pieces: tensors of bytes, one dimension each, on the device of the state and mostly its own memory.
-    """
-
-    pickle: bytes
-    pieces: list[Tensor]
+    pickle: bytes  # in which tensors refer to pieces by number
+    pieces: list[Tensor]  # of bytes, one dimension each, on the device of the state and mostly its own memory
 
     def contents(self) -> Contents:
         """Return what goes into a file; pieces on other devices are copied one at a time, as they are asked for."""

@@ -85,22 +85,12 @@ def _remedy_of_a_state() -> Iterator[None]:
 
 
 class Comparison:
-    """What a template asks of a tree, as a StoredState has it.
-
-    Args:
-        template: a state dict; None takes what is in the tree, whatever it is.
-        tree: what is in the file.
-
-    Attributes:
-        missing: dotted paths that the tree lacks.
-        mismatched: dotted path -> (found, expected).
-        wholes: the parts of the tree that are taken whole.
-    """
+    """What a template, a state dict, asks of a tree, as a StoredState has it; None takes all that is there."""
 
     def __init__(self, template: Any, tree: Any) -> None:
-        self.missing: list[str] = []
-        self.mismatched: dict[str, tuple[str, str]] = {}
-        self.wholes: list[Any] = []
+        self.missing: list[str] = []  # dotted paths that the tree lacks
+        self.mismatched: dict[str, tuple[str, str]] = {}  # dotted path -> (found, expected)
+        self.wholes: list[Any] = []  # the parts of the tree that are taken whole
         self._compare("", template, tree)
 
     def _compare(self, name: str, template: Any, tree: Any) -> None:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recckpt.format.buckets import Slice, gen_slice
     from recckpt.sparse.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseRowWiseAdagrad, SparseSGD
-    from recckpt.sparse.sharded.collection import EmbeddingCollection
-    from recckpt.sparse.sharded.table import ShardedHashTable
+    from recckpt.sparse.sharded.table import EmbeddingCollection, ShardedHashTable
     from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform
     from recckpt.sparse.table.table import HashTable
 
 _HOMES = {
     "HashTable": "sparse.table.table",
     "ShardedHashTable": "sparse.sharded.table",
-    "EmbeddingCollection": "sparse.sharded.collection",
+    "EmbeddingCollection": "sparse.sharded.table",
     "Slice": "format.buckets",
     "gen_slice": "format.buckets",
     "Constant": "sparse.table.initializers",

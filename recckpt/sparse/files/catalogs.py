@@ -30,12 +30,7 @@ def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice 
 
 
 def read_catalogs(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Catalog]:
-    """Return the catalogs of the shards that may have rows of slices.
-
-    Args:
-        checkpoint: which.
-        storage: where it lies.
-        slices: whose rows are asked for; None stands for all ids.
+    """Return the catalogs of the shards that may have rows of slices, of which None stands for all ids.
 
     Raises:
         CorruptCheckpointError: a catalog is damaged, its buckets are not those of the manifest, or the rows of all

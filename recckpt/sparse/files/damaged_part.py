@@ -35,11 +35,6 @@ class Remains:
 
     Goes by the footer first. Where that does not lead to a batch, the file is searched for it: a batch that is whole
     is found whatever has happened to the schema, the footer and the other batches.
-
-    Args:
-        data: the bytes of the file, as many as are left.
-        part: its catalog entry.
-        slots: the slots of its tables.
     """
 
     def __init__(self, data: memoryview, part: Part, slots: Sequence[SlotSpec]) -> None:
@@ -80,11 +75,7 @@ def unverified_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the batches of a table from a part that no catalog describes: the values are not checked.
 
-    Args:
-        data: the bytes of the file.
-        table: name of the table.
-        slots: its slots.
-        buckets: [begin, end) of the shard; a batch with others, or with its rows out of order, is left out.
+    A batch with buckets beside those of the shard, or with its rows out of order, is left out.
     """
     reader = _opened(pa.py_buffer(data), part_schema(slots))
     for number in range(0 if isinstance(reader, str) else reader.num_record_batches):

@@ -30,17 +30,10 @@ _RUN_BATCHES = 16  # batches that one thread reads before it takes the next run
 
 @dataclass(frozen=True)
 class CheckpointLoad:
-    """What is taken of one checkpoint.
-
-    Attributes:
-        tables: what to fill; a table of the checkpoint may fill several.
-        parts: the parts of all shards that may hold their rows.
-        storage: where the checkpoint lies, or its files as they are held.
-        directory: the checkpoint's directory in it.
-    """
+    """What is taken of the checkpoint in ``directory``; a table of it may fill several."""
 
     tables: Sequence[TableLoad]
-    parts: Sequence[Part]
+    parts: Sequence[Part]  # of all shards that may hold their rows
     storage: Files
     directory: str
 
@@ -59,17 +52,11 @@ class CheckpointLoad:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did, by table of the model.
-
-    Attributes:
-        rows_taken: rows that were loaded.
-        rows_filtered: rows that a filter left out.
-        bytes_read: bytes of column values that were read and checked.
-    """
+    """What a load did, by table of the model."""
 
     rows_taken: Mapping[str, int]
-    rows_filtered: Mapping[str, int]
-    bytes_read: int
+    rows_filtered: Mapping[str, int]  # that a filter left out
+    bytes_read: int  # of column values, all checked
 
 
 def load_tables(
@@ -83,13 +70,8 @@ def load_tables(
 
     Rows come first, then slots that come from elsewhere for the rows that are there. Each table is made large enough
     before several threads fill it; there is never a second copy of it. Where a table has rows to lose, everything is
-    read and checked before any table changes.
-
-    Args:
-        checkpoints: what to fill from where.
-        concurrency: number of reader threads.
-        advance: called with the bytes of each batch and table; from several threads.
-        when_checked: called once all bytes have been read and checked, while all tables can still be as they were.
+    read and checked before any table changes. ``when_checked`` is called once all bytes have been, while all tables can
+    still be as they were; ``advance`` with the bytes of each batch and table, from several threads.
 
     Raises:
         Exception: what ``when_checked`` raised; the tables are as they were.

@@ -60,12 +60,11 @@ class PartReader:
     """Reads one part and checks every byte that it gives out against the catalog. Not thread-safe.
 
     Args:
-        storage: where the checkpoint lies.
-        directory: the checkpoint's directory in it.
+        storage, directory: where the checkpoint lies.
         part: catalog entry of the file.
         slots: the slots that its tables have, by the manifest.
         columns: names of the slots to read, None for all; the ids are always read.
-        mapped: the bytes of the file, where the caller has them; a memory map of it otherwise.
+        mapped: the bytes of the file, where the caller has them.
 
     Raises:
         CorruptCheckpointError: the file is missing, of another size, not Arrow, or of another schema.
@@ -99,11 +98,7 @@ class PartReader:
         self._names_checked = False
 
     def source(self) -> pa.Buffer | pa.NativeFile:
-        """Return what Arrow can read the part from by itself: its values are not checked then.
-
-        Raises:
-            CorruptCheckpointError: a batch is compressed.
-        """
+        """Return what Arrow reads the part from by itself, without checks, but for batches that are compressed."""
         if self._messages is None:
             return self._file  # which looks at messages as they are read
         try:
@@ -144,8 +139,10 @@ class PartReader:
             return self._corrupt(where, f"{nulls} nulls", "no nulls")
         if name == TABLE and (misnamed := self._misnamed(number, array)):
             return self._corrupt(where, *misnamed)
-        digest, sealed = xxhash.xxh3_64_intdigest(column_buffer(array)), self._part.batches[number].xxh3[name]
-        return None if digest == sealed else self._corrupt(where, f"checksum {digest:016x}", f"{sealed:016x}")
+        digest, expected = xxhash.xxh3_64_intdigest(column_buffer(array)), self._part.batches[number].xxh3[name]
+        if digest != expected:
+            return self._corrupt(where, f"checksum {digest:016x}", f"{expected:016x}")
+        return None
 
     def _misnamed(self, number: int, column: pa.DictionaryArray) -> tuple[str, str] | None:
         """Return (found, expected) where the column by which other readers tell tables apart names another table."""
@@ -163,13 +160,7 @@ class PartReader:
         return (f"row {np.argmax(wrong)} of another table", "rows of this table only") if wrong.any() else None
 
     def check_frame(self) -> None:
-        """Check the bytes that are no column values; with those, every byte of the file has been looked at.
-
-        Needs all columns and a file that lies in memory.
-
-        Raises:
-            CorruptCheckpointError: they are not what was written.
-        """
+        """Check the bytes that are not column values; needs all columns and a file that lies in memory."""
         frame, done = xxhash.xxh3_64(), 0
         whole = pa.py_buffer(self.mapped)
         for number in range(len(self._part.batches)):

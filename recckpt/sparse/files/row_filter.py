@@ -20,17 +20,11 @@ _MOST = sys.float_info.max
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Conditions that a row has to meet, all of them.
+    """Conditions that a row has to meet, all of them."""
 
-    Attributes:
-        minimum: scalar slot -> the least value that is taken.
-        ids: the ids that are taken; None for all.
-        sample: the share of all ids, 0 to 1, chosen by their hash, so always the same ones.
-    """
-
-    minimum: tuple[tuple[str, float], ...] = ()
-    ids: frozenset[int] | None = None
-    sample: float = 1.0
+    minimum: tuple[tuple[str, float], ...] = ()  # scalar slot, and the least value that is taken
+    ids: frozenset[int] | None = None  # None for all
+    sample: float = 1.0  # the share of all ids, chosen by their hash, so always the same ones
 
     @property
     def slots(self) -> frozenset[str]:
@@ -42,12 +36,7 @@ class RowFilter:
         return replace(self, minimum=tuple(condition for condition in self.minimum if condition[0] in slots))
 
     def keeps(self, ids: npt.NDArray[np.int64], values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the rows to take.
-
-        Args:
-            ids: shape (n,).
-            values: slot -> values of shape (n,), for each of :attr:`slots`.
-        """
+        """Return a mask of the rows to take, by their ids and their values for each of :attr:`slots`."""
         kept = np.ones(len(ids), np.bool_)
         for slot, least in self.minimum:
             kept &= values[slot] >= least

@@ -41,19 +41,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One part to write.
-
-    Attributes:
-        group: number of the schema group.
-        number: number of the part in its group.
-        slots: the slots of all its tables.
-        chunks: what it holds, in file order; different tables.
-    """
+    """One part to write: number ``number`` of the tables that have these slots, which are a group."""
 
     group: int
     number: int
     slots: tuple[SlotSpec, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]  # in file order; of different tables
 
     @property
     def row_bytes(self) -> int:
@@ -73,18 +66,11 @@ def plan_parts(
     least_bytes: int,
     part_bytes: int = PART_BYTES,
 ) -> list[PartPlan]:
-    """Divide tables over parts of about equal bytes.
+    """Divide tables, (rows, slots) each, over parts of about equal bytes, in the order of group and number.
 
-    Args:
-        tables: rows and slots of each table; the number in this list stands for the table.
-        concurrency: number of writers; one large table is spread over as many parts.
-        least_bytes: size below which another part is not worth its file.
-        part_bytes: size at which parts roll.
-
-    Returns:
-        Parts in the order of group and number. Their count is at most groups + concurrency +
-        total bytes / part_bytes, whatever the number of tables, and one more for every 32,767 tables.
-        A group has the same number on all ranks that have the same tables, with rows or without.
+    One large table is spread over as many parts as there are writers, but none is smaller than ``least_bytes``. The
+    count is at most groups + concurrency + total bytes / part_bytes, and one more for every 32,767 tables. A group has
+    the same number on all ranks that have the same tables, with rows or without.
     """
     groups: dict[tuple[SlotSpec, ...], list[tuple[int, int]]] = {}
     for table, (rows, slots) in enumerate(tables):
@@ -136,12 +122,8 @@ class RepeatFinder:
 class SparseSaver:
     """Writes the tables of one shard with several threads, each of which keeps one buffer from save to save.
 
-    Memory beyond the tables: ``concurrency * batch_bytes``, and ``order_bytes`` for the order of the rows.
-
-    Args:
-        concurrency: number of writer threads, as far as the storage has use for them.
-        batch_bytes: size of a record batch.
-        order_bytes: budget for row orders; larger tables are ordered in passes.
+    Memory beyond the tables: ``concurrency * batch_bytes``, and ``order_bytes`` for the order of the rows; larger
+    tables are ordered in passes.
     """
 
     def __init__(self, concurrency: int, *, batch_bytes: int = BATCH_BYTES, order_bytes: int = ORDER_BYTES) -> None:
@@ -164,14 +146,7 @@ class SparseSaver:
     ) -> Catalog:
         """Write all parts of a shard and return their catalog, which is still to be written.
 
-        Args:
-            sources: the tables.
-            storage: where the checkpoint goes.
-            directory: the checkpoint's directory in it.
-            save_id: of this attempt.
-            shard: number of this shard.
-            shards: number of shards.
-            advance: called with the bytes of each batch once it is written; from several threads.
+        ``advance`` is called with the bytes of each batch once it is written, from several threads.
 
         Raises:
             StateMismatchError: a table has an id twice.

@@ -35,9 +35,6 @@ class LoadTarget:
 
     A table of ours that is empty, or to be emptied, gets all its rows at once when the load is over: they are gathered
     in a store of their own, which is not seen yet. Other tables change batch by batch.
-
-    Args:
-        table: ours or foreign.
     """
 
     def __init__(self, table: AnyTable) -> None:
@@ -82,22 +79,13 @@ class LoadTarget:
 
 @dataclass(frozen=True)
 class TableLoad:
-    """One table to fill.
-
-    Attributes:
-        table: where the rows go.
-        entry: the table in the checkpoint.
-        slots: slot of the table -> slot in the checkpoint; those left out start at their initial values in new rows.
-        with_rows: whether ids are taken; otherwise only the slots of ids that the table has.
-        clear: whether the table is emptied first; otherwise rows are merged in, and the loaded ones win.
-        where: which rows are taken.
-    """
+    """One table to fill from the table ``entry`` of a checkpoint."""
 
     table: AnyTable
     entry: TableEntry
-    slots: Mapping[str, str]
-    with_rows: bool
-    clear: bool
+    slots: Mapping[str, str]  # here -> there; slots left out start at their initial values in new rows
+    with_rows: bool  # whether ids are taken; otherwise only the slots of ids that the table has
+    clear: bool  # whether the table is emptied first; otherwise rows are merged in, and the loaded ones win
     where: RowFilter
 
     def wants(self, batch: Batch) -> bool:
@@ -155,19 +143,11 @@ class Filler:
         return self._touched and not self._target.was_empty
 
     def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
-        """Look at a batch as ``fill`` would, and change nothing; before ``start``.
-
-        Raises:
-            CorruptCheckpointError: an id occurs twice.
-        """
+        """Refuse a batch as ``fill`` would, before ``start``, and change nothing."""
         self._check_new(np.frombuffer(column_buffer(columns[ID]), np.int64), path)
 
     def fill(self, columns: Mapping[str, pa.Array], path: str) -> None:
-        """Take the rows of one batch that the table owns and the filter keeps.
-
-        Raises:
-            CorruptCheckpointError: an id occurs twice.
-        """
+        """Take the rows of one batch that the table owns and the filter keeps; refuse it where an id comes twice."""
         ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
         found = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
         ids, found = self._chosen(ids, found)

@@ -25,21 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableReader:
-    """Reads slots of one table, beside its ids.
-
-    Attributes:
-        storage: where the checkpoint lies.
-        directory: the checkpoint's directory in it.
-        catalogs: of all shards.
-        entry: the table.
-        slots: names of the slots to read, in the order of the table.
-    """
+    """Reads slots of one table, beside its ids, from the checkpoint in ``directory``."""
 
     storage: Files
     directory: str
-    catalogs: Sequence[Catalog]
+    catalogs: Sequence[Catalog]  # of all shards
     entry: TableEntry
-    slots: Sequence[str]
+    slots: Sequence[str]  # to read, in the order of the table
 
     @property
     def schema(self) -> pa.Schema:

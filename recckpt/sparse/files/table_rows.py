@@ -42,11 +42,7 @@ class Ids(Protocol):
 class BucketOrder:
     """Positions in bucket order -> rows. Thread-safe.
 
-    Args:
-        ids: the ids in row order, on the CPU.
-        n_rows: number of rows.
-        budget_rows: the most rows that are ordered at a time. A table with more is ordered in passes, each
-            of which looks at all ids.
+    At most ``budget_rows`` are ordered at a time: a table with more is in passes, each of which looks at all ids.
     """
 
     def __init__(self, ids: Ids, n_rows: int, budget_rows: int) -> None:
@@ -146,7 +142,7 @@ class TableSource(Protocol):
         """Copy the bytes of rows, each asked for once, into a target for the ids and one for each slot. Thread-safe."""
 
     def close(self) -> None:
-        """Let go of the rows; nothing may be read any more."""
+        """Drop the rows; nothing may be read any more."""
 
 
 @dataclass(frozen=True)
@@ -204,14 +200,10 @@ def source_of(table: AnyTable) -> StillTable:
 
 
 def source_to_save(table: AnyTable, *, detached: bool) -> TableSource:
-    """Return the rows of a table as they are now.
-
-    Args:
-        table: ours, of which a snapshot is taken, or foreign, whose ids are checked: its own code may break them.
-        detached: whether a foreign table may change meanwhile; its rows are copied then.
+    """Return a snapshot of a table of ours, or the rows of a foreign one, copied where it is to be ``detached``.
 
     Raises:
-        StateMismatchError, ValueError: as :func:`source_of`; or an id is there twice.
+        StateMismatchError, ValueError: as :func:`source_of`; or an id is there twice in a foreign table.
     """
     if isinstance(table, HashTable):
         return table.store.snapshot(table.name)

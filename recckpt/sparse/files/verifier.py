@@ -21,31 +21,17 @@ from recckpt.storage.local_files import mapped
 
 @dataclass
 class PartCheck:
-    """What came of looking at one part.
-
-    Attributes:
-        path: the file.
-        errors: all that is wrong in it.
-        ids: what the next part of the shard has to fit to, by table.
-    """
+    """What came of looking at one part."""
 
     path: str
     errors: list[CorruptCheckpointError] = field(default_factory=list)
-    ids: dict[str, IdCheck] = field(default_factory=dict)
+    ids: dict[str, IdCheck] = field(default_factory=dict)  # by table: what the next part of the shard has to fit to
 
 
 def check_part(
     storage: Storage, directory: str, manifest: Manifest, part: Part, advance: Callable[[int], object]
 ) -> PartCheck:
-    """Hold every byte of a part against its catalog entry.
-
-    Args:
-        storage: where the checkpoint lies.
-        directory: the checkpoint's directory in it.
-        manifest: what the part is held against.
-        part: its catalog entry.
-        advance: called with the bytes of each batch once it is checked.
-    """
+    """Hold every byte of a part against its catalog entry; ``advance`` counts the bytes of each batch."""
     done = PartCheck(layout.join(directory, part.file))
     slots = {table.slots for name in part.tables if (table := manifest.table(name))}
     if len(slots) != 1:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recckpt import types
-from recckpt.sparse.optim.param_groups import Group, match, options
-from recckpt.sparse.optim.table_parameter import TableParameter
+from recckpt.sparse.optim.param_groups import Group, TableParameter, match, options
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING

@@ -1,16 +1,48 @@
-"""Parameter groups of tables, and how a saved set of them is matched with the live one."""
+"""Tables as the parameters of an optimizer, their groups, and how saved groups are matched with the live ones."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from recckpt.errors import StateMismatchError
+from recckpt.sparse.table.table import HashTable
 
 Group = dict[str, Any]
+
+
+class TableParameter(Tensor):
+    """An empty tensor whose ``grad`` is the gradients that wait in a table for the optimizer's step.
+
+    torch keeps its books by tensor, and asks of a parameter no more than that it is one and has a ``grad``.
+    """
+
+    table: HashTable
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter
+
+    def __new__(cls, table: HashTable) -> TableParameter:
+        """Return a parameter for a table."""
+        self = torch.empty(0, device="cpu").as_subclass(cls)
+        self.table = table
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradients of the rows, shape (rows with one, *embedding_shape), which may be changed in place."""
+        return self.table.grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        self.table.grad = grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        twin = memo[id(self)] = TableParameter(copy.deepcopy(self.table, memo))
+        return twin
 
 
 def plain(value: Any) -> Any:
@@ -44,13 +76,9 @@ def check_betas(group: Group) -> None:
 
 
 def match(saved: Mapping[str, Any], live: Sequence[Group], slots: Sequence[str], keys: Iterable[str]) -> list[Group]:
-    """Return the saved groups in the order of the live ones, and their tables likewise.
+    """Return the groups of a saved ``state_dict()`` in the order of the live ones, and their tables likewise.
 
-    Args:
-        saved: a ``state_dict()`` of a sparse optimizer.
-        live: the groups of the optimizer that is to take it over.
-        slots: its slot names.
-        keys: hyper-parameters that every group has.
+    Every group must have the hyper-parameters ``keys``, and the optimizer these slots.
 
     Raises:
         StateMismatchError: they are of different tables, rules or groups.

@@ -1,19 +1,24 @@
-"""How rows go from rank to rank: the all-to-all of ``torch.distributed``."""
+"""How rows go from rank to rank, and how the ranks first make sure that all are about the same thing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
+import xxhash
 from torch import Tensor
 
+from recckpt.errors import LookupFailedError
 from recckpt.parallel.process_group import rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_ORDER = "all ranks must look up the same tables in the same order and mode, with losses that depend on all of them"
 
 
 class Exchange(Protocol):
@@ -28,15 +33,9 @@ class Exchange(Protocol):
         """Number of ranks."""
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows to every rank, and return what all of them sent to this one. Collective.
+        """Send rows to every rank, and return what all of them sent to this one, on the same device. Collective.
 
-        Args:
-            rows: shape (sum(sent), ...); the first ``sent[0]`` go to rank 0, and so on.
-            sent: number of rows for each rank.
-            received: number of rows that come from each rank.
-
-        Returns:
-            Shape (sum(received), ...), in the order of ranks, on the device of ``rows``.
+        The first ``sent[0]`` rows go to rank 0, and so on; ``received[0]`` rows come from rank 0, and so on.
         """
 
 
@@ -55,9 +54,6 @@ class ProcessExchange:
     """The ranks of a process group: gloo takes rows through the CPU, nccl from device to device.
 
     Rows travel as bytes, so every dtype does, and the timeout is that of the group.
-
-    Args:
-        group: a process group that this process belongs to.
     """
 
     group: ProcessGroup
@@ -90,9 +86,7 @@ class ProcessExchange:
 def carrier_of(backends: str, device: torch.device) -> torch.device:
     """Return the device from which rows on ``device`` are sent: the same, unless its backend is gloo or missing.
 
-    Args:
-        backends: such as ``"cpu:gloo,cuda:nccl"``.
-        device: where the rows lie.
+    Backends are such as ``"cpu:gloo,cuda:nccl"``.
     """
     pairs = (pair.split(":") for pair in backends.split(","))
     kinds = [kind for kind, backend in pairs if backend != "gloo" or kind == "cpu"]
@@ -100,10 +94,7 @@ def carrier_of(backends: str, device: torch.device) -> torch.device:
 
 
 def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
-    """Return the exchange between the ranks of a group.
-
-    Args:
-        group: None for the default process group, and for one rank where there is none.
+    """Return the exchange between the ranks of a group; None for the default one, or for one rank where there is none.
 
     Raises:
         ValueError: this is one of several processes, without a process group or not in this one.
@@ -125,3 +116,43 @@ def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
     if hasattr(group, "all_to_all"):
         return cast("Exchange", group)
     raise ValueError(f"found group={group!r}, expected a process group that this process belongs to")
+
+
+def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Exception | None) -> list[int]:
+    """Tell every rank how much will come, and return how much comes from each. Collective.
+
+    All ranks name what they are about in the same words; a rank that cannot take part gives its ``problem``.
+
+    Raises:
+        LookupFailedError: a rank cannot take part, or is about something else; all ranks raise it.
+    """
+    ones = [1] * exchange.size
+    mark = xxhash.xxh3_64_intdigest(what.encode("utf-8")) >> 1
+    header = torch.tensor([[problem is not None, mark, length] for length in lengths], dtype=torch.int64)
+    failed, marks, coming = exchange.all_to_all(header, ones, ones).T.tolist()
+    if any(failed):
+        raise_alike(exchange, what, problem, "no table has changed: mend the cause on that rank")
+    if marks != [mark] * exchange.size:
+        calls = _texts(exchange, what)
+        rank = next(rank for rank, call in enumerate(calls) if call != calls[0])
+        raise LookupFailedError(calls[0], rank, f"it is at {calls[rank]}", _ORDER)
+    lengths_coming: list[int] = coming
+    return lengths_coming
+
+
+def raise_alike(exchange: Exchange, what: str, problem: Exception | None, remedy: str) -> NoReturn:
+    """Raise the problem of the first rank that has one, on all of them. Collective."""
+    texts = _texts(exchange, "" if problem is None else f"{type(problem).__name__}: {problem}")
+    rank = next(rank for rank, text in enumerate(texts) if text)
+    raise LookupFailedError(what, rank, texts[rank], remedy) from (problem if rank == exchange.rank else None)
+
+
+def _texts(exchange: Exchange, text: str) -> list[str]:
+    """Return the text of every rank. Collective."""
+    ones = [1] * exchange.size
+    data = text.encode("utf-8", "backslashreplace")
+    lengths = exchange.all_to_all(torch.full((exchange.size, 1), len(data)), ones, ones).flatten().tolist()
+    message = torch.tensor(list(data * exchange.size), dtype=torch.uint8)
+    received = bytes(exchange.all_to_all(message, [len(data)] * exchange.size, lengths).tolist())
+    ends = [sum(lengths[: rank + 1]) for rank in range(exchange.size)]
+    return [received[end - length : end].decode("utf-8") for end, length in zip(ends, lengths, strict=True)]

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.sparse.sharded.agreement import agree, raise_alike
-from recckpt.sparse.sharded.all_to_all import Exchange
+from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
 from recckpt.sparse.sharded.routing import Asked, Route, asked, route
 from recckpt.sparse.table.checks import flat_ids
 from recckpt.sparse.table.gradients import add_by_group
@@ -25,13 +24,8 @@ class RoundTrip:
     """One lookup in tables of one shape, dtype and device, on all ranks. All methods are collective.
 
     The rows that go from one rank to another are followed by a few more, the trailer. With rows of a table it says
-    whether their owner could read them, with gradients which of the tables the loss has reached at all.
-
-    Args:
-        tables: the same on all ranks.
-        exchange: the ranks.
-        scales: for each table, what its gradients are multiplied with.
-        what: the lookup, in words that are the same on all ranks.
+    whether their owner could read them, with gradients which of the tables the loss has reached at all. Gradients are
+    multiplied with the scale of their table; ``what`` names the lookup in words that are the same on all ranks.
     """
 
     def __init__(self, tables: Sequence[HashTable], exchange: Exchange, scales: Sequence[float], what: str) -> None:

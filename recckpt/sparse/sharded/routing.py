@@ -17,17 +17,11 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Route:
-    """The different ids of a batch for each of several tables, in the order in which they are sent.
+    """The different ids of a batch for each of several tables, in the order in which they are sent."""
 
-    Attributes:
-        ids: in the order of owners, for each owner in the order of tables.
-        counts: shape (owners, tables), how many ids they are.
-        positions: for each table, where the row of each id of the batch is among the rows that come back.
-    """
-
-    ids: Int64s
-    counts: Int64s
-    positions: tuple[Int64s, ...]
+    ids: Int64s  # in the order of owners, for each owner in the order of tables
+    counts: Int64s  # shape (owners, tables): how many ids they are
+    positions: tuple[Int64s, ...]  # by table: where the row of each id of the batch is among those that come back
 
     def message(self) -> tuple[Int64s, list[int]]:
         """Return what is sent to the owners: for each its counts, then its ids; and the length of each of these."""
@@ -39,24 +33,16 @@ class Route:
 
 @dataclass(frozen=True)
 class Asked:
-    """What all ranks ask this one for.
+    """What all ranks ask this one for; different ranks may ask for the same."""
 
-    Attributes:
-        ids: for each table, in the order of the ranks that ask; different ranks may ask for the same.
-        counts: shape (ranks, tables), how many ids they are.
-    """
-
-    ids: tuple[Int64s, ...]
-    counts: Int64s
+    ids: tuple[Int64s, ...]  # by table, in the order of the ranks that ask
+    counts: Int64s  # shape (ranks, tables): how many ids they are
 
 
 def route(batches: Sequence[Int64s], n_owners: int, spacing: int) -> Route:
-    """Return the way of some batches, one for each table, each id of which is sent once.
+    """Return the way of some batches, one for each table, each id of which is sent once to its owner by ``gen_slice``.
 
-    Args:
-        batches: any ids.
-        n_owners: number of ranks, whose slices are those of ``gen_slice``.
-        spacing: rows that follow those of each owner on the way back.
+    On the way back the rows of each owner are followed by ``spacing`` more.
     """
     groups, different = zip(*map(_deduplicated, batches), strict=True)
     tables = np.repeat(np.arange(len(batches)), [len(ids) for ids in different])

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recckpt.sparse.sharded.agreement import agree
-from recckpt.sparse.sharded.all_to_all import Exchange
+from recckpt.sparse.sharded.all_to_all import Exchange, agree
 
 
 class SharedGradients(Tensor):
