@@ -13,7 +13,7 @@ from recckpt.format import layout
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles, until_whole
-from recckpt.storage import SinkFile, Storage, open_parent
+from recckpt.storage import SinkFile, Storage, new_file
 from recckpt.text import Progress
 
 _OTHER_KINDS = frozenset({".safetensors", ".arrow", ".npz", ".npy", ".h5", ".onnx", ".json", ".parquet"})
@@ -74,9 +74,8 @@ def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
         for tensor in [tensors.model.get(name)]
     }
     total = sum(tensor.nbytes for tensor in tensors.model.values())
-    target, name = open_parent(out)
     try:
-        with target.create(name) as sink, Progress(f"consolidating {manifest.ckpt_id}", total) as progress:
+        with new_file(out) as sink, Progress(f"consolidating {manifest.ckpt_id}", total) as progress:
             write_state(state, SinkFile(sink), progress.advance)
     except RecursionError as error:
         path = layout.join(directory, layout.MODEL)

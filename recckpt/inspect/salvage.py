@@ -20,7 +20,7 @@ from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.id_check import FormerShards, Int64s
 from recckpt.sparse.files.table_reader import table_schema
-from recckpt.storage import NOT_READABLE, SinkFile, Storage, missing, open_parent, open_storage
+from recckpt.storage import NOT_READABLE, SinkFile, Storage, missing, new_file, open_parent, open_storage
 from recckpt.storage.local_files import mapped
 from recckpt.text import Progress, escaped
 
@@ -87,8 +87,7 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
         raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
     entry = manifest.named_table(table)
     remains = _Table(storage, directory, manifest, entry)
-    target, name = open_parent(out)
-    with target.create(name) as sink, Progress(f"salvaging {escaped(table)}", entry.rows * entry.row_bytes) as progress:
+    with new_file(out) as sink, Progress(f"salvaging {escaped(table)}", entry.rows * entry.row_bytes) as progress:
         # Not a context manager: it would complete the file on an error too.
         writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), remains.schema)
         for batch in remains.batches(unverified=unverified):

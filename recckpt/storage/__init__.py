@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from recckpt.storage.base import (
@@ -35,6 +38,7 @@ __all__ = [
     "SinkFile",
     "Storage",
     "missing",
+    "new_file",
     "open_parent",
     "open_storage",
 ]
@@ -99,3 +103,15 @@ def open_parent(path: str) -> tuple[Storage, str]:
     parent, _, name = rest.rstrip("/").rpartition("/")
     root = "/" if rest.startswith("/") else ""
     return open_storage(f"{head}{separator}{parent or root}"), name
+
+
+@contextmanager
+def new_file(path: str) -> Iterator[Sink]:
+    """Write a new file at a path or URL; FileExistsError, which says what to do, where there is one."""
+    storage, name = open_parent(path)
+    try:
+        with storage.create(name) as sink:
+            yield sink
+    except FileExistsError as error:
+        problem = "expected no file of this name, and there is one already: remove it, or write to another name"
+        raise FileExistsError(errno.EEXIST, problem, path) from error

@@ -27,6 +27,7 @@ class NotPlainError(OSError):
     """A link, FIFO or device is in the place of a file or directory of a checkpoint."""
 
     found = "not a plain file"  # what it is
+    remedy = ""  # what to do, where that is not clear from the rest
 
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # raised for a file that does not exist
@@ -36,16 +37,20 @@ NOT_READABLE = (*ABSENT, NotPlainError)  # or that must not be read
 def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
     """Return the error for a file that a checkpoint should have; ``path`` is its name in the output dir."""
     found = error.found if isinstance(error, NotPlainError) else "no such file"
-    return CorruptCheckpointError(path, "", found=found, expected=expected)
+    remedy = error.remedy if isinstance(error, NotPlainError) else ""
+    return CorruptCheckpointError(path, "", found=found, expected=expected, remedy=remedy)
 
 
 def refused(found: str, path: str) -> NotPlainError:
     """Return the error for something else in the place of a file or directory."""
     is_link = found.startswith(_KINDS[stat.S_IFLNK])
-    problem = f"found {found}, expected {'no link' if is_link else 'a plain file'}; recckpt does not "
-    problem += "follow links inside an output dir, which may itself be one" if is_link else "open it"
-    error = NotPlainError(errno.ELOOP if is_link else errno.EINVAL, problem, path)
-    error.found = f"unsafe path: {found}" if is_link else f"{found}, not a plain file"
+    if not is_link:
+        error = NotPlainError(errno.EINVAL, f"found {found}, expected a plain file; recckpt does not open it", path)
+        error.found = f"{found}, not a plain file"
+        return error
+    remedy = "recckpt does not follow links inside an output dir: what was moved away, move it back"
+    error = NotPlainError(errno.ELOOP, f"found {found}, expected no link; {remedy}", path)
+    error.found, error.remedy = f"unsafe path: {found}", remedy
     return error
 
 

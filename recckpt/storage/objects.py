@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from typing import Any, BinaryIO, TypeVar, cast
@@ -13,10 +14,11 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
-from recckpt.storage.retry import TryAgainError, is_conflict
+from recckpt.storage.retry import NobodyAnswersError, Retries, RetryPolicy, TryAgainError, is_conflict, is_unreachable
 from recckpt.storage.upload import Put, Upload, UploadDraft
 
 log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
 _UploadT = TypeVar("_UploadT", bound=Upload)
 
 _STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "created")  # as backends call them
@@ -29,6 +31,7 @@ class ObjectStorage(RemoteStorage):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._is_conditional = True
+        self.is_reached = False  # whether its server has ever answered
         protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
         self._is_s3 = "s3" in protocols
         if self._is_s3:  # its attempts, and botocore's within each of them, would multiply with ours
@@ -38,6 +41,7 @@ class ObjectStorage(RemoteStorage):
     def prepare(self) -> None:
         """Check that objects can be written and removed; warn if a second writer can overwrite a new one."""
         policy = self.policy
+        self.is_reached = True  # a server that starts together with a job gets its minute
         self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
         probe = f".probe-{secrets.token_hex(8)}"
         try:
@@ -97,6 +101,9 @@ class ObjectStorage(RemoteStorage):
         if left:
             raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self._url(name))
 
+    def _retries(self, name: str) -> Retries:
+        return _FirstAnswer(self.policy, self._url(name), self)
+
     def _find(self, directory: str) -> dict[str, dict[str, Any]]:
         top = self._path(directory)
         prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
@@ -150,6 +157,28 @@ class ObjectStorage(RemoteStorage):
             return bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
+
+
+class _FirstAnswer(Retries):
+    """Attempts that end at once where nobody listens at an address that has never answered."""
+
+    def __init__(self, policy: RetryPolicy, url: str, storage: ObjectStorage) -> None:
+        super().__init__(policy, url)
+        self._storage = storage
+
+    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
+        def reached() -> _T:
+            try:
+                result = work()
+            except Exception as error:
+                if not self._storage.is_reached and is_unreachable(error):
+                    problem = f"nobody answers there ({error}); check the URL"
+                    raise NobodyAnswersError(errno.ECONNREFUSED, problem) from error
+                raise
+            self._storage.is_reached = True
+            return result
+
+        return super().call(operation, reached, again=again)
 
 
 def _stamp(entry: dict[str, Any]) -> str:

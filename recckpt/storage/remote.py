@@ -24,6 +24,8 @@ class RemoteStorage(Storage):
     """Files below a URL; ``policy`` says how often to try again."""
 
     fs_options: ClassVar[Mapping[str, Any]] = {"use_listings_cache": False}  # others write too
+    _fs: Any
+    _root: str
 
     def __init__(self, url: str) -> None:
         protocol, separator, path = url.partition("://")

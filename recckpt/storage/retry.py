@@ -21,6 +21,11 @@ from recckpt.storage.base import NotPlainError
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
+
+class NobodyAnswersError(ConnectionError):
+    """Nothing was ever reached at an address: it is wrong, rather than down for a while."""
+
+
 _jitter = random.Random()  # its own: a retry must not change the random numbers of training
 
 _TRANSIENT_STATUS = frozenset({408, 429})
@@ -36,7 +41,10 @@ _TRANSIENT_NAMES = frozenset(  # of botocore, aiohttp, azure-core, paramiko and 
     | {"ClientPayloadError", "ClientConnectionError", "ServiceRequestError", "ServiceResponseError"}
     | {"SSHException", "EOFError", "IncompleteRead", "TimeoutError", "FSTimeoutError"}
 )
-_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FINAL = (
+    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
+    NobodyAnswersError,
+)
 _MOST_LINKS = 16  # of a chain of causes
 _ERRNO_OF_STATUS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT, 429: errno.EBUSY}
 _ERRNO_OF_TYPE = (
@@ -120,6 +128,15 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
         if status is not None:
             return code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS or (status >= 500 and status != 501)
     return False
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Say whether nobody listens at an address, or its name is unknown."""
+    return any(
+        isinstance(link, ConnectionRefusedError | socket.gaierror)
+        or (isinstance(link, OSError) and link.errno == errno.ECONNREFUSED)
+        for link in _chain(error)
+    )
 
 
 def is_conflict(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ import errno
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -17,12 +18,15 @@ from threading import RLock
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 from weakref import finalize
 
+from recckpt.format import layout
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import Retries, RetryPolicy
-from recckpt.storage.sftp_files import SftpDraft, SftpSink, file_size, is_there, taken, temporary_name
+from recckpt.storage.sftp_files import SftpDraft, SftpSink, check_no_link, file_size, is_there, taken, temporary_name
 
 _T = TypeVar("_T")
+
+_TICK_SEC = 2.0  # a stamp is of a whole second, which is over then
 
 
 class SftpStorage(RemoteStorage):
@@ -34,6 +38,7 @@ class SftpStorage(RemoteStorage):
         super().__init__(url)
         self._root = self._fs._strip_protocol(self.url).rstrip("/")
         _send_at_once(self._fs)
+        self._ahead_sec: float | None = None  # how far the server's clock is ahead of ours, once it was asked
         self.lock = RLock()  # paramiko may give the answer for one thread to another
         finalize(self, _disconnect, self._fs)
 
@@ -43,6 +48,8 @@ class SftpStorage(RemoteStorage):
         probe = f".probe-{secrets.token_hex(8)}.tmp"
         try:
             self.put_if_absent(probe, b"first")
+            made = self._call("looking up", probe, lambda: self._fs.ftp.lstat(self._path(probe)).st_mtime)
+            self._ahead_sec = made - time.time() if made else None
             with suppress(FileExistsError):
                 self.put_if_absent(probe, b"second")
                 raise OSError(errno.ENOTSUP, "this server's rename overwrites; use one such as OpenSSH's", self.url)
@@ -50,18 +57,14 @@ class SftpStorage(RemoteStorage):
             self.remove(probe)
 
     def make_dir(self, name: str) -> None:
-        self._call("making a directory", name, lambda: self._mkdir(self._path(name)))
+        self._call("making a directory", name, lambda: self._mkdir(self._inside(name)))
 
     def create(self, name: str) -> Sink:
-        path = self._path(name)
-        self._make_dirs(path.rpartition("/")[0], self._root)
-        return SftpSink(self._fs, path, self._retries(name))
+        return SftpSink(self._fs, self._new(name), self._retries(name))
 
     def draft(self, name: str) -> Draft:
         """Open a temporary file beside the older one, making the directory it is in."""
-        path = self._path(name)
-        self._make_dirs(path.rpartition("/")[0], self._root)
-        return SftpDraft(self._fs, path, self._retries(name))
+        return SftpDraft(self._fs, self._new(name), self._retries(name))
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         """Rename a finished file to its name, which fails where the name is taken."""
@@ -92,23 +95,41 @@ class SftpStorage(RemoteStorage):
 
     def size(self, name: str) -> int:
         """Return the bytes of a plain file; links are not followed."""
-        return self._call("looking up", name, lambda: file_size(self._fs, self._path(name)))
+        return self._call("looking up", name, lambda: file_size(self._fs, self._inside(name)))
 
     def list_dirs(self) -> list[str]:
-        """Return the directories of the root that are no links."""
-        return sorted(e.filename for e in self._entries("") if stat.S_ISDIR(e.st_mode) and e.filename != "lost+found")
+        """Return the directories of the root, and links of that place, which all reads refuse by name."""
+        found = [e.filename for e in self._entries("") if stat.S_ISDIR(e.st_mode) or self._is_checkpoint_elsewhere(e)]
+        return sorted(name for name in found if name != "lost+found")
+
+    def _is_checkpoint_elsewhere(self, entry: Any) -> bool:
+        """Say whether an entry is a link out of the root to what was a checkpoint, or to what is not there now."""
+        if not stat.S_ISLNK(entry.st_mode):
+            return False
+
+        def leads_out() -> bool:
+            root, target = self._fs.ftp.normalize(self._root or "/"), self._fs.ftp.normalize(self._path(entry.filename))
+            is_lost = not is_there(self._fs, target) or is_there(self._fs, f"{target}/{layout.MANIFEST}")
+            return is_lost and not target.startswith(f"{root.rstrip('/')}/")
+
+        return self._call("looking up", entry.filename, leads_out)
 
     def list_files(self, directory: str) -> list[str]:
         return sorted(name for name, entry in self._walk(directory) if not stat.S_ISDIR(entry.st_mode))
 
     def listed(self, directory: str) -> dict[str, Listed]:
-        """Return the plain files below a directory: one request for a hundred of them."""
+        """Return the plain files below a directory: one request for a hundred of them.
+
+        Times are whole seconds: a file of the last two has no stamp, since it may change and show the same one.
+        """
+        settled = 0 if self._ahead_sec is None else time.time() + self._ahead_sec - _TICK_SEC
         plain = {name: entry for name, entry in self._walk(directory) if stat.S_ISREG(entry.st_mode)}
-        return {name: Listed(entry.st_size, str(entry.st_mtime or "")) for name, entry in plain.items()}
+        stamps = {name: str(e.st_mtime) if e.st_mtime and e.st_mtime < settled else "" for name, e in plain.items()}
+        return {name: Listed(entry.st_size, stamps[name]) for name, entry in plain.items()}
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._call("removing", name, lambda: self._fs.ftp.remove(self._path(name)))
+            self._call("removing", name, lambda: self._fs.ftp.remove(self._inside(name)))
 
     def remove_empty_dirs(self, name: str) -> None:
         found = list(self._walk(name))
@@ -139,8 +160,9 @@ class SftpStorage(RemoteStorage):
             return file.read(max_bytes)
 
     def _open(self, name: str) -> BinaryIO:
-        file_size(self._fs, self._path(name))
-        return cast(BinaryIO, self._fs.ftp.open(self._path(name)))
+        path = self._inside(name)
+        file_size(self._fs, path)
+        return cast(BinaryIO, self._fs.ftp.open(path))
 
     def _retries(self, name: str) -> Retries:
         return _OneAtATime(self.policy, self._url(name), self)
@@ -155,10 +177,29 @@ class SftpStorage(RemoteStorage):
 
     def _entries(self, directory: str) -> list[Any]:
         try:
-            found = self._call("listing", directory, lambda: self._fs.ftp.listdir_attr(self._path(directory)))
+            found = self._call("listing", directory, lambda: self._fs.ftp.listdir_attr(self._real(directory)))
         except FileNotFoundError:
             return []
         return list(found)
+
+    def _real(self, directory: str) -> str:
+        """Return the path of a directory; NotPlainError where it, or one that it is in, is a link."""
+        path = self._root
+        for segment in filter(None, directory.split("/")):
+            path = f"{path}/{segment}"
+            check_no_link(self._fs, path)
+        return path
+
+    def _inside(self, name: str) -> str:
+        """Return the path of a file; NotPlainError where a directory that it is in is a link."""
+        parent, _, last = name.rpartition("/")
+        return f"{self._real(parent)}/{last}"
+
+    def _new(self, name: str) -> str:
+        """Return the path of a file that is to be made, and make the directory it is in."""
+        path = self._call("looking up", name, lambda: self._inside(name))
+        self._make_dirs(path.rpartition("/")[0], self._root)
+        return path
 
     def _make_dirs(self, path: str, top: str) -> None:
         """Make the directories on the way from ``top`` to ``path``."""
@@ -175,7 +216,7 @@ class SftpStorage(RemoteStorage):
             self._fs.ftp.mkdir(path)
 
     def _write_beside(self, name: str, data: bytes) -> str:
-        path = temporary_name(self._path(name))
+        path = temporary_name(self._call("looking up", name, lambda: self._inside(name)))
         with SftpSink(self._fs, path, self._retries(name)) as sink:
             sink.write(data)
         return path

@@ -92,6 +92,14 @@ def is_there(fs: Any, path: str) -> bool:
     return True
 
 
+def check_no_link(fs: Any, path: str) -> None:
+    """Raise NotPlainError where a link is in the place of a directory, which may be missing."""
+    with suppress(FileNotFoundError):
+        mode = fs.ftp.lstat(path).st_mode
+        if stat.S_ISLNK(mode):
+            raise refused(kind_of(mode), path)
+
+
 def file_size(fs: Any, path: str) -> int:
     """Return the bytes of a plain file; links are not followed."""
     found = fs.ftp.lstat(path)

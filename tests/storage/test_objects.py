@@ -149,6 +149,22 @@ def test_preparing_does_not_wait_long_for_a_wrong_address(storage, monkeypatch, 
     assert storage.policy.deadline_sec == 600
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "no-such-host.invalid"])
+def test_an_address_at_which_nobody_has_ever_answered_is_given_up_at_once(host):
+    storage = open_storage(f"http://{host}/runs")
+    storage.policy = RetryPolicy(sleep=lambda seconds: pytest.fail("it is tried again"))
+    with pytest.raises(OSError, match=rf"reading failed: .*nobody answers .*http://{host}/runs/x"):
+        storage.read("x", 10)
+    with pytest.raises(OSError, match="nobody answers"):
+        storage.open("x")
+
+
+def test_a_server_that_has_answered_before_is_waited_for(storage, monkeypatch):
+    storage.put_if_absent("x", b"data")
+    spoil(monkeypatch, storage, "cat_file", ConnectionRefusedError(111, "Connection refused"))
+    assert storage.read("x", 10) == b"data"
+
+
 def test_a_write_that_the_network_spoils_is_made_again(storage, monkeypatch):
     spoil(monkeypatch, storage, "pipe_file", ConnectionResetError("reset"))
     with storage.create("d/x") as sink:

@@ -1,12 +1,13 @@
 """SFTP beyond the contract: connections that are lost, links, what a server may not do."""
 
 import gc
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from recckpt.storage import open_storage
+from recckpt.storage import NotPlainError, open_storage
 
 paramiko = pytest.importorskip("paramiko", reason="SFTP WAS NOT TESTED: paramiko is not installed (recckpt[sftp])")
 
@@ -76,12 +77,40 @@ def test_links_are_listed_and_never_followed(storage, root):
     (root / "d" / "link").symlink_to(outside)
     (root / "away").symlink_to(root.parent)
     for method in ("open", "size"):
-        with pytest.raises(FileNotFoundError, match="not a plain file"):
+        with pytest.raises(NotPlainError, match=r"found a symbolic link.*move it back"):
             getattr(storage, method)("d/link")
     assert storage.list_files("d") == ["link"]
     assert storage.list_dirs() == ["d"]
     storage.remove("d/link")
     assert outside.read_text() == "secret"
+
+
+def test_a_directory_that_is_a_link_is_neither_read_nor_written(storage, root):
+    elsewhere = root.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "manifest.json").write_text("{}")
+    (root / "moved").symlink_to(elsewhere)
+    (root / "gone").symlink_to(root.parent / "nowhere")
+    assert storage.list_dirs() == ["gone", "moved"]  # as checkpoints that were moved away, of which is to be told
+    calls = [(method, "moved") for method in ("list_files", "listed", "remove_empty_dirs")]
+    calls += [(method, "moved/manifest.json") for method in ("open", "size", "remove", "create", "draft")]
+    calls += [("make_dir", "moved/d"), ("read", "moved/manifest.json", 9)]
+    calls += [(method, "moved/x", b"data") for method in ("put_if_absent", "replace")]
+    for method, *args in calls:
+        with pytest.raises(NotPlainError, match=r"found a symbolic link.*move it back"):
+            getattr(storage, method)(*args)
+    assert [path.name for path in elsewhere.iterdir()] == ["manifest.json"]
+
+
+def test_a_file_that_is_replaced_within_a_second_never_looks_unchanged(storage, root):
+    storage.make_dir("d")
+    storage.replace("d/x", b"one")
+    before = storage.listed("d")
+    storage.replace("d/x", b"two")
+    assert not before["x"].stamp or before != storage.listed("d")
+    os.utime(root / "d" / "x", (10**9, 10**9))
+    assert storage.listed("d")["x"].stamp == str(10**9)
+    assert open_storage(storage.url).listed("d")["x"].stamp == ""  # it has not asked for the server's time
 
 
 def test_a_server_whose_rename_overwrites_is_refused(storage, monkeypatch):
