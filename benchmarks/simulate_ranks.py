@@ -37,8 +37,10 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import manifest as manifests
 from recckpt.format.manifest import Manifest
 from recckpt.load import load as loading
+from recckpt.load import source as opening
 from recckpt.load.conf import parse_load_conf
-from recckpt.load.live_state import Target
+from recckpt.load.live_state import LiveState
+from recckpt.load.problems import Problems
 from recckpt.load.source import Source
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import fence as fencing
@@ -267,12 +269,12 @@ def restore(job: Job, root: Path, ranks: int) -> dict[str, Any]:
 
 def planned(job: Job, storage: CountedStorage, rank: int, ranks: int) -> dict[str, Any]:
     """Run a load as one rank, without its rows."""
-    target = Target(empty_model(job, rank, ranks), None, extra_registry(), io_registry(), rank, ranks)
+    live = LiveState(empty_model(job, rank, ranks), None, extra_registry(), io_registry(), rank, ranks)
     storage.calls.clear()
     watch = Stopwatch(
         manifest=(manifests, "decode"),
         catalogs=(catalogs, "decode"),
-        open=(loading, "open_files"),
+        open=(opening, "OpenSource"),
         plan=(loading, "plan"),
     )
     before = status_mib("VmRSS")
@@ -282,7 +284,8 @@ def planned(job: Job, storage: CountedStorage, rank: int, ranks: int) -> dict[st
         record = read_manifest(storage, "ckpt_0")
         assert record is not None
         source = Source(parse_load_conf(None), storage, Checkpoint("ckpt_0", record))
-        loading.load(target, [source], concurrency=1)
+        with opening.opened([source], live.needs) as sources:
+            loading.load(live, sources, Problems(), concurrency=1, download_dir=None, rng=False)
     return {
         "plan_cpu_sec": time.process_time() - begin_cpu,
         "plan_clock_sec": time.perf_counter() - begin,

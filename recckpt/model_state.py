@@ -16,10 +16,10 @@ from recckpt.errors import CheckpointNotFoundError
 from recckpt.load import load as loading
 from recckpt.load.conf import Bank, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
-from recckpt.load.live_state import Target
+from recckpt.load.live_state import LiveState
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.source import Source, located_bank
+from recckpt.load.source import OpenSource, Source, locate_bank, opened
 from recckpt.output_dir.at_path import locate_path, open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
 from recckpt.output_dir.open_files import until_whole
@@ -154,7 +154,7 @@ class ModelState(OneProcess):
             return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
 
         with self._turn():
-            return until_whole(find, lambda source: self.load_sources([source], shard_id=shard_id))
+            return until_whole(find, lambda source: self._load_from([source], Problems(), shard_id))
 
     def load_by_config(
         self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None
@@ -175,10 +175,7 @@ class ModelState(OneProcess):
         """
         entries = as_bank(bank, conf)
         with self._turn():
-            return until_whole(
-                lambda: located_bank(entries),
-                lambda found: self.load_sources(found[0], shard_id=shard_id, problems=found[1]),
-            )
+            return until_whole(lambda: locate_bank(entries), lambda found: self._load_from(*found, shard_id))
 
     def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
         """Say what :meth:`load_by_config` would do; reads no rows and changes nothing.
@@ -187,42 +184,43 @@ class ModelState(OneProcess):
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
         entries = as_bank(bank, conf)
+
+        def plan(found: tuple[list[Source], Problems]) -> LoadPlan:
+            with opened(found[0]) as sources:
+                return loading.plan(self.live_state(shard_id), sources, found[1])
+
         with self._turn():
-            return until_whole(
-                lambda: located_bank(entries), lambda found: loading.plan(self.target(shard_id), found[0], found[1])
-            )
+            return until_whole(lambda: locate_bank(entries), plan)
 
     def names(self) -> list[str]:
         """Return the names that can be loaded, one a line with group, dtype and shape, for ``recckpt plan``."""
         with self._turn():
-            return list_inventory(self.target().inventory())
+            return list_inventory(self.live_state().inventory)
+
+    def _load_from(self, sources: Sequence[Source], problems: Problems, shard_id: int | None) -> LoadReport:
+        live = self.live_state(shard_id)
+        with opened(sources, live.needs) as open_sources:
+            return self.load_sources(live, open_sources, problems)
 
     def load_sources(
-        self,
-        sources: Sequence[Source],
-        *,
-        shard_id: int | None = None,
-        shard_num: int | None = None,
-        rng: bool = False,
-        problems: Problems | None = None,
+        self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool = False
     ) -> LoadReport:
-        """Load from checkpoints that have been located; what every load and restore comes down to."""
+        """Load from checkpoints that are open; what every load and restore comes down to."""
         with self._turn():
-            target = self.target(shard_id, shard_num)
-            self._is_resumed = self._is_resumed or any(source.entry.is_own for source in sources)
+            self._is_resumed = self._is_resumed or any(source.at.entry.is_own for source in sources)
             return loading.load(
-                target,
+                live,
                 sources,
+                problems,
                 concurrency=self._concurrency,
                 download_dir=self._download_dir,
                 rng=rng,
-                problems=problems,
             )
 
-    def target(self, shard_id: int | None = None, shard_num: int | None = None) -> Target:
-        """Return what a load fills."""
+    def live_state(self, shard_id: int | None = None, shard_num: int | None = None) -> LiveState:
+        """Return what a load fills, as it is now."""
         shard, shards = this_rank(shard_id, shard_num)
-        return Target(self.model, self.sparse_optim, self._extra, self._io_state, shard, shards)
+        return LiveState(self.model, self.sparse_optim, self._extra, self._io_state, shard, shards)
 
     def _found(self, word: str) -> tuple[Storage, Checkpoint]:
         """Return the checkpoint that a word means: an id of the own output dir goes before a path."""

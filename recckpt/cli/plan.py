@@ -10,8 +10,10 @@ from typing import Any
 from recckpt.cli.result import CommandError, Outcome
 from recckpt.errors import LoadConfError, RecckptError
 from recckpt.load.inventory import listed_inventory
-from recckpt.load.model_bank import plan_load
-from recckpt.load.source import located_bank
+from recckpt.load.plan import plan_load
+from recckpt.load.problems import Problems
+from recckpt.load.report import LoadPlan
+from recckpt.load.source import Source, locate_bank, opened
 from recckpt.output_dir.open_files import until_whole
 from recckpt.text import one_line
 
@@ -22,8 +24,13 @@ def plan(args: argparse.Namespace) -> Outcome:
     if not model:
         raise CommandError(f"{args.model_names}: found no names, expected the lines of Saver.names()")
     bank = _bank(args.bank)
+
+    def plan_one(found: tuple[list[Source], Problems]) -> LoadPlan:
+        with opened(found[0]) as sources:
+            return plan_load(model, [source.offer(model) for source in sources], found[1])
+
     try:
-        planned = until_whole(lambda: located_bank(bank), lambda found: plan_load(model, *found))
+        planned = until_whole(lambda: locate_bank(bank), plan_one)
     except RecckptError as error:
         texts = error.problems if isinstance(error, LoadConfError) else [str(error)]
         return Outcome({"problems": texts}, [], texts)

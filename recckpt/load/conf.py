@@ -8,8 +8,7 @@ from os import PathLike
 from typing import Any
 
 from recckpt.errors import LoadConfError
-from recckpt.load.renames import Renames, parse_renames
-from recckpt.load.selection import GLOBAL_STEP, ID, Name, Pattern, slot_name
+from recckpt.load.names import GLOBAL_STEP, ID, Name, Pattern, Renames, parse_renames, slot_name
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, is_list
@@ -62,7 +61,7 @@ class Entry:
         if (self.only is not None and name not in self.only) or self._excludes(name):
             return False
         if name.parameter:
-            optimizer = Name("dense_opt", name.text.rpartition("@")[2])
+            optimizer = Name("dense_opt", name.optimizer)
             return self.wants(Name("dense", name.parameter)) and not self._excludes(optimizer)
         if name.group == GLOBAL_STEP:
             return self.is_own or Pattern(GLOBAL_STEP) in self.load

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +13,16 @@ from recckpt.dense.sharded import is_sharded, may_be_sharded
 from recckpt.dense.state_copy import check_rng
 from recckpt.dense.tensors import StoredTensor
 from recckpt.format import layout
-from recckpt.load.dense_optimizers import dense_optimizer_states
-from recckpt.load.live_state import Target
-from recckpt.load.matching import Planned
-from recckpt.load.optimizer_scalars import merged_optimizer_state
-from recckpt.load.source import Source
-
-log = logging.getLogger("recckpt")
+from recckpt.load.inventory import registered_names
+from recckpt.load.live_state import LiveState
+from recckpt.load.optimizer_states import dense_optimizer_states, sparse_optimizer_state
+from recckpt.load.report import Planned
+from recckpt.load.source import OpenSource
 
 
 @dataclass(frozen=True)
 class OtherState:
-    """What a load gives to those that are no tables.
+    """What a load gives to those that are not tables.
 
     Attributes:
         dense: the model's state, by the model's names.
@@ -43,54 +40,40 @@ class OtherState:
 
 
 def read_other_state(
-    target: Target,
-    live: Mapping[str, Any],
-    items: Sequence[Planned],
-    by_source: Sequence[Sequence[Planned]],
-    sources: Sequence[Source],
-    *,
-    rng: bool,
+    live: LiveState, items: Sequence[Planned], sources: Sequence[OpenSource], *, rng: bool
 ) -> OtherState:
-    """Read what is planned.
-
-    Args:
-        target: what is to be filled.
-        live: its dense state.
-        items: the plan.
-        by_source: the items that come from each source.
-        sources: where they come from.
-        rng: whether random generators are restored, from the last source.
+    """Read what is planned; with ``rng`` also the random generators, from the last source.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
     """
+    taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
+    for item in items:
+        if item.offer is not None and item.name.group in taken:
+            taken[item.name.group].append((item, sources[item.offer]))
     return OtherState(
-        dense=_dense_state(by_source, sources, live),
+        dense=_dense_state(taken["dense"], live.dense),
         extra={
-            **_unclaimed_extra(target, sources),
-            **_extra_state(target, by_source, sources),
-            **dense_optimizer_states(target, live, items, sources),
+            **_unclaimed_extra(live, sources),
+            **{item.name.text: _extra_state(live, item, source) for item, source in taken["extra"]},
+            **dense_optimizer_states(live, items, sources),
         },
-        io_state=_io_state(target, by_source, sources),
-        sparse_optim=merged_optimizer_state(target.sparse_optim, items, sources),
-        generators=_generators(target, sources) if rng else {},
+        io_state={item.name.text: _position(live, item, source) for item, source in taken["io_state"]},
+        sparse_optim=sparse_optimizer_state(live.sparse_optim, items, sources),
+        generators=_generators(live, sources[-1]) if rng else {},
     )
 
 
-def _dense_state(
-    by_source: Sequence[Sequence[Planned]], sources: Sequence[Source], live: Mapping[str, Any]
-) -> dict[str, Any]:
+def _dense_state(taken: Sequence[tuple[Planned, OpenSource]], live: Mapping[str, Any]) -> dict[str, Any]:
     # Every rank reads: 1.1 s for 256 MiB on two ranks of one host, where sending it from rank 0 took 1.3 s.
+    found = {source: source.dense(live) for source in dict.fromkeys(source for _, source in taken)}
     state: dict[str, Any] = {}
-    for items, source in zip(by_source, sources, strict=True):
-        wanted = [item for item in items if item.name.group == "dense"]
-        found = source.dense(live) if wanted else {}
-        for item in wanted:
-            value, there = found[item.source], live[item.name.text]
-            if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and is_sharded(there)):
-                state[item.name.text] = as_live(value, there, source.tensors)
-            else:
-                state[item.name.text] = _converted(value, there) if item.conversion else value
+    for item, source in taken:
+        value, there = found[source][item.source], live[item.name.text]
+        if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and is_sharded(there)):
+            state[item.name.text] = as_live(value, there, source.tensors)
+        else:
+            state[item.name.text] = _converted(value, there) if item.conversion else value
     return state
 
 
@@ -104,66 +87,45 @@ def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     return padded
 
 
-def _extra_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
-    return {
-        item.name.text: _fitted(target, item, source)
-        for items, source in zip(by_source, sources, strict=True)
-        for item in items
-        if item.name.group == "extra"
-    }
-
-
-def _fitted(target: Target, item: Planned, source: Source) -> Any:
+def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
     """Return the state of a registered object, its sharded tensors as they lie here."""
-    name, saved = item.name.text, _saved_extra(target, item, source)
+    if item.source in source.at.extras_of_ranks:
+        saved = source.own_state(layout.extra_of, item.source, live.shard)
+    else:
+        saved = source.value(layout.EXTRA, item.source)
     try:
         if not (may_be_sharded() or has_stand_ins(saved)):
             return saved
-        return fitted(*target.extra.beside(name, saved), source.tensors)
+        return fitted(*live.extra.beside(item.name.text, saved), source.tensors)
     except RecursionError:  # nested without end: the object may refuse it
         return saved
 
 
-def _saved_extra(target: Target, item: Planned, source: Source) -> Any:
-    if item.source not in source.extras_of_ranks:
-        return source.value(layout.EXTRA, item.source)
-    if not target.extra.gathers(item.name.text):
-        return source.own_state(layout.extra_of, item.source, target.shard)
-    order = sorted(range(source.shards), key=lambda shard: shard != target.shard)  # there it all is, most often
-    files = (source.read_once(layout.extra_of(shard)) for shard in order)
-    return target.extra.gathered(item.name.text, (file[item.source] for file in files if item.source in file))
-
-
-def _unclaimed_extra(target: Target, sources: Sequence[Source]) -> dict[str, Any]:
+def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:
     """Return states of names that nobody registered, for ``Saver.get_extra_data``."""
     found: dict[str, Any] = {}
     for source in sources:
-        names = [name for name in source.registered if name.group == "extra" and source.entry.wants(name)]
-        for name in (name.text for name in names if name.text not in target.extra):
-            if name not in source.extras_of_ranks:
+        names = [name for name in registered_names(source.at.checkpoint) if source.at.entry.wants(name)]
+        for name in (name.text for name in names if name.group == "extra" and name.text not in live.extra):
+            if name not in source.at.extras_of_ranks:
                 found[name] = source.value(layout.EXTRA, name)
-            elif source.shards in (1, target.shards):
-                found[name] = source.own_state(layout.extra_of, name, target.shard)
+            elif source.at.shards in (1, live.shards):
+                found[name] = source.own_state(layout.extra_of, name, live.shard)
     return found
 
 
-def _io_state(target: Target, by_source: Sequence[Sequence[Planned]], sources: Sequence[Source]) -> dict[str, Any]:
-    states = {}
-    for items, source in zip(by_source, sources, strict=True):
-        for item in (item for item in items if item.name.group == "io_state"):
-            name = item.name.text
-            if source.shards == target.shards:
-                states[name] = source.own_state(layout.io_state, item.source, target.shard)
-            else:
-                files = [source.state(layout.io_state(shard)) for shard in range(source.shards)]
-                of_all = [found[item.source] for found in files if item.source in found]
-                states[name] = target.io_state.merged(name, of_all, target.shard, target.shards)
-    return states
+def _position(live: LiveState, item: Planned, source: OpenSource) -> Any:
+    """Return this rank's position in the data, made from those of all where another number of ranks saved."""
+    if source.at.shards == live.shards:
+        return source.own_state(layout.io_state, item.source, live.shard)
+    files = [source.state(layout.io_state(shard)) for shard in range(source.at.shards)]
+    of_all = [found[item.source] for found in files if item.source in found]
+    return live.io_state.merged(item.name.text, of_all, live.shard, live.shards)
 
 
-def _generators(target: Target, sources: Sequence[Source]) -> Mapping[str, Any]:
-    source, name = sources[-1], layout.rng(target.shard)
-    if source.shards != target.shards or source.checkpoint.manifest.file(name) is None:
+def _generators(live: LiveState, source: OpenSource) -> Mapping[str, Any]:
+    name = layout.rng(live.shard)
+    if source.at.shards != live.shards or source.at.checkpoint.manifest.file(name) is None:
         return {}
     states = source.state(name)
     try:

@@ -1,46 +1,79 @@
-"""What a checkpoint has to offer, by name: found without reading rows, and without torch."""
+"""What a model and a checkpoint have, by name: found without reading rows, and without torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from recckpt.dense.tensors import DenseTensors
+from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.matching import PLAIN, Inventory, Thing
-from recckpt.load.selection import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
+from recckpt.load.conf import Entry
+from recckpt.load.names import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.storage.base import Files
 from recckpt.text import escaped
 from recckpt.types import SlotSpec
 
+PLAIN = "plain data"  # in place of a dtype: state that is not a tensor
 _WRAPPED, _COMPILED = "module.", "_orig_mod"  # what DistributedDataParallel and torch.compile put into names
 
 
-def checkpoint_inventory(
-    checkpoint: Checkpoint, storage: Files, model_dense: Iterable[str], tensors: DenseTensors | None = None
-) -> Inventory:
-    """Return the names that a checkpoint has.
+@dataclass(frozen=True)
+class Thing:
+    """What is known of a name without reading it.
 
-    Args:
-        checkpoint: which.
-        storage: where it lies.
-        model_dense: names of the model's tensors, for :func:`names_here`.
-        tensors: its tensors; None where they are to be looked up.
-
-    Raises:
-        CorruptCheckpointError: an index of the tensors is damaged.
+    Attributes:
+        dtype: of a slot or tensor, or :data:`PLAIN`; "" where it is not known or does not matter.
+        shape: of one row of a slot, or of a tensor.
+        rows: rows of the table; 0 for what is not a slot.
+        n_bytes: bytes to read, 0 where that is not known.
     """
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    rows: int = 0
+    n_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"
+
+
+Inventory = Mapping[Name, Thing]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a checkpoint has, and what an entry asks for of it.
+
+    Attributes:
+        entry: of the model bank.
+        label: the checkpoint's path.
+        inventory: its names.
+    """
+
+    entry: Entry
+    label: str
+    inventory: Inventory
+
+    @property
+    def called(self) -> str:
+        """What messages call it: the entry of a bank, and where it is."""
+        return f"{self.entry.label} ({self.label})" if self.entry.path else self.label
+
+
+def checkpoint_inventory(
+    checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], model_dense: Iterable[str]
+) -> Inventory:
+    """Return the names that a checkpoint has, its ``tensors`` by the names that the model has for them."""
     manifest = checkpoint.manifest
     things: dict[Name, Thing] = {}
     for table in manifest.tables:
         for slot in (SlotSpec(ID, "int64", ()), *table.slots):
             thing = Thing(slot.dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
             things[slot_name(table.name, slot.name)] = thing
-    found = (tensors or DenseTensors(storage, checkpoint.directory, manifest)).model
     dense = dict.fromkeys(manifest.names.dense, Thing(PLAIN))
-    dense |= {name: Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes) for name, tensor in found.items()}
+    dense |= {name: Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes) for name, tensor in tensors.items()}
     here = names_here(dense, model_dense)
     things |= {Name("dense", here[name]): thing for name, thing in dense.items()}
     things |= _registered(checkpoint, here)
@@ -90,12 +123,10 @@ def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
 def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
-    Args:
-        lines: one name a line, as a JSON string where it begins with ``"``; behind a tab each may follow its group,
-            dtype and shape.
+    A line is one name, as a JSON string where it begins with ``"``; group, dtype and shape may follow it, behind tabs.
 
     Raises:
-        LoadConfError: a group that does not exist, a shape that is none, or a string that does not end.
+        LoadConfError: a group that does not exist, a shape that is not one, or a string that does not end.
     """
     things: dict[Name, Thing] = {}
     for line in lines:
@@ -130,4 +161,4 @@ def _unescaped(text: str) -> str:
     try:
         return str(json.loads(text))
     except ValueError as error:
-        raise LoadConfError([f"model names: {text} is no JSON string: {error}"]) from error
+        raise LoadConfError([f"model names: {text} is not a JSON string: {error}"]) from error

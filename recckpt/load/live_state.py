@@ -1,8 +1,9 @@
-"""What a load fills."""
+"""What a load fills: made once a load, so that what the model consists of is looked up once."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,19 +12,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recckpt.dense.optimizers import NamedOptimizer
 from recckpt.dense.registered import Registry
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.matching import PLAIN, Inventory, Thing
-from recckpt.load.selection import GLOBAL_STEP, ID, Name, slot_name, state_name
-from recckpt.load.source import Needs
+from recckpt.load.inventory import PLAIN, Inventory, Thing
+from recckpt.load.names import GLOBAL_STEP, ID, Name, slot_name, state_name
+from recckpt.load.problems import Problems
+from recckpt.load.report import Planned
+from recckpt.load.source import Needs, Source
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.split import state_of
-from recckpt.types import HashTable
+from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.types import EMBEDDING, HashTable
 
 
 @dataclass(frozen=True)
-class Target:
-    """The live state of this rank, for one load: what the model consists of is looked up once."""
+class LiveState:
+    """The model of this rank, its companions, and which rank of how many this is."""
 
     model: nn.Module
     sparse_optim: Optimizer | None
@@ -32,33 +37,43 @@ class Target:
     shard: int
     shards: int
 
-    def state(self) -> tuple[dict[str, HashTable], dict[str, Any]]:
-        """Return the tables and the dense state."""
-        return self._state
-
     @cached_property
     def _state(self) -> tuple[dict[str, HashTable], dict[str, Any]]:
         return state_of(self.model)
 
+    @property
+    def tables(self) -> Mapping[str, HashTable]:
+        """The tables by name."""
+        return self._state[0]
+
+    @property
+    def dense(self) -> Mapping[str, Any]:
+        """The dense state."""
+        return self._state[1]
+
+    @cached_property
+    def optimizers(self) -> Mapping[str, NamedOptimizer]:
+        """The registered dense optimizers whose state goes by the names of parameters."""
+        return self.extra.optimizers
+
+    @cached_property
     def needs(self) -> Needs:
-        """Return what this rank reads of what each rank reads some of."""
-        tables = self.state()[0]
-        slices = {name: getattr(tables[name.table], "slice", None) for name in self.inventory() if name.is_slot}
+        """What this rank reads of what each rank reads some of."""
+        slices = {name: getattr(self.tables[name.table], "slice", None) for name in self.inventory if name.is_slot}
         gathers = any(map(self.extra.gathers, self.extra))
         return Needs(self.shard, self.shards, slices, positions=len(self.io_state) > 0, gathers=gathers)
 
+    @cached_property
     def inventory(self) -> Inventory:
-        """Return the names that can be loaded."""
-        tables, dense = self.state()
+        """The names that can be loaded."""
         things: dict[Name, Thing] = {Name(GLOBAL_STEP, GLOBAL_STEP): Thing(PLAIN)}
-        for table in tables.values():
+        for table in self.tables.values():
             things[slot_name(table.name, ID)] = Thing("int64", ())
             for slot in source_of(table).slots:
                 things[slot_name(table.name, slot.name)] = Thing(slot.dtype, slot.shape)
-        things |= {Name("dense", name): _thing(value) for name, value in dense.items()}
-        optimizers = self.extra.optimizers
-        things |= {Name("dense_opt" if name in optimizers else "extra", name): Thing(PLAIN) for name in self.extra}
-        for name, optimizer in optimizers.items():
+        things |= {Name("dense", name): _thing(value) for name, value in self.dense.items()}
+        things |= {Name("dense_opt" if name in self.optimizers else "extra", name): Thing(PLAIN) for name in self.extra}
+        for name, optimizer in self.optimizers.items():
             things |= {state_name(parameter, name): Thing(PLAIN) for parameter in optimizer.names}
         things |= {Name("io_state", name): Thing(PLAIN) for name in self.io_state}
         if self.sparse_optim is not None:
@@ -67,11 +82,58 @@ class Target:
 
 
 def _thing(value: Any) -> Thing:
-    if isinstance(value, torch.Tensor):
-        return Thing(
-            str(value.dtype).removeprefix("torch."),
-            tuple(value.shape),
-            0,
-            math.prod(value.shape) * value.dtype.itemsize,
+    if not isinstance(value, torch.Tensor):
+        return Thing(PLAIN)
+    n_bytes = math.prod(value.shape) * value.dtype.itemsize
+    return Thing(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, n_bytes)
+
+
+def check_live(live: LiveState, sources: Sequence[Source], items: Sequence[Planned], problems: Problems) -> None:
+    """Add what only the live objects can tell of a plan: states of other ranks, and tables that are not ours."""
+    for item in items:
+        if item.offer is not None and item.name.group == "io_state":
+            _check_positions(live, sources[item.offer], item, problems)
+        elif item.offer is not None and item.name.group in ("extra", "dense_opt"):
+            _check_own_state(live, sources[item.offer], item, problems)
+    _check_foreign(live, sources, items, problems)
+
+
+def _check_positions(live: LiveState, source: Source, item: Planned, problems: Problems) -> None:
+    can_merge = callable(getattr(live.io_state.get(item.name.text), "merge_io_state", None))
+    if source.shards != live.shards and not can_merge:
+        found = f"the positions of {source.shards} shards"
+        expected = (
+            f"{live.shards}: give the object merge_io_state(states, index, count), or leave it out with "
+            "'exclude': ['io_state']"
         )
-    return Thing(PLAIN)
+        problems.misfit(source.entry, f"io state {item.name.text}", found, expected)
+
+
+def _check_own_state(live: LiveState, source: Source, item: Planned, problems: Problems) -> None:
+    """A state that each rank has saved of its own goes to as many ranks again; one of a single rank goes to all."""
+    registry = live.extra
+    name, there = (text.rpartition("@")[2] if item.name.parameter else text for text in (item.name.text, item.source))
+    is_for_all = there not in source.extras_of_ranks or source.shards == 1 or registry.gathers(name)
+    if is_for_all or (registry.is_of_ranks(name) and source.shards == live.shards):
+        return
+    what = f"states of {live.shards} ranks" if registry.is_of_ranks(name) else "one for all ranks"
+    hint = "" if registry.is_of_ranks(name) else "register it with per_rank=True, or "
+    expected = f"{what}: {hint}leave it out with 'exclude': [{name!r}]"
+    problems.misfit(source.entry, name, f"states of {source.shards} ranks, one each", expected)
+
+
+def _check_foreign(live: LiveState, sources: Sequence[Source], items: Iterable[Planned], problems: Problems) -> None:
+    """A table that is not ours has no way to take anything but whole rows, as they are."""
+    foreign = {name for name, table in live.tables.items() if not isinstance(table, OurTable)}
+    taken: dict[str, dict[str, Planned]] = {}
+    for item in items:
+        if item.offer is not None and item.name.table in foreign:
+            taken.setdefault(item.name.table, {})[item.name.slot] = item
+    for name, slots in taken.items():
+        origins = {(item.offer, item.source.rsplit("@", 1)[0]) for item in slots.values()}
+        is_whole = {ID, EMBEDDING} <= slots.keys() and not any(item.conversion for item in slots.values())
+        if len(origins) > 1 or not is_whole:
+            expected = "ids and embeddings of one table, unconverted: the table is not a recckpt.sparse.HashTable"
+            found = f"only {', '.join(sorted(slots))}, or converted"
+            for number in sorted({item.offer for item in slots.values() if item.offer is not None}):
+                problems.misfit(sources[number].entry, name, found, expected)

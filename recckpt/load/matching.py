@@ -2,72 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from recckpt.load.conf import Entry
-from recckpt.load.pattern_checks import check_patterns, names_and_tables
-from recckpt.load.problems import Problems, first_few
-from recckpt.load.selection import ID, Name, slot_name, state_name
+from recckpt.load.inventory import PLAIN, Inventory, Offer, Thing
+from recckpt.load.names import ID, Name, slot_name, state_name
+from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING
 
-PLAIN = "plain data"  # in place of a dtype: state that is no tensor
-SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
 _EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
-
-
-@dataclass(frozen=True)
-class Thing:
-    """What is known of a name without reading it.
-
-    Attributes:
-        dtype: of a slot or tensor, or :data:`PLAIN`; "" where it is not known or does not matter.
-        shape: of one row of a slot, or of a tensor.
-        rows: rows of the table; 0 for what is no slot.
-        n_bytes: bytes to read, 0 where that is not known.
-    """
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    rows: int = 0
-    n_bytes: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"
-
-
-Inventory = Mapping[Name, Thing]
-
-
-@dataclass(frozen=True)
-class Offer:
-    """An entry and what its checkpoint has."""
-
-    entry: Entry
-    label: str
-    inventory: Inventory
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Where one name of the model comes from, or why it stays as it is.
-
-    Attributes:
-        name: of the model.
-        offer: number of the offer that it is taken from, None where it stays.
-        source: name in that checkpoint.
-        thing: what is there.
-        conversion: "", or what is done to it, such as ``cast float32 -> float16``.
-        reason: why it stays; "" where it is taken.
-    """
-
-    name: Name
-    offer: int | None = None
-    source: str = ""
-    thing: Thing = field(default_factory=Thing)
-    conversion: str = ""
-    reason: str = ""
 
 
 class Match:
@@ -95,21 +36,20 @@ class Match:
 
     def check(self, problems: Problems) -> None:
         """Add what is wrong with the entry by itself, whatever the others offer."""
-        check_patterns(self.offer.entry, self._model, self.offer.inventory, problems)
+        entry, label, inventory = self.offer.entry, self.offer.label, self.offer.inventory
+        check_patterns(entry, self._model, inventory, problems)
         for name, source in self.there.items():
-            if source not in self.offer.inventory and self._is_explicit(name):
-                hint = nearest(called(source, self.offer), names_and_tables(self.offer.inventory))
-                problem = f"{self.offer.label} has no {called(source, self.offer)!r}{hint}"
-                problems.about_names(self.offer.entry, problem)
-        entry = self.offer.entry
-        left = [name for name in self.offer.inventory if name not in self._known and entry.wants(name)]
+            if source not in inventory and self._is_explicit(name):
+                hint = nearest(self.called(source), names_and_tables(inventory))
+                problems.about_names(entry, f"{label} has no {self.called(source)!r}{hint}")
+        left = [name for name in inventory if name not in self._known and entry.wants(name)]
         whole = [name for name in left if name.group == "dense" or name.slot == EMBEDDING]
         for name in (name for name in whole if name.group in entry.strict_groups):
             problems.surprise(entry, name.table or name.text)
         others = [name.table or name.text for name in whole if name.group not in entry.strict_groups]
         others += [n.text for n in left if n.slot not in ("", ID, EMBEDDING) and slot_name(n.table, ID) in self._known]
         if others:
-            problems.warn(entry, f"{self.offer.label} has what is not in the model: {first_few(others)}")
+            problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
 
     def _is_explicit(self, name: Name) -> bool:
         """Say whether somebody asked for just this; of a whole table the embedding is what must be there."""
@@ -119,11 +59,15 @@ class Match:
             return True
         return name.slot == EMBEDDING and (name.table in asked or entry.renames.is_explicit(name.table))
 
+    def found(self, name: Name) -> Thing | None:
+        """Return what the checkpoint has of a wanted name."""
+        return self.offer.inventory.get(self.there[name])
+
     def fit(self, name: Name) -> tuple[str, str]:
         """Return (conversion, why it is left out) of a name that the checkpoint has.
 
         Raises:
-            ValueError: it does not fit, and nothing is said of that.
+            ValueError: it does not fit, and nothing is said of that: (found, expected).
         """
         found, live = self.offer.inventory[self.there[name]], self._model[name]
         takes_anything = "" in (found.dtype, live.dtype) or name.text.endswith(_EXTRA_STATE)
@@ -133,29 +77,25 @@ class Match:
                 return "", f"{self.offer.label} has {found}, the model {live}: skipped"
             return _conversion(found, live, action), ""
         embedding = slot_name(name.table, EMBEDDING)
-        if name.is_slot and name != embedding and self._has(embedding):
+        if name.is_slot and name != embedding and embedding in self.there and self.found(embedding):
             try:
                 return "", self.fit(embedding)[1]  # a table without its embedding is of no use
             except ValueError:
                 return "", ""  # which is said where the embedding is looked at
         return "", ""
 
-    def _has(self, name: Name) -> bool:
-        return name in self.there and self.there[name] in self.offer.inventory
-
-
-def called(source: Name, offer: Offer) -> str:
-    """Return the table where all of it is missing, else the name itself."""
-    whole = bool(source.table) and slot_name(source.table, ID) not in offer.inventory
-    return source.table if whole else source.text
+    def called(self, source: Name) -> str:
+        """Return the table where all of it is missing, else the name itself."""
+        is_missing = bool(source.table) and slot_name(source.table, ID) not in self.offer.inventory
+        return source.table if is_missing else source.text
 
 
 def _source(name: Name, offer: Offer) -> Name:
     """Return the name that the checkpoint has for one of the model."""
     renames = offer.entry.renames
     if name.parameter:
-        optimizer = Name("dense_opt", name.text.rpartition("@")[2])
-        return state_name(renames.source(Name("dense", name.parameter)), renames.source(optimizer))
+        optimizer = renames.source(Name("dense_opt", name.optimizer))
+        return state_name(renames.source(Name("dense", name.parameter)), optimizer)
     text = renames.source(name)
     if name.group == "dense_opt" and Name("dense_opt", text) not in offer.inventory:
         return Name("extra", text)  # saved without the names of its parameters
@@ -166,7 +106,7 @@ def _conversion(found: Thing, live: Thing, action: str) -> str:
     """Say how ``found`` becomes ``live``.
 
     Raises:
-        ValueError: the action does not allow it.
+        ValueError: the action does not allow it: (found, expected).
     """
     steps = []
     if found.dtype != live.dtype:

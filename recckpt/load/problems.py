@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
 from recckpt.load.conf import Entry
+from recckpt.load.names import GROUPS, Name, Pattern
+from recckpt.text import nearest
 
 _REMEDY = "pass load_conf={'strict': False} to load what fits by name, or say in 'on_mismatch' what to do"
+_OF_OBJECTS = ("extra", "dense_opt")
 
 
 @dataclass
 class Problems:
-    """Problems by kind, and what is worth a warning.
+    """Problems by kind, and what deserves a warning.
 
     Attributes:
         conf: with keys, values and names.
@@ -22,7 +25,7 @@ class Problems:
         mismatched: name -> (found, expected) of dtypes, shapes and numbers of shards.
         misfits: labels of the entries that these are about.
         not_found: entries whose checkpoint cannot be read, with the reason.
-        warnings: what is no error.
+        warnings: what is not an error.
     """
 
     conf: list[str] = field(default_factory=list)
@@ -67,10 +70,7 @@ class Problems:
             known.append(text)
 
     def raise_if_any(self, what: str) -> None:
-        """Raise one error that says all of it.
-
-        Args:
-            what: what does not fit, for the message.
+        """Raise one error that says all of it; ``what`` does not fit.
 
         Raises:
             LoadConfError: there are problems with names and keys, or of several kinds.
@@ -108,3 +108,45 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     """Return the first of many names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
+
+
+def check_patterns(entry: Entry, model: Collection[Name], there: Collection[Name], problems: Problems) -> None:
+    """Add what is wrong with the names in an entry, beside those of the model and of the checkpoint."""
+    for key, pattern, where in _patterns(entry, model, there):
+        if pattern.is_everything or pattern.is_group:
+            continue
+        meant = [name for name in where if pattern.matches(name)]
+        if meant:
+            _check_objects(entry, key, pattern, meant, problems)
+        elif pattern.is_explicit:
+            hint = nearest(pattern.text, {*names_and_tables(model), *GROUPS})
+            problems.about_names(entry, f"{key!r}: {pattern.text!r} is neither in the model nor a group{hint}")
+        else:
+            problems.warn(entry, f"{key!r}: {pattern.text!r} matches nothing in the model")
+
+
+def _check_objects(entry: Entry, key: str, pattern: Pattern, meant: Collection[Name], problems: Problems) -> None:
+    """Warn of ``dense*`` where nothing but ``dense_optim`` is called so, and of state that is asked for alone."""
+    if key == "load" and all(name.parameter for name in meant):
+        problems.warn(entry, f"'load': {pattern.text!r}: the state of a dense optimizer comes with its parameters only")
+        return
+    seems_wider = key in ("load", "exclude") and not pattern.is_explicit and "@" not in pattern.text
+    if seems_wider and all(name.group in _OF_OBJECTS for name in meant):
+        names = sorted({name.text for name in meant if not name.parameter})
+        problems.warn(entry, f"{key!r}: {pattern.text!r} matches only registered objects: {first_few(names)}")
+
+
+def _patterns(
+    entry: Entry, model: Collection[Name], there: Collection[Name]
+) -> Iterator[tuple[str, Pattern, Iterable[Name]]]:
+    """Yield (key, pattern, names of which it has to match one)."""
+    yield from (("load", pattern, model) for pattern in entry.load)
+    yield from (("exclude", pattern, [*model, *there]) for pattern in entry.exclude)
+    yield from (("oname", Pattern(side), model) for side, _ in entry.renames.rules)
+    yield from (("on_mismatch", pattern, model) for pattern, _ in entry.on_mismatch)
+
+
+def names_and_tables(names: Iterable[Name]) -> set[str]:
+    """Return all that a name may be written as."""
+    names = list(names)
+    return {name.text for name in names} | {name.table for name in names if name.is_slot}

@@ -8,16 +8,38 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from recckpt.load.matching import SETTINGS_STAY, Planned
+from recckpt.load.inventory import Thing
+from recckpt.load.names import GLOBAL_STEP, Name
 from recckpt.load.problems import first_few
-from recckpt.load.selection import GLOBAL_STEP
 from recckpt.text import count, escaped, grid, one_line, plural, size
 from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
 
+SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Where one name of the model comes from, or why it stays as it is.
+
+    Attributes:
+        name: of the model.
+        offer: number of the offer that it is taken from, None where it stays.
+        source: name in that checkpoint.
+        thing: what is there.
+        conversion: "", or what is done to it, such as ``cast float32 -> float16``.
+        reason: why it stays; "" where it is taken.
+    """
+
+    name: Name
+    offer: int | None = None
+    source: str = ""
+    thing: Thing = field(default_factory=Thing)
+    conversion: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,7 +49,7 @@ class LoadPlan:
     Attributes:
         items: one for each name.
         sources: the checkpoints, as paths, in the order of the bank.
-        warnings: what was noticed and is no error.
+        warnings: what was noticed and is not an error.
     """
 
     items: tuple[Planned, ...]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.format import layout
 from recckpt.load.conf import Entry, parse_load_conf
+from recckpt.load.inventory import Inventory
+from recckpt.load.live_state import LiveState
 from recckpt.load.load import plan
-from recckpt.load.model_bank import Followed, followed
+from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.source import Source, located_bank, open_files
+from recckpt.load.source import OpenSource, Source, locate_bank, locate_source, opened
 from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.model_state import ModelState
 from recckpt.output_dir.index_file import warn_of_index
@@ -31,6 +34,35 @@ _OWN = Entry(label="output_dir", is_own=True)
 
 def _failed(rank: int, cause: str) -> RecckptError:
     return RecckptError(f"restoring failed on rank {rank}: {cause}")
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A dynamic entry of a bank: the names that it gives, and the checkpoint that they were taken from."""
+
+    entry: Entry
+    taken: Source
+
+    def newer(self) -> Source | None:
+        """Return the checkpoint that is there now, None where it is no newer than the one taken."""
+        try:
+            found = locate_source(self.entry)
+        except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
+            return None  # a run that is being written or rotated; it is looked at again
+        taken, there = self.taken.checkpoint.manifest, found.checkpoint.manifest
+        return found if there.save_id != taken.save_id and there.order > taken.order else None
+
+
+def followed(model: Inventory, bank: Sequence[OpenSource]) -> list[Followed]:
+    """Return the dynamic entries of a bank with the names that they win against the other entries."""
+    if not any(source.at.entry.is_dynamic for source in bank):
+        return []
+    items = resolve(model, [source.offer(model) for source in bank], Problems())
+    return [
+        Followed(replace(source.at.entry, only=frozenset(i.name for i in items if i.offer == number)), source.at)
+        for number, source in enumerate(bank)
+        if source.at.entry.is_dynamic
+    ]
 
 
 class Restorer:
@@ -66,8 +98,12 @@ class Restorer:
         if whole and candidates[0].manifest.save_id == resumed and self._run.held_step == self._run.global_step:
             log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
             return self._run.global_step
+
+        def load(found: Sequence[Checkpoint]) -> LoadReport:
+            return self._load(self._live(), [], found, entry, Problems(), rng=rng, holds=whole)
+
         again = partial(self._ranks.on_first, partial(self._candidates, global_step, required=True))
-        until_whole(again, partial(self._load, [], entry=entry, rng=rng, holds=whole), first=candidates)
+        until_whole(again, load, first=candidates)
         return self._run.global_step
 
     def passes_over(self) -> bool:
@@ -85,8 +121,10 @@ class Restorer:
 
         def load(found: _Located) -> LoadReport:
             sources, candidates, problems = found
-            report = self._load(sources, candidates, _OWN, rng=True, holds=True, problems=problems)
-            self._followed = followed(self._state.target(self._ranks.rank, self._ranks.size).inventory(), sources)
+            live = self._live()
+            with self._opened(live, sources) as of_bank:
+                report = self._load(live, of_bank, candidates, _OWN, problems, rng=True, holds=True)
+                self._followed = followed(live.inventory, of_bank)
             return report
 
         first = self._ranks.on_first(lambda: self._located(bank))
@@ -99,7 +137,8 @@ class Restorer:
         def plan_one(found: _Located) -> LoadPlan:
             sources, candidates, problems = found
             own = [Source(_OWN, self._state.storage, checkpoint) for checkpoint in candidates[:1]]
-            return plan(self._state.target(self._ranks.rank, self._ranks.size), [*sources, *own], problems)
+            with opened([*sources, *own]) as open_sources:
+                return plan(self._live(), open_sources, problems)
 
         return until_whole(lambda: self._located(bank), plan_one)
 
@@ -108,7 +147,10 @@ class Restorer:
         reports = []
 
         def load(source: Source | None) -> Source | None:
-            reports.extend([self._load_sources([source], rng=False)] if source else [])
+            if source is not None:
+                live = self._live()
+                with self._opened(live, [source]) as sources:
+                    reports.append(self._load_sources(live, sources, Problems(), rng=False))
             return source
 
         for number, entry in enumerate(self._followed):
@@ -121,19 +163,20 @@ class Restorer:
 
     def _load(
         self,
-        bank: Sequence[Source],
+        live: LiveState,
+        bank: Sequence[OpenSource],
         candidates: Sequence[Checkpoint],
         entry: Entry,
+        problems: Problems,
         *,
         rng: bool,
         holds: bool,
-        problems: Problems | None = None,
     ) -> LoadReport:
         """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
         for older, checkpoint in enumerate(candidates, start=1):
-            own = Source(entry, self._state.storage, checkpoint)
             try:
-                report = self._load_sources([*bank, own], rng=rng, problems=problems)
+                with self._opened(live, [Source(entry, self._state.storage, checkpoint)]) as own:
+                    report = self._load_sources(live, [*bank, *own], problems, rng=rng)
             except CorruptCheckpointError as error:
                 if older == len(candidates):
                     raise
@@ -144,18 +187,23 @@ class Restorer:
             holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
             self._take_step(checkpoint, report, holds=holds, with_bank=bool(bank))
             return report
-        report = self._load_sources(bank, rng=False, problems=problems)
+        report = self._load_sources(live, bank, problems, rng=False)
         self._run.global_step, self._run.held_step = report.global_step or self._run.global_step, None
         return report
 
-    def _load_sources(self, sources: Sequence[Source], *, rng: bool, problems: Problems | None = None) -> LoadReport:
-        def load() -> LoadReport:
-            shards = {"shard_id": self._ranks.rank, "shard_num": self._ranks.size}
-            return self._state.load_sources(sources, **shards, rng=rng, problems=problems)
+    def _live(self) -> LiveState:
+        return self._state.live_state(self._ranks.rank, self._ranks.size)
 
-        # All ranks open what they need before any of them changes anything: it may be gone for one that comes late.
-        self._ranks.on_each(lambda: open_files(sources, self._state.target(self._ranks.rank, self._ranks.size).needs()))
-        return self._ranks.on_each(load)
+    @contextmanager
+    def _opened(self, live: LiveState, sources: Iterable[Source]) -> Iterator[list[OpenSource]]:
+        """Have all ranks open what they need before any of them changes anything: it may be gone for a late one."""
+        with ExitStack() as held:
+            yield self._ranks.on_each(lambda: held.enter_context(opened(sources, live.needs)))
+
+    def _load_sources(
+        self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool
+    ) -> LoadReport:
+        return self._ranks.on_each(lambda: self._state.load_sources(live, sources, problems, rng=rng))
 
     def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
         if report.global_step is not None:
@@ -171,7 +219,7 @@ class Restorer:
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
 
     def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
-        sources, problems = located_bank(bank)
+        sources, problems = locate_bank(bank)
         return sources, self._candidates(None, required=required), problems
 
     def _candidates(self, global_step: int | None, *, required: bool = False) -> list[Checkpoint]:

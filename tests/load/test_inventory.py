@@ -6,17 +6,26 @@ from bank_runs import run, saved, table
 from builders import flip_bit
 from torch import nn
 
+from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CorruptCheckpointError, LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.inventory import checkpoint_inventory, dense_prefix, list_inventory, listed_inventory, names_here
-from recckpt.load.matching import PLAIN, Thing
-from recckpt.load.selection import Name, slot_name
+from recckpt.load.inventory import (
+    PLAIN,
+    Thing,
+    checkpoint_inventory,
+    dense_prefix,
+    list_inventory,
+    listed_inventory,
+    names_here,
+)
+from recckpt.load.names import Name, slot_name
 from recckpt.output_dir.at_path import locate_path
 
 
 def inventory(url, *model_dense):
     storage, checkpoint = locate_path(url)
-    return checkpoint_inventory(checkpoint, storage, model_dense)
+    tensors = DenseTensors(storage, checkpoint.directory, checkpoint.manifest)
+    return checkpoint_inventory(checkpoint, tensors.model, model_dense)
 
 
 class Position:
@@ -145,7 +154,7 @@ def test_names_may_be_listed_by_hand():
     [
         ("a\tdens", "'a' is of no group 'dens'; groups are sparse, dense"),
         ("a\tdense\tfloat32\t2x3", "'a' has no shape '2x3'"),
-        ('"a\tdense', "is no JSON string"),
+        ('"a\tdense', "is not a JSON string"),
     ],
 )
 def test_lines_that_are_no_names_are_refused(line, message):

@@ -189,7 +189,7 @@ def test_a_foreign_table_takes_whole_rows_of_one_checkpoint_or_nothing(tmp_path)
     saver = Saver(with_tables(foreign, ours), output_dir=str(tmp_path))
     for conf in ({"load": ["sparse_opt"]}, {"load": ["ours", "t@id"], "exclude": ["t@embedding"]}):
         before = table_state(foreign)
-        with pytest.raises(StateMismatchError, match=r"'t': found only .*no recckpt.HashTable"):
+        with pytest.raises(StateMismatchError, match=r"'t': found only .*not a recckpt.sparse.HashTable"):
             saver.load(load_conf=conf)
         assert (table_state(foreign), len(ours)) == (before, 0)
     saver.load(load_conf={"exclude": ["t"]})

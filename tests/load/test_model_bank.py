@@ -248,7 +248,7 @@ def test_tables_of_others_take_whole_rows_or_nothing(tmp_path):
     assert sorted(t.ids().tolist()) == [1, 2]
     for conf in ({"load": ["sparse_opt"]}, {"load": ["t"], "exclude": ["t@embedding"]}, {"load": ["t@id"]}):
         t = foreign()
-        with pytest.raises(StateMismatchError, match=r"no recckpt\.HashTable"):
+        with pytest.raises(StateMismatchError, match=r"not a recckpt\.sparse\.HashTable"):
             Saver(Tables([t]), output_dir=str(tmp_path / "own")).load_by_config([{"path": url, **conf}])
         assert t.ids().tolist() == [9]
 

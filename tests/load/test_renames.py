@@ -2,8 +2,7 @@
 
 import pytest
 
-from recckpt.load.renames import Renames, parse_renames
-from recckpt.load.selection import Name, slot_name
+from recckpt.load.names import Name, Renames, parse_renames, slot_name
 
 
 def dense(value, name):

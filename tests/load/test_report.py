@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 
-from recckpt.load.matching import PLAIN, Planned, Thing
-from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.selection import Name, slot_name
+from recckpt.load.inventory import PLAIN, Thing
+from recckpt.load.names import Name, slot_name
+from recckpt.load.report import LoadPlan, LoadReport, Planned
 
 ROWS = 1_234_567
 ITEMS = (

@@ -12,7 +12,8 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
 from recckpt.load.conf import Entry
-from recckpt.load.source import Source
+from recckpt.load.problems import Problems
+from recckpt.load.source import Source, opened
 from recckpt.output_dir.listing import list_checkpoints, newest
 
 
@@ -399,7 +400,9 @@ def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_pa
 
     def load(shard_num):
         source = Source(Entry(strict=True, is_own=True), manager.saver.storage, newest(manager.saver.storage))
-        manager.saver.load_sources([source], shard_num=shard_num, rng=True)
+        live = manager.saver.live_state(0, shard_num)
+        with opened([source], live.needs) as sources:
+            manager.saver.load_sources(live, sources, Problems(), rng=True)
 
     load(2)
     assert torch.equal(torch.get_rng_state(), before)

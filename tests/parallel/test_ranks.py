@@ -114,7 +114,7 @@ def test_under_torchrun_without_a_process_group_a_save_is_refused_and_a_load_tak
         with pytest.raises(ValueError, match=r"2 ranks need [\s\S]*init_process_group.*shard_id=0, shard_num=1"):
             save()
     assert checkpoints(tmp_path) == ["c"]
-    assert (saver.target().shard, saver.target().shards) == (1, 2)
+    assert (saver.live_state().shard, saver.live_state().shards) == (1, 2)
     saver.load()
     saver.save("alone", 0, 1)
 

@@ -72,10 +72,10 @@ def saved(url: Path | str, *tables: HashTable, ckpt_id: str = "c", step: int | N
 
 def live_bytes(saver: Saver) -> Any:
     """Return all that a load may change, as bytes."""
-    tables, dense = saver.target().state()
+    live = saver.live_state()
     return (
-        {name: table_state(made) for name, made in tables.items()},
-        {name: bits(tensor) for name, tensor in dense.items()},
+        {name: table_state(made) for name, made in live.tables.items()},
+        {name: bits(tensor) for name, tensor in live.dense.items()},
         saver.sparse_optim and frozen(saver.sparse_optim.state_dict()),
         {name: frozen(saver._extra._state(saver._extra.get(name))) for name in saver._extra},
         {name: frozen(saver._io_state._state(saver._io_state.get(name))) for name in saver._io_state},

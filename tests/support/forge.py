@@ -19,8 +19,9 @@ from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, TableEntry
 from recckpt.load import load as loading
 from recckpt.load.conf import parse_load_conf
-from recckpt.load.live_state import Target
-from recckpt.load.source import Source
+from recckpt.load.live_state import LiveState
+from recckpt.load.problems import Problems
+from recckpt.load.source import Source, opened
 from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import locate
@@ -150,9 +151,11 @@ def load(
     **conf: Any,
 ) -> int:
     """Load tables by what a ``load_conf`` says and return the number of rows."""
-    target = Target(Tables(tables), None, extra_registry(), io_registry(), 0, 1)
+    live = LiveState(Tables(tables), None, extra_registry(), io_registry(), 0, 1)
     source = Source(parse_load_conf(conf or None), storage, locate(storage, ckpt_id))
-    report = loading.load(target, [source], concurrency=concurrency, download_dir=download_dir)
+    how = {"concurrency": concurrency, "download_dir": download_dir, "rng": False}
+    with opened([source], live.needs) as sources:
+        report = loading.load(live, sources, Problems(), **how)
     return sum(report.rows_taken.values())
 
 

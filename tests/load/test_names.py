@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.selection import GROUPS, Name, Pattern, slot_name, state_name, wildcard_regex, wildcards
+from recckpt.load.names import GROUPS, Name, Pattern, slot_name, state_name, wildcard_regex, wildcards
 
 NAMES = [
     slot_name("user", "id"),
