@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from faults.fencing_states import NO_STEP, Dir, Lost, Manifest, Name, State, Takeover, Turn, Writer
+from faults.all_states import Lost, all_states
+from faults.fencing_states import NO_STEP, Dir, Manifest, Name, State, Takeover, Turn, Writer
 
 _TRIES = 9  # more names than a writer needs
 
@@ -65,20 +66,12 @@ class Model:
         writers = tuple(Writer(len(steps)) for steps in self.scripts)
         before = self.orphan if self.rules.claim_above_lists else 0
         start = State(before, Takeover(self.orphan), (), writers, failures=self.failures, before=before)
-        came_from: dict[State, tuple[State, str] | None] = {start: None}
-        states = [start]
-        for state in states:  # which grow
-            for number in self._who(state):
-                step = f"{number + 1}: {state.writers[number].at}"
-                try:
-                    for after in getattr(self, f"_{state.writers[number].at}")(Turn(state, number)):
-                        if after not in came_from:
-                            came_from[after] = state, step
-                            self._check_readers(after)
-                            states.append(after)
-                except Lost as lost:
-                    raise Lost("\n".join([*_steps(came_from, state), step, str(lost)])) from None
-        return len(states)
+        return all_states(start, self._steps, self._check_readers)
+
+    def _steps(self, state: State) -> Iterator[tuple[str, Iterator[State]]]:
+        for number in self._who(state):
+            at = state.writers[number].at
+            yield f"{number + 1}: {at}", getattr(self, f"_{at}")(Turn(state, number))
 
     def _who(self, state: State) -> list[int]:
         """Return whose steps are tried: of a step that touches nothing, and that nothing touches, the order is free."""
@@ -274,11 +267,3 @@ class Model:
 
 def _leftovers(state: State, epoch: int) -> tuple[Name, ...]:
     return tuple(n for n, held in state.dirs if held.intent and held.intent.epoch <= epoch and not held.manifest)
-
-
-def _steps(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
-    steps = []
-    while (before := came_from[state]) is not None:
-        state, step = before
-        steps.append(step)
-    return steps[::-1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from faults.all_states import Lost
+
 NO_STEP = 0  # in place of one, of an id that has none
 
 
@@ -71,10 +73,6 @@ class State(NamedTuple):
     acknowledged: tuple[int, int] = (0, 0)
     failures: int = 0  # that may still come
     before: int = 0  # the number above which writers claim
-
-
-class Lost(AssertionError):  # noqa: N818
-    """Something is lost or written where it must not be; says by which steps it came about."""
 
 
 class Turn:

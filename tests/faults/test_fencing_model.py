@@ -5,8 +5,9 @@ from dataclasses import fields, replace
 from itertools import product
 
 import pytest
+from faults.all_states import Lost
 from faults.fencing_model import Model, Rules
-from faults.fencing_states import NO_STEP, Lost
+from faults.fencing_states import NO_STEP
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 

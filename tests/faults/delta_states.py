@@ -1,0 +1,220 @@
+"""The states of the delta protocol: an output dir with chains and offers, who is at work, and what readers see."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Writes = frozenset[str]  # what was written to the tables: all of it, or what a delta holds
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The protocol. Without any one of its rules something is lost; NO_LOSS has those that are no use alone.
+
+    ``objects`` is no rule but the kind of storage: a file that is written after its directory was removed is there.
+    """
+
+    objects: bool = False
+    # bases and marks
+    base_is_newest_at_takeover: bool = True  # a restored checkpoint is a base only if the own list has nothing newer
+    parent_is_origin: bool = True  # a parent is named by its own save id, not by that of a form
+    sync_base: bool = True  # whoever takes over syncs the links before it stands on them
+    ephemeral_keeps_base: bool = True  # the commit of an ephemeral moves neither base nor marks
+    failed_keeps_marks: bool = True
+    # rotation
+    closure: bool = True  # parents stay
+    keep_own_base: bool = True  # whatever the policy says
+    dependents_first: bool = True
+    check_before_removal: bool = True
+    sync_form_before_drop: bool = True  # the owner syncs a form before it drops what that replaces
+    delta_before_its_forms: bool = True  # what is left of a form is an offer again, and nobody must want it
+    # offers
+    owner_adopts: bool = True  # without: the compactor commits, in the name of the owner
+    only_owner_removes: bool = True  # without: the compactor removes what its form replaces
+    unique_names: bool = True  # no offer is written in a directory of another, not even one after the other
+    synced_before_whole: bool = True  # files before offer.json
+    adopt_whole: bool = True  # every file is looked at
+    adopt_young: bool = True  # of an age at which no owner removes it
+    adopt_what_counts: bool = True  # the delta counts, by the owner's own listing
+    adoption_is_an_attempt: bool = True  # with a save id of its own, by which the list of a takeover knows it
+    failed_adoption_removes_nothing: bool = True  # without: it is cleared away as a failed save is
+    form_keeps_place: bool = True  # that of the delta in the order of commits
+    form_has_flags: bool = True  # a form of an ephemeral is one
+    # readers
+    whole_before_full: bool = True  # a form that lacks files is passed over for the delta
+    look_again: bool = True  # a reader that misses a link lists again before it calls that damage
+
+
+class Checkpoint(NamedTuple):
+    """A manifest. Its files are there, unless it is a form: those are where the offer is."""
+
+    directory: str
+    save_id: str
+    epoch: int
+    place: tuple[int, int]  # in the order of commits; a form has that of its delta
+    parent: str  # save id; "" of a full one
+    holds: Writes
+    truth: Writes  # what a full save would have held
+    ephemeral: bool = False
+    form_of: str = ""
+    offer: str = ""  # of a form: the save id in its files
+    synced: bool = True
+    ckpt_id: str = ""
+
+    @property
+    def origin(self) -> str:
+        """The save id by which others stand on it."""
+        return self.form_of or self.save_id
+
+
+class Offer(NamedTuple):
+    """A directory of a compactor: of each file, whose attempt wrote it, "" where it is not there."""
+
+    directory: str
+    of: str
+    holds: Writes
+    first: str = ""
+    rest: str = ""
+    listed: str = ""  # offer.json
+    synced: bool = False
+    old: bool = False  # so old that it may be removed
+
+
+class Trainer(NamedTuple):
+    """A process that saves; or one that only adopts. What it need not remember must not make states differ."""
+
+    at: str
+    saves: int = 0  # that it may still begin
+    epoch: int = 0
+    base: str = ""
+    live: Writes = frozenset()
+    marks: Writes = frozenset()  # since the base
+    later: Writes = frozenset()  # since the staging
+    job: Checkpoint | None = None  # that is being saved or adopted
+    todo: tuple[str, ...] = ()  # directories that it is about to remove
+    n: int = 0
+    listed: tuple[Writes, str] = (frozenset(), "")  # by its takeover: save ids, and the newest
+    ckpt_id: str = ""
+
+
+class Compactor(NamedTuple):
+    """A process that owns nothing."""
+
+    at: str
+    runs: int
+    n: int = 0
+    delta: Checkpoint | None = None
+    directory: str = ""
+
+
+class Reader(NamedTuple):
+    """A process that restores the newest."""
+
+    at: str
+    directories: frozenset[str] = frozenset()
+    acknowledged: tuple[int, int] = (0, 0)  # when it began
+    tries: int = 0
+
+
+class State(NamedTuple):
+    """The output dir, who is at work, and what may still happen."""
+
+    claims: int
+    takeover: tuple[int, Writes]  # epoch, save ids that were committed
+    checkpoints: frozenset[Checkpoint]
+    offers: frozenset[Offer]
+    trainers: tuple[Trainer, ...]
+    compactors: tuple[Compactor, ...]
+    reader: Reader
+    acknowledged: tuple[int, int]
+    failures: int
+    ephemerals: int
+    days: int  # offers that may still grow old
+    damages: int  # forms that may still lose a file
+    n_offers: int = 0
+
+    @property
+    def counting(self) -> list[Checkpoint]:
+        """The checkpoints whose manifests count."""
+        epoch, committed = self.takeover
+        return [found for found in self.checkpoints if found.epoch >= epoch or found.save_id in committed]
+
+    def offer(self, directory: str) -> Offer | None:
+        """Return what lies in a directory for offers."""
+        return next((offer for offer in self.offers if offer.directory == directory), None)
+
+    def with_offer(self, offer: Offer) -> State:
+        """Return the state with this in its directory."""
+        return self._replace(offers=self._others(offer.directory) | {offer})
+
+    def without_offer(self, directory: str) -> State:
+        """Return the state without a directory for offers."""
+        return self._replace(offers=self._others(directory))
+
+    def _others(self, directory: str) -> frozenset[Offer]:
+        return frozenset(other for other in self.offers if other.directory != directory)
+
+    def without(self, directory: str) -> State:
+        """Return the state without the manifest in a directory."""
+        return self._replace(checkpoints=frozenset(c for c in self.checkpoints if c.directory != directory))
+
+    def synced(self, directories: Collection[str]) -> State:
+        """Return the state in which a power cut leaves the manifests of these directories."""
+        checkpoints = (
+            c if c.synced or c.directory not in directories else c._replace(synced=True) for c in self.checkpoints
+        )
+        return self._replace(checkpoints=frozenset(checkpoints))
+
+
+@dataclass(frozen=True)
+class View:
+    """What somebody sees who knows these manifests and looks at the files that they list."""
+
+    rules: Rules
+    counting: Collection[Checkpoint]
+    offers: frozenset[Offer]
+
+    def is_whole(self, found: Checkpoint) -> bool:
+        """Say whether all files are there, as far as a listing tells."""
+        return not found.form_of or any(offer.first and offer.rest for offer in self._files(found))
+
+    def is_good(self, found: Checkpoint) -> bool:
+        """Say whether all files are those of this checkpoint, as whoever reads them finds."""
+        return not found.form_of or any(offer.first == offer.rest == found.offer for offer in self._files(found))
+
+    def _files(self, found: Checkpoint) -> list[Offer]:
+        return [offer for offer in self.offers if offer.directory == found.directory]
+
+    def forms(self, origin: str) -> list[Checkpoint]:
+        """Return a checkpoint and its forms, in the order in which readers take them."""
+        found = [c for c in self.counting if origin in (c.save_id, c.form_of)]
+        if self.rules.whole_before_full:
+            found = [c for c in found if self.is_whole(c)]
+        return sorted(found, key=lambda c: (not c.parent, c.save_id), reverse=True)
+
+    def chain(self, origin: str) -> list[Checkpoint]:
+        """Return the links by which readers get a checkpoint, newest first; [] where one is missing."""
+        for found in self.forms(origin):
+            if not self.is_whole(found):
+                return []
+            below = self.chain(found.parent) if found.parent else []
+            if below or not found.parent:
+                return [found, *below]
+        return []
+
+    def content(self, origin: str) -> Writes | None:
+        """Return what readers get, None where they call it damaged."""
+        links = self.chain(origin)
+        is_read = links and all(self.is_good(link) for link in links)
+        return frozenset().union(*(link.holds for link in links)) if is_read else None
+
+    def damaged(self) -> Iterator[tuple[Checkpoint, str]]:
+        """Yield what readers get otherwise than it was saved."""
+        for found in self.counting:
+            content = self.content(found.origin)
+            if content is None:
+                yield found, "its chain is broken"
+            elif content != found.truth:
+                yield found, f"restores {sorted(content)}, was {sorted(found.truth)}"
