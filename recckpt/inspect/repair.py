@@ -116,7 +116,10 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
             continue  # committed meanwhile, or not ours
         what, is_dead = _attempt(storage, directory, alive, names)
-        yield Leftover(directory, what, is_dead), partial(rotation.remove_leftover, storage, directory)
+        yield (
+            Leftover(directory, what, is_dead),
+            partial(rotation.remove_leftover, storage, directory, rotation.THREADS),
+        )
     for name in filter(layout.is_temporary, storage.list_files("")):
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
 
@@ -155,4 +158,4 @@ def _clean(storage: Storage, found: list[tuple[Leftover, _Removal]]) -> list[str
 def _remove_fenced(storage: Storage, directory: str) -> None:
     record = read_manifest(storage, directory)
     if record is not None and last_takeover(storage).excludes(record):
-        rotation.remove(storage, Checkpoint(directory, record))
+        rotation.remove(storage, Checkpoint(directory, record), rotation.THREADS)

@@ -15,10 +15,8 @@ from recckpt.storage import Storage, open_parent, open_storage
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     """Return the committed checkpoint in a directory, None where there is no manifest.
 
-    Raises:
-        CheckpointNotFoundError: a writer committed it after it had lost the output dir.
-        CorruptCheckpointError: the manifest is damaged, or a file that it lists is not there with its size.
-        FormatVersionError: written by a newer format.
+    Raises CheckpointNotFoundError where a writer committed it after it had lost the output dir, CorruptCheckpointError
+    where it is damaged or a file is missing, FormatVersionError where a newer format wrote it.
     """
     found = read_manifest(storage, directory)
     if found is None:
@@ -34,12 +32,7 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
-    """Return the storage around one checkpoint's directory or URL, and the checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is no committed checkpoint.
-        CorruptCheckpointError: there is one, and it is damaged.
-    """
+    """Return the storage around a checkpoint's own path or URL, and it; errors as of ``read_checkpoint``."""
     storage, directory = open_parent(path)
     checkpoint = read_checkpoint(storage, directory)
     if checkpoint is None:
@@ -53,10 +46,8 @@ def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
 def locate_path(path: str) -> tuple[Storage, Checkpoint]:
     """Return the checkpoint at ``path``, or the newest one where ``path`` is an output dir.
 
-    Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: there are only damaged ones.
-        FormatVersionError: there are only such as a newer recckpt wrote.
+    Raises CheckpointNotFoundError where there is none, CorruptCheckpointError where there are only damaged ones,
+    FormatVersionError where there are only such as a newer recckpt wrote.
     """
     storage, directory = open_parent(path)
     checkpoint = read_checkpoint(storage, directory)

@@ -76,12 +76,7 @@ def claimed_epochs(storage: Storage) -> list[int]:
 
 
 def last_takeover(storage: Storage) -> Takeover:
-    """Return the newest takeover that was published.
-
-    Raises:
-        CorruptCheckpointError: its list is damaged.
-        FormatVersionError: it was written by a newer format.
-    """
+    """Return the newest takeover that was published; errors as of ``read_claim``."""
     for epoch in reversed(claimed_epochs(storage)):
         with suppress(FileNotFoundError):  # a claim without a list
             fields = _read(storage, layout.takeover(epoch), epoch)
@@ -97,10 +92,8 @@ def last_takeover(storage: Storage) -> Takeover:
 def read_claim(storage: Storage, epoch: int) -> Claim:
     """Return the claim of an epoch.
 
-    Raises:
-        FileNotFoundError: there is none.
-        CorruptCheckpointError: it is damaged.
-        FormatVersionError: it was written by a newer format.
+    Raises FileNotFoundError where there is none, CorruptCheckpointError where it is damaged, FormatVersionError where a
+    newer format wrote it.
     """
     fields = _read(storage, layout.claim(epoch), epoch)
     return Claim(epoch, fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time"))

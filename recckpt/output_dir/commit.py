@@ -25,10 +25,8 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool) -> tuple[Intent, int]:
     """Make a directory for a checkpoint that no other attempt has written; return it with its sequence number.
 
-    Raises:
-        CheckpointExistsError: the id is committed already, and ``overwrite`` is false.
-        WriterFencedError: another writer owns the output dir.
-        ValueError: no checkpoint can have this id.
+    Raises CheckpointExistsError where the id is committed and not to be overwritten, WriterFencedError where another
+    writer owns the output dir, ValueError for what cannot be an id.
     """
     layout.encode_id(ckpt_id)
     fence.hold()
@@ -86,11 +84,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
 
 
 def check_files(storage: Storage, directory: str, record: Manifest, visible: RetryPolicy) -> None:
-    """Look at the size of each file that a manifest lists.
-
-    Raises:
-        OSError: a file is not there, or has another size.
-    """
+    """Look at the size of each file that a manifest lists; OSError where one is not there, or has another size."""
     late = unlisted(record, listed_files(storage, directory))
     if late:
         lookout = Lookout(storage, visible, is_patient=len(record.shards) > 1)
@@ -108,12 +102,9 @@ def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:
 
 
 class Lookout:
-    """Looks for files until they are there, or the time is up that the policy gives for all of them.
+    """Looks for files that another host may have written: a network file system may show them a little late.
 
-    Args:
-        storage: where they are.
-        policy: how often to look, and for how long.
-        is_patient: whether another host may have written them; one look is enough otherwise.
+    It looks as often, and for as long for all of them, as the policy says; once, where ``is_patient`` is false.
     """
 
     def __init__(self, storage: Storage, policy: RetryPolicy, *, is_patient: bool = True) -> None:
@@ -123,11 +114,7 @@ class Lookout:
             self._operation = f"looking for up to {policy.deadline_sec:g} s for what was written"
 
     def check_size(self, name: str, n_bytes: int) -> None:
-        """Return once a file is there with its size.
-
-        Raises:
-            OSError: it is not there, or shorter, for all that time; or it is longer.
-        """
+        """Return once a file is there with its size; OSError where it is not in time, or is longer."""
 
         def look() -> None:
             try:
@@ -145,11 +132,7 @@ class Lookout:
         self._look(name, look)
 
     def check_intent(self, intent: Intent) -> None:
-        """Return once the directory of an attempt can be seen here.
-
-        Raises:
-            OSError: it cannot, for all that time.
-        """
+        """Return once the directory of an attempt can be seen here; OSError where it cannot in time."""
         name = layout.join(intent.directory, layout.INTENT)
 
         def look() -> None:

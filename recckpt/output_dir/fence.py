@@ -73,11 +73,8 @@ class Fence:
     def hold(self) -> None:
         """Take the output dir over, or check that it is still held, and list what is committed.
 
-        Where it was removed and made anew since, and nobody has claimed it, it is taken over again.
-
-        Raises:
-            WriterFencedError: somebody has taken it over since.
-            FileNotFoundError: the output dir is gone; once it is there again, this works again.
+        Where it was removed and made anew since, and nobody has claimed it, it is taken over again. Raises
+        WriterFencedError where somebody else has taken it over, FileNotFoundError while it is gone.
         """
         self._storage.check_there()
         if self._claim is None:
@@ -105,7 +102,7 @@ class Fence:
         self._claim = claim  # only now: a claim without a list is harmless, and is followed by another
         self.check()  # whoever has taken over since may have listed what was committed too late for this list
         for intent in left:
-            rotation.remove_leftover(self._storage, intent.directory)
+            rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
         if is_first and listing.current and not self.is_resumed:
             log.warning(
                 "%s: found %s of an earlier run, the newest %r, which this run has not loaded; it does not go on from "
@@ -133,9 +130,8 @@ class Fence:
     def check(self) -> None:
         """Do nothing while nobody has taken the output dir over.
 
-        Raises:
-            WriterFencedError: somebody has; says who and since when.
-            FileNotFoundError: the output dir is gone, or all claims of it are: this save fails, and the next may work.
+        Raises WriterFencedError where somebody has, FileNotFoundError where the output dir or all its claims are
+        gone: this save fails then, and the next may work.
         """
         if self._lost is None:
             self._lost = self._why_lost()

@@ -22,15 +22,7 @@ _MISSING, _STALE = "missing", "stale"  # what a death between two steps of a sav
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
-    """Say what is wrong with the index file of an output dir; "" where it is right.
-
-    Args:
-        storage: the output dir.
-        ckpt_ids: what is committed, oldest first.
-
-    Raises:
-        OSError: the storage failed.
-    """
+    """Say what is wrong with the index file, given the committed ids, oldest first; "" where it is right."""
     expected = layout.encode_index(ckpt_ids)
     try:
         found = storage.read(layout.INDEX_FILE, 2 * len(expected) + layout.MAX_ID_BYTES)
@@ -50,12 +42,9 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
 def warn_of_index(
     storage: Storage, ckpt_ids: Sequence[str], look_again: Callable[[], Sequence[str]] | None = None
 ) -> None:
-    """Log what is wrong with the index file; nothing depends on it, so neither does anything fail.
+    """Log what is wrong with the index file; nothing depends on it, so nothing fails.
 
-    Args:
-        storage: the output dir.
-        ckpt_ids: what is committed, oldest first.
-        look_again: lists that anew, where another process may be saving: what comes of its saves is no problem.
+    ``look_again`` lists the ids anew, where another process may be saving: what comes of its saves is no problem.
     """
     try:
         problem = index_problem(storage, ckpt_ids)

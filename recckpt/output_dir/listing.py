@@ -106,14 +106,9 @@ class Listing:
 
 
 def list_checkpoints(storage: Storage, known: Manifests | None = None) -> Listing:
-    """Read all manifests of an output dir and check that their files are there.
+    """Read all manifests of an output dir, but those its writer knows, and check that their files are there.
 
-    Args:
-        storage: the output dir.
-        known: the manifests that its writer has read before; None reads all of them.
-
-    Raises:
-        OSError: the storage failed, or does not let a checkpoint be read.
+    Raises OSError where the storage failed, or does not let a checkpoint be read.
     """
     listing = look_around(storage, known)
     for error in listing.unreadable.values():
@@ -192,9 +187,7 @@ def _takeover(storage: Storage, damaged: dict[str, CorruptCheckpointError | Form
 def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     """Return the committed checkpoint of an id.
 
-    Raises:
-        CheckpointNotFoundError: there is none; says which there are.
-        CorruptCheckpointError: there is one, and it is damaged.
+    Raises CheckpointNotFoundError, which says what there is, and CorruptCheckpointError where it is damaged.
     """
     listing = list_checkpoints(storage)
     found = listing.find(ckpt_id)
@@ -214,9 +207,8 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
 def newest_first(storage: Storage) -> list[Checkpoint]:
     """Return the committed checkpoints that can be used, [] where nothing was ever saved; damaged ones are logged.
 
-    Raises:
-        FormatVersionError: a newer recckpt wrote one, and it may be the newest of all.
-        CorruptCheckpointError: there are only damaged ones.
+    Raises FormatVersionError where a newer recckpt wrote one, which may be the newest of all, CorruptCheckpointError
+    where there are only damaged ones.
     """
     listing = list_checkpoints(storage)
     for directory, error in listing.damaged.items():
@@ -231,12 +223,7 @@ def newest_first(storage: Storage) -> list[Checkpoint]:
 
 
 def newest(storage: Storage) -> Checkpoint:
-    """Return the newest checkpoint that can be used.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        FormatVersionError, CorruptCheckpointError: as :func:`newest_first`.
-    """
+    """Return the newest checkpoint that can be used; CheckpointNotFoundError where there is none."""
     found = newest_first(storage)
     if not found:
         note = f"; {NOTE}" if is_of_recis(storage) else ""

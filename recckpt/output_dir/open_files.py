@@ -27,13 +27,8 @@ _Found = TypeVar("_Found")
 def until_whole(find: Callable[[], _Found], use: Callable[[_Found], _T], first: _Found | None = None) -> _T:
     """Find a checkpoint and use it; where its writer removes it meanwhile, find and use what is there by then.
 
-    Args:
-        find: looks at what is committed.
-        use: reads it; may be called again, and has to make up for what it has done so far.
-        first: what has been found already; None where ``find`` is to look first.
-
-    Raises:
-        CheckpointRemovedError: each of four times it was gone before it was read.
+    ``use`` may be called again, and has to make up for what it has done so far. ``first`` is what was found already.
+    Raises CheckpointRemovedError where it was gone before it was read each of four times.
     """
     try:
         return use(find() if first is None else first)
@@ -53,17 +48,14 @@ def until_whole(find: Callable[[], _Found], use: Callable[[_Found], _T], first: 
 class HeldFiles:
     """Files of one checkpoint, mapped where the storage has maps: those stay whole though a writer removes them.
 
-    On other storage a file may be gone when it is read. Thread-safe.
+    On other storage a file may be gone when it is read: CheckpointRemovedError where the manifest is gone too,
+    CorruptCheckpointError otherwise, from every method. Thread-safe.
 
     Args:
         storage: where the checkpoint lies.
         directory: the checkpoint's directory in it.
         sizes: name of a file in the checkpoint -> its bytes, by the manifest.
         first: the files that are opened at once; None for all.
-
-    Raises:
-        CheckpointRemovedError: a file is gone, and the manifest too.
-        CorruptCheckpointError: a file is gone, and the manifest is there.
     """
 
     def __init__(
@@ -76,11 +68,7 @@ class HeldFiles:
         self.hold(sizes if first is None else first)
 
     def hold(self, names: Iterable[str]) -> None:
-        """Open files of the checkpoint, by their names in it, unless they are open.
-
-        Raises:
-            CheckpointRemovedError, CorruptCheckpointError: as above.
-        """
+        """Open files of the checkpoint, by their names in it, unless they are open."""
         paths = dict.fromkeys(layout.join(self._directory, name) for name in names)
         for path in islice((path for path in paths if path not in self._maps), _MOST_MAPS - len(self._maps)):
             found = self._reached(path, self._storage.map)
@@ -119,9 +107,7 @@ class HeldFiles:
     def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:
         """Copy files that have no map to a directory of this host, and read the copies from now on.
 
-        Raises:
-            CheckpointRemovedError, CorruptCheckpointError: a file is gone, or has another size.
-            OSError: a file cannot be read, or the download dir has no room for them all.
+        Raises OSError where one cannot be read or the download dir has no room for them all.
         """
         wanted = [name for name in names if name not in self._maps]
         download_dir.check_room(sum(self._sizes[name] for name in wanted))

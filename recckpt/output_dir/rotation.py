@@ -19,21 +19,17 @@ from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
+THREADS = 8  # that remove files for a caller who was not told how many
+
 
 def expired(
-    listing: Listing, keep: int | Keep | None, pinned: Collection[str] = (), now: datetime | None = None
+    listing: Listing, keep: int | Keep | None, pinned: Collection[str], now: datetime | None = None
 ) -> list[Checkpoint]:
     """Return the committed checkpoints that go: superseded ones, and those that the policy does not want.
 
     The newest of all stays whatever the policy says. So do pinned ones, and the newest that a manager made: a save by
     hand takes nothing of what a run goes on from. An ephemeral checkpoint stays only while it is the newest of all; the
     policy does not see it. Damaged and fenced checkpoints neither count nor go.
-
-    Args:
-        listing: what there is.
-        keep: the policy, or how many of the newest it keeps; None keeps all.
-        pinned: ids that stay.
-        now: the time, with its zone; None for that of the clock.
     """
     current = listing.current
     regular = [checkpoint.manifest for checkpoint in current if not checkpoint.manifest.ephemeral]
@@ -51,11 +47,7 @@ def expired(
 
 
 def pin(storage: Storage, ckpt_id: str) -> None:
-    """Keep a checkpoint, whatever the policy says; pinning twice is once.
-
-    Raises:
-        CheckpointNotFoundError: there is no committed checkpoint of this id, or rotation has just removed it.
-    """
+    """Keep a checkpoint, whatever the policy says; CheckpointNotFoundError where it is not, or no longer, there."""
     locate(storage, ckpt_id)
     for directory in (layout.OWN_DIR, layout.PINS_DIR):
         with suppress(FileExistsError):
@@ -86,7 +78,7 @@ def leftovers(storage: Storage, listing: Listing, epoch: int) -> list[Intent]:
     return [intent for intent in found if not has_manifest(storage, intent.directory)]
 
 
-def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int = 1) -> bool:
+def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
     """Remove what recckpt wrote of a checkpoint, with several threads, and say whether it is a checkpoint no more.
 
     A failure is logged and never fails a save.
@@ -102,7 +94,7 @@ def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int = 1) -> bo
     return is_gone
 
 
-def remove_leftover(storage: Storage, directory: str, concurrency: int = 1) -> None:
+def remove_leftover(storage: Storage, directory: str, concurrency: int) -> None:
     """Remove what an attempt without a manifest wrote; a failure is logged and tried again at the next save."""
     try:
         _remove_files(storage, directory, (), concurrency)

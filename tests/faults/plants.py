@@ -69,8 +69,8 @@ PLANTS = {
     "rotation before the commit": Plant(
         COMMIT,
         PUT,
-        "        for checkpoint in fence.listing.committed:\n"
-        f"            __import__('recckpt.output_dir.rotation').output_dir.rotation.remove(storage, checkpoint)\n{PUT}",
+        "        for found in fence.listing.committed:\n"
+        f"            __import__('recckpt.output_dir.rotation').output_dir.rotation.remove(storage, found, 1)\n{PUT}",
     ),
     "the index file in place": Plant(
         "recckpt.storage.local:LocalStorage.replace",

@@ -24,8 +24,8 @@ def save(storage: Storage, *ids: str, **options) -> None:
 
 
 def rotate(storage: Storage, max_keep: int | None) -> None:
-    for victim in rotation.expired(list_checkpoints(storage), max_keep):
-        rotation.remove(storage, victim)
+    for victim in rotation.expired(list_checkpoints(storage), max_keep, ()):
+        rotation.remove(storage, victim, 1)
 
 
 def test_rotation_leaves_nothing_of_a_victim(storage):
@@ -82,7 +82,7 @@ def test_removal_never_follows_links(tmp_path):
     (runs / "a" / "model.pt").symlink_to(outside / "model.pt")
     shutil.rmtree(runs / "a" / "sparse")
     (runs / "a" / "sparse").symlink_to(outside)
-    rotation.remove(storage, victim)
+    rotation.remove(storage, victim, 1)
     assert {path.name: path.read_text() for path in outside.iterdir()} == {
         "model.pt": "precious",
         "00000-of-00001.json": "precious",
@@ -109,15 +109,15 @@ def test_a_failed_removal_is_logged_and_done_at_the_next_time(storage, monkeypat
     def fails(self, name):
         raise OSError(errno.EIO, "broken", name)
 
-    [victim] = rotation.expired(list_checkpoints(storage), 1)
+    [victim] = rotation.expired(list_checkpoints(storage), 1, ())
     with monkeypatch.context() as patch:
         patch.setattr(type(storage), method, fails)
-        rotation.remove(storage, victim)
+        rotation.remove(storage, victim, 1)
     assert "broken" in caplog.text
     listing = list_checkpoints(storage)
     assert listing.current[-1].ckpt_id == "b"
-    for left in [*rotation.leftovers(storage, listing, epoch=1), *rotation.expired(listing, 1)]:
-        rotation.remove_leftover(storage, left.directory)
+    for left in [*rotation.leftovers(storage, listing, epoch=1), *rotation.expired(listing, 1, ())]:
+        rotation.remove_leftover(storage, left.directory, 1)
     assert storage.list_files("a") == [] or method == "remove"
 
 
@@ -154,7 +154,7 @@ def test_leftovers_are_attempts_without_a_manifest_of_writers_that_are_through(s
     listing = list_checkpoints(storage)
     assert [left.directory for left in rotation.leftovers(storage, listing, epoch=1)] == ["a"]
     assert rotation.leftovers(storage, listing, epoch=0) == []
-    rotation.remove_leftover(storage, "a")
+    rotation.remove_leftover(storage, "a", 1)
     assert sorted(attempt_dirs(storage)) == ["b", "c", "mine"]
 
 
@@ -163,5 +163,5 @@ def test_the_intent_of_a_leftover_goes_last(storage, monkeypatch):
     storage.remove("a/manifest.json")
     remove, removed = type(storage).remove, []
     monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
-    rotation.remove_leftover(storage, "a")
+    rotation.remove_leftover(storage, "a", 1)
     assert removed[-1] == "a/INTENT"

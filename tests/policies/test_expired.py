@@ -171,10 +171,10 @@ def test_a_policy_judges_the_newest_of_each_id_and_not_what_that_superseded():
 def test_the_age_is_that_of_now():
     old, young = (Manifest(i, "", n, f"20{n}6-11-20T12:00:00Z", (), (), ()) for n, i in ((0, "old"), (9, "young")))
     last = Manifest("last", "", 10, "", (), (), ())
-    victims = rotation.expired(listing_with([old, young, last]), YoungerThan(60))
+    victims = rotation.expired(listing_with([old, young, last]), YoungerThan(60), ())
     assert [victim.ckpt_id for victim in victims] == ["old"]
     late = datetime(2097, 1, 1, tzinfo=timezone.utc)
-    assert len(rotation.expired(listing_with([old, young, last]), YoungerThan(60), now=late)) == 2
+    assert len(rotation.expired(listing_with([old, young, last]), YoungerThan(60), (), now=late)) == 2
 
 
 @settings(max_examples=200)
