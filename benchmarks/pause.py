@@ -195,7 +195,7 @@ def report_dense(mib: int, root: Path) -> None:
         pauses = []
         for number in range(6):
             begin = time.perf_counter()
-            handle = saver.save(f"a{number}", blocking=False)
+            handle = saver.save_async(f"a{number}")
             pauses.append(time.perf_counter() - begin)
             handle.wait()
     report(

@@ -135,7 +135,7 @@ class Recckpt:
 
     def save(self, directory: Path) -> Future[Any]:
         """Begin a save."""
-        handle = self._saver.save(directory.name, blocking=False)
+        handle = self._saver.save_async(directory.name)
         self.info = handle.info
         return handle.committed
 

@@ -89,7 +89,7 @@ def save_beside_training(saver: Saver, table: HashTable, ckpt_id: str) -> dict[s
     Staged.close = noted_close  # type: ignore[assignment,method-assign]
     try:
         begin = time.perf_counter()
-        handle = saver.save(ckpt_id, blocking=False)
+        handle = saver.save_async(ckpt_id)
         while not handle.done():
             table.insert(torch.randint(0, len(table), (_STEP_ROWS,)), torch.rand(_STEP_ROWS, DIM))
             time.sleep(0.02)  # what else a step does

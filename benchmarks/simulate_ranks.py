@@ -48,9 +48,10 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, read_manifest
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.save import save as saving
-from recckpt.save.rank_files import ShardRecord
+from recckpt.save import commit as saving
+from recckpt.save import save as hallway
 from recckpt.save.save_info import SaveInfo
+from recckpt.save.write import ShardRecord
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.sparse.files import loader as row_loading
 from recckpt.storage import open_storage
@@ -188,9 +189,9 @@ class RankZero:
     def measured_save(self, ckpt_id: str) -> dict[str, Any]:
         """Save over what was saved before, which is rotated away."""
         watch = Stopwatch(
-            begin=(saving, "begin"),
-            commit=(saving, "commit"),
-            rotate=(saving, "_tidy"),
+            begin=(hallway, "begin"),
+            commit=(committing, "commit"),
+            rotate=(hallway, "rotate"),
             manifest=(saving, "_manifest"),
             encode=(manifests, "encode"),
             decode=(manifests, "decode"),

@@ -21,10 +21,12 @@ from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Connection, Ranks
-from recckpt.save.rank_files import ShardRecord, ShardWriter
-from recckpt.save.save import Destination, save
+from recckpt.save.job import Destination
+from recckpt.save.job import Job as SaveJob
+from recckpt.save.save import write_and_commit
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
+from recckpt.save.write import ShardRecord, ShardWriter
 from recckpt.sparse.files.saver import BATCH_BYTES, PartPlan, SparseSaver, plan_parts, row_bytes
 from recckpt.storage import Storage
 from recckpt.storage.base import NewFiles
@@ -140,7 +142,7 @@ def staged(job: Job) -> Staged:
     """Return what a rank has to write."""
     dense = {f"top.{number}.weight": torch.zeros(64, 64) for number in range(8)}
     positions = {"stream": {"epoch": 3, "position": 123_456}}
-    return Staged(job.hollow_tables(), dense, {"dense_optim": {"state": {}}}, positions, dump_rng(), 1, {"loss": 0.5})
+    return Staged(job.hollow_tables(), dense, {"dense_optim": {"state": {}}}, positions, dump_rng(), {"loss": 0.5})
 
 
 class OneOfMany:
@@ -177,20 +179,15 @@ class OneOfMany:
         return self
 
 
-class _Rank:
-    """One of the others."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
 def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardRecord:
     """Write what a rank writes, its rows aside, and return what it would send."""
-    # A saver without rows and a rank that talks to nobody have all that a writer asks of them, and no more.
-    saver, of = HollowSaver(job, storage.url), _Rank(rank, job.ranks)
-    writer = ShardWriter(intent, storage, saver, 1, of, transfers=Transfers())  # type: ignore[arg-type]
     with Progress("", 0) as progress:
+        writer = ShardWriter(intent, _destination(job, storage, Fence(storage)), rank, job.ranks)
         return writer.write(staged(job), progress)
+
+
+def _destination(job: Job, storage: Storage, fence: Fence) -> Destination:
+    return Destination(storage, fence, Transfers(), HollowSaver(job, storage.url), 1, min_free_bytes=0, on_save=None)
 
 
 def save_as_rank_0(
@@ -203,5 +200,5 @@ def save_as_rank_0(
 ) -> Manifest:
     """Save, as rank 0 of many."""
     ranks = Ranks(0, job.ranks, Connection(lambda: OneOfMany(job, others)))
-    to = Destination(storage, fence, ranks, HollowSaver(job, storage.url), 1, max_keep, Transfers())
-    return save(staged(job), info, to)
+    one = SaveJob(info, ranks, None, overwrite=False, is_resumed=True, max_keep=max_keep)
+    return write_and_commit(staged(job), one, _destination(job, storage, fence))

@@ -1,36 +1,40 @@
-"""The saver: takes the state of a model and writes it, now or while training goes on."""
+"""The saver: takes the state of a model and writes it, now or while training goes on; and loads it."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
-from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt.dense.rank_digests import RankDigests
-from recckpt.dense.state_copy import DenseBuffers
+from recckpt.dense.optimizers import by_name
+from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.format.manifest import Manifest, Scalar
-from recckpt.model_state import ModelState
-from recckpt.parallel.process_group import DEFAULT_TIMEOUT_SEC, this_rank
-from recckpt.parallel.ranks import Ranks, ranks_of
-from recckpt.policies.keep import Keep, as_keep
-from recckpt.save.background_save import OnSave, SaveHandle, SaveRunner
-from recckpt.save.preflight import check_moment, check_name, check_owners, check_rooms
+from recckpt.load.conf import Bank
+from recckpt.load.loader import Loader
+from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.output_dir.fence import Fence
+from recckpt.parallel.one_process import OneProcess
+from recckpt.parallel.process_group import DEFAULT_TIMEOUT_SEC
+from recckpt.parallel.ranks import RanksNow
+from recckpt.policies.keep import Keep
+from recckpt.save.arguments import check_moment, check_name, check_options, check_parts, check_registered
+from recckpt.save.background_save import SaveHandle, SaveRunner
+from recckpt.save.job import Destination, Job, Live, OnSave
+from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
-from recckpt.save.stage import Staged, estimated_bytes, stage
+from recckpt.sparse.files.saver import SparseSaver
+from recckpt.sparse.split import parameters_of
+from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE_SEC, transfers_of
-from recckpt.types import positive_number
 
-log = logging.getLogger("recckpt")
+_State = Mapping[str, Scalar] | None
 
 
-class Saver(ModelState):
+class Saver(OneProcess):
     """Saves and loads a model: its tables, its dense state and what is registered beside them.
 
     The state is read from the model at each save. Thread-safe: saves and loads of several threads follow each other. It
@@ -57,9 +61,8 @@ class Saver(ModelState):
             in the thread of the save; what it raises is logged and fails nothing.
 
     Raises:
-        TypeError: the model, the optimizer or ``on_save`` is none.
-        ValueError: a number is not one, or two tables share a name, or the optimizer is that of dense parameters, or
-            of tables that the model does not have.
+        TypeError, ValueError: an argument is invalid, or two tables share a name, or ``sparse_optim`` is the optimizer
+            of dense parameters or of tables that the model does not have.
         OSError: the output dir cannot be written.
     """
 
@@ -79,84 +82,84 @@ class Saver(ModelState):
         visible_sec: float = VISIBLE_SEC,
         on_save: OnSave | None = None,
     ) -> None:
-        as_keep(max_keep)
-        if type(min_free_bytes) is not int or min_free_bytes < 0:
-            raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
-        if on_save is not None and not callable(on_save):
-            raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
-        self._timeout_sec = positive_number("timeout_sec", timeout_sec)
-        self._transfers = transfers_of(
+        super().__init__()
+        check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save)
+        transfers = transfers_of(
             output_dir,
             max_uploads=max_uploads,
             work_dir=work_dir,
             pre_download=pre_download,
             visible_sec=visible_sec,
-            timeout_sec=self._timeout_sec,
+            timeout_sec=timeout_sec,
         )
-        super().__init__(  # last: it makes the output dir
-            model, sparse_optim, output_dir, concurrency, self._transfers.download_dir
-        )
-        self.max_keep, self._min_free_bytes = max_keep, min_free_bytes
-        self._ranks: dict[tuple[int, int], Ranks] = {}
-        self._buffers = DenseBuffers()
-        self._digests = RankDigests()
+        check_parts(model, sparse_optim)
+        storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
+        storage.prepare()  # last of what may be refused: it makes the output dir
+        self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
+        self.ranks = RanksNow(timeout_sec)
+        extra = self._extra = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model)))
+        io_state = self._io_state = io_registry()
+        self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
+        self._live = Live(model, sparse_optim, extra, io_state)
+        fence, sparse_saver = Fence(storage, self.made_at), SparseSaver(concurrency)
+        self._to = Destination(storage, fence, transfers, sparse_saver, concurrency, min_free_bytes, on_save)
+        self._runner = SaveRunner()
         self._step_now: Callable[[], int | None] = lambda: None
-        self._runner = SaveRunner(self.storage, self._transfers, self._concurrency, on_save, self.made_at)
 
-    @overload
-    def save(
-        self,
-        ckpt_id: str,
-        shard_id: int | None = None,
-        shard_num: int | None = None,
-        *,
-        step: int | None = None,
-        state: Mapping[str, Scalar] | None = None,
-        overwrite: bool = False,
-        ephemeral: bool = False,
-        blocking: Literal[True] = True,
-    ) -> Manifest: ...
-    @overload
-    def save(
-        self,
-        ckpt_id: str,
-        shard_id: int | None = None,
-        shard_num: int | None = None,
-        *,
-        step: int | None = None,
-        state: Mapping[str, Scalar] | None = None,
-        overwrite: bool = False,
-        ephemeral: bool = False,
-        blocking: Literal[False],
-    ) -> SaveHandle: ...
-    @overload
-    def save(
-        self,
-        ckpt_id: str,
-        shard_id: int | None = None,
-        shard_num: int | None = None,
-        *,
-        step: int | None = None,
-        state: Mapping[str, Scalar] | None = None,
-        overwrite: bool = False,
-        ephemeral: bool = False,
-        blocking: bool,
-    ) -> Manifest | SaveHandle: ...
-    def save(
-        self,
-        ckpt_id: str,
-        shard_id: int | None = None,
-        shard_num: int | None = None,
-        *,
-        step: int | None = None,
-        state: Mapping[str, Scalar] | None = None,
-        overwrite: bool = False,
-        ephemeral: bool = False,
-        blocking: bool = True,
-    ) -> Manifest | SaveHandle:
-        """Write, commit and rotate. Collective where there are several ranks: all of them call it.
+    @property
+    def output_dir(self) -> str:
+        """Where checkpoints go."""
+        return self.storage.url
 
-        A save that is under way is waited for first.
+    def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
+        """Save an object beside the model, such as a dense optimizer or a scheduler.
+
+        Args:
+            name: unique name.
+            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value. A tensor, an array, a list, dict or
+                set is loaded in place; of another value :meth:`get_extra_data` gives what was loaded.
+            per_rank: whether each rank saves and gets back a state of its own, on the same number of ranks; else that
+                of rank 0 is saved, for all. A ``ZeroRedundancyOptimizer`` is saved by all ranks, for any number.
+
+        Raises:
+            ValueError: the name or the object cannot be registered; says why.
+        """
+        check_registered(name, obj, self.sparse_optim)
+        with self.turn():
+            self._extra.add(name, obj, per_rank=per_rank)
+
+    def register_io_state(self, name: str, obj: Any) -> None:
+        """Save the position of a dataset, one state a shard.
+
+        Args:
+            name: unique name.
+            obj: has ``dump_io_state`` and ``load_io_state``, or ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ValueError: as :meth:`register_for_checkpointing`.
+        """
+        with self.turn():
+            self._io_state.add(name, obj)
+
+    def get_extra_data(self, name: str) -> Any:
+        """Return what is registered under a name: a plain value as it was last loaded, or the object.
+
+        Without it, return the state that was last loaded for the name, or None with a warning.
+        """
+        return self._extra.get(name)
+
+    def save(
+        self,
+        ckpt_id: str,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
+        *,
+        step: int | None = None,
+        state: _State = None,
+        overwrite: bool = False,
+        ephemeral: bool = False,
+    ) -> Manifest:
+        """Write, commit and rotate, once the save before is over; return the manifest. Collective among several ranks.
 
         Args:
             ckpt_id: name of the checkpoint.
@@ -166,11 +169,6 @@ class Saver(ModelState):
             state: numbers and strings for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
             ephemeral: the checkpoint goes as soon as a newer one is committed, and does not count for ``max_keep``.
-            blocking: False returns as soon as training may go on; what it changes from then on is not in the
-                checkpoint.
-
-        Returns:
-            The manifest of the committed checkpoint, or the handle of a save that is under way.
 
         Raises:
             ValueError: the id or the step cannot be one, or something in the state could not be loaded back, or several
@@ -182,17 +180,26 @@ class Saver(ModelState):
             WriterFencedError: another process has taken the output dir over by saving to it.
             The error of an earlier save in the background that nobody has been told of; this one is not begun then.
         """
-        check_name(ckpt_id, step)
-        check_moment(self.model)
-        with self._turn(), self._runner.one_save():
-            step = self._step_now() if step is None else step
-            info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=not blocking)
-            ranks = info.telling(self.ranks(shard_id, shard_num))
-            take = partial(self._take, info, ranks, state)
-            handle = self._runner.start(
-                take, info, ranks, max_keep=self.max_keep, overwrite=overwrite, resumed=self._is_resumed
-            )
-            return handle.wait() if blocking else handle
+        info = SaveInfo(ckpt_id, step, ephemeral=ephemeral)
+        return self._save(info, shard_id, shard_num, state, overwrite).wait()
+
+    def save_async(
+        self,
+        ckpt_id: str,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
+        *,
+        step: int | None = None,
+        state: _State = None,
+        overwrite: bool = False,
+        ephemeral: bool = False,
+    ) -> SaveHandle:
+        """As :meth:`save`, but return as soon as training may go on; what it changes from then on is not saved.
+
+        What goes wrong from then on is raised by ``wait()`` of the handle, else by the next save or :meth:`close`.
+        """
+        info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=True)
+        return self._save(info, shard_id, shard_num, state, overwrite)
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save that is under way, if there is one, and say whether none is any more.
@@ -201,9 +208,9 @@ class Saver(ModelState):
             timeout_sec: how long to wait; 0 only looks, None waits until the end.
 
         Raises:
-            SaveFailedError, WriterFencedError, CommitNotDurableError: it failed, and nobody has been told yet.
+            RecckptError: that of the save, where nobody has been told yet.
         """
-        with self._turn():
+        with self.turn():
             return self._runner.settle(timeout_sec)
 
     @property
@@ -212,85 +219,82 @@ class Saver(ModelState):
         self._check_process()
         return self._runner.is_running
 
-    @property
-    def has_lost_ranks(self) -> bool:
-        """Whether a rank is known to be missing, so that nothing collective can be done any more."""
-        return any(ranks.has_lost for ranks in self._ranks.values())
-
-    def close(self) -> None:
-        """Wait for the save that is under way and raise its error; the saver may go on being used.
-
-        Raises:
-            SaveFailedError, WriterFencedError, CommitNotDurableError: as :meth:`settle`.
-        """
-        self.settle()
-
-    def __enter__(self) -> Saver:
-        self._check_process()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            log.error("%s", failure)  # what is being raised already goes first
-
-    def ranks(self, shard_id: int | None = None, shard_num: int | None = None) -> Ranks:
-        """Return the ranks that save and restore together, by the process group as it is now. Not collective.
-
-        Raises:
-            ValueError: the numbers do not fit each other.
-        """
-        with self._turn():
-            key = this_rank(shard_id, shard_num)
-            if key not in self._ranks or self._ranks[key].is_over:
-                self._ranks[key] = ranks_of(*key, self._timeout_sec)
-            return self._ranks[key]
-
-    def count_steps_by(self, step_now: Callable[[], int | None]) -> None:
-        """Give saves by hand the step that ``step_now`` says, where they name none; a manager does this.
+    def load(
+        self,
+        ckpt_path: str | None = None,
+        ckpt_id: str | None = None,
+        load_conf: Mapping[str, Any] | None = None,
+        shard_id: int | None = None,
+        direct_path: bool = False,
+    ) -> LoadReport:
+        """Load a checkpoint into the model and what is registered.
 
         Args:
-            step_now: returns the global step; None where nobody counts.
-        """
-        self._step_now = step_now
-
-    def check_caller(self) -> None:
-        """Do nothing where this thread and process may use the saver.
+            ckpt_path: the id of a checkpoint of the own output dir, as ``save`` takes it; else an output dir, or a
+                checkpoint itself; None for the own output dir.
+            ckpt_id: which checkpoint in it; None for the newest.
+            load_conf: what to take: an entry of a bank without ``path``; None for everything.
+            shard_id: number of this rank, whose dataset positions are taken; None as in :meth:`save`.
+            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do.
 
         Raises:
-            ForkedError: this is a forked child of the process that made it.
-            RuntimeError: this is the thread of the save that is under way, which would wait for itself.
+            CheckpointNotFoundError: there is no such checkpoint.
+            LoadConfError, StateMismatchError: what ``load_conf`` asks for does not exist, or does not fit the model;
+                nothing has been changed.
+            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
+            PartlyLoadedError: reading failed when tables that had rows had been changed.
         """
+        with self.turn():
+            return self.loader.load(ckpt_path, ckpt_id, load_conf, shard_id, direct_path)
+
+    def load_by_config(
+        self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None
+    ) -> LoadReport:
+        """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
+
+        Args:
+            bank: a list of entries, or one entry, or the path of one; see docs/warm-start.md.
+            conf: the rest of the entry, where ``bank`` is a path.
+            shard_id: number of this rank; None as in :meth:`save`.
+
+        Raises:
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: all that is wrong; nothing has been changed.
+            CorruptCheckpointError, CheckpointRemovedError, PartlyLoadedError: as :meth:`load`.
+        """
+        with self.turn():
+            return self.loader.load_bank(bank, conf, shard_id)
+
+    def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
+        """Say what :meth:`load_by_config` would do, or raise as it would; reads no rows and changes nothing."""
+        with self.turn():
+            return self.loader.plan(bank, conf, shard_id)
+
+    def names(self) -> list[str]:
+        """Return the names that can be loaded, one a line with group, dtype and shape, for ``recckpt plan``."""
+        with self.turn():
+            return self.loader.names()
+
+    def close(self) -> None:
+        """As :meth:`settle`; the saver may go on being used."""
+        self.settle()
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """Return what lets one thread in at a time, those of its manager too; refuse that of a save, and a fork."""
         self._check_process()
-        if self._runner.is_this_thread:
-            raise RuntimeError(
-                "on_save is part of the save that it is called from, and cannot wait for it: save, load and step in "
-                "the thread that trains"
-            )
+        self._runner.check_caller()
+        return self._turn()
 
-    def _turn(self) -> AbstractContextManager[Any]:
-        self.check_caller()
-        return super()._turn()
+    def count_steps_by(self, step_now: Callable[[], int | None]) -> None:
+        """Give saves that name no step the one that ``step_now`` returns, which a manager does."""
+        self._step_now = step_now
 
-    def _take(self, info: SaveInfo, ranks: Ranks, state: Mapping[str, Scalar] | None) -> Staged:
-        """Refuse what cannot be saved, and stage the rest. Collective."""
-        check_owners(self.model, ranks)  # first: it fails on all ranks or on none
-        n_bytes = estimated_bytes(self.model, ranks.rank)
-        check_rooms(self.storage, self._transfers.work_dir, n_bytes, self._min_free_bytes, ranks)
-        with info.timed("stage"):
-            return stage(
-                self.model,
-                self.sparse_optim,
-                self._extra,
-                self._io_state,
-                step=info.step,
-                state=state,
-                buffers=self._buffers if info.background else None,
-                rank=ranks.rank,
-                digest=self._digests.begin() if ranks.size > 1 else None,
-            )
+    def _save(
+        self, info: SaveInfo, shard_id: int | None, shard_num: int | None, state: _State, overwrite: bool
+    ) -> SaveHandle:
+        check_name(info.ckpt_id, info.step)
+        check_moment(self.model)
+        with self.turn(), self._runner.one_save():
+            info.step = self._step_now() if info.step is None else info.step
+            ranks = info.telling(self.ranks.of(shard_id, shard_num))
+            job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep)
+            return save(self._live, job, self._to, self._runner)

@@ -16,7 +16,6 @@ ROOMS = """
     recckpt  __main__
     cli  manager
     inspect  saver
-    model_state
     load  save  checkpointer
     sparse  dense
     output_dir

@@ -54,7 +54,7 @@ def full_on_rank_1(monkeypatch):
 
 def fail_in_the_background(rank, saver, is_full, everybody):
     """Let a save in the background fail, of which rank 0 alone is told."""
-    handle = saver.save("a", rank, SIZE, blocking=False)
+    handle = saver.save_async("a", rank, SIZE)
     with suppress(SaveFailedError):
         handle.committed.result()
     if rank == 0:

@@ -43,7 +43,7 @@ def test_saves_of_several_threads_follow_each_other(tmp_path):
 
 def test_saves_in_the_background_of_several_threads_follow_each_other(tmp_path):
     _, saver = build(tmp_path)
-    handles = crowd(4, lambda number: saver.save(f"c{number}", blocking=False))
+    handles = crowd(4, lambda number: saver.save_async(f"c{number}"))
     assert sorted(handle.wait().seq for handle in handles) == [1, 2, 3, 4]
     assert verify(str(tmp_path)) == []
 
@@ -55,7 +55,7 @@ def test_a_save_waits_for_the_load_of_another_thread(tmp_path, gate, monkeypatch
     table(torch.arange(100, 200))
     clearing, staging = gate(HashTable, "clear"), threading.Event()
     real = stage.stage
-    monkeypatch.setattr("recckpt.saver.stage", lambda *args, **kwargs: staging.set() or real(*args, **kwargs))
+    monkeypatch.setattr("recckpt.save.stage.stage", lambda *args, **kwargs: staging.set() or real(*args, **kwargs))
     loading = threading.Thread(target=saver.load, kwargs={"ckpt_id": "first"})
     loading.start()
     clearing.wait()
@@ -83,7 +83,7 @@ def test_steps_of_several_threads_count_and_save_one_after_another(tmp_path):
 def test_what_on_save_asks_of_the_saver_in_the_thread_of_the_save_is_refused_and_does_not_hang(tmp_path, caplog):
     _, saver = build(tmp_path, on_save=lambda info: manager.save() if info.step else saver.load())
     manager = CheckpointManager(saver, 1, async_save=True)
-    saver.save("a", blocking=False).wait()
+    saver.save_async("a").wait()
     manager.step()
     manager.close()
     assert caplog.text.count("on_save is part of the save") == 2
@@ -146,7 +146,7 @@ def test_a_saver_or_manager_used_in_a_forked_child_is_refused(tmp_path, use, gat
     manager = CheckpointManager(saver, 1)
     saver.save("a")
     writing = gate(LocalStorage, "create")
-    handle = saver.save("under_way", blocking=False)  # whose thread is not in the child
+    handle = saver.save_async("under_way")  # whose thread is not in the child
     writing.wait()
     said = in_fork(lambda: use(saver, manager))
     writing.open()
@@ -161,7 +161,7 @@ def test_a_saver_or_manager_used_in_a_forked_child_is_refused(tmp_path, use, gat
 def test_a_child_that_waits_for_a_save_of_its_parent_is_refused(tmp_path, gate):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")
-    handle = saver.save("a", blocking=False)
+    handle = saver.save_async("a")
     writing.wait()
     for wait in (handle.wait, handle.done, handle.committed.result, handle.committed.exception):
         assert in_fork(wait).startswith("ForkedError: this ")
@@ -174,7 +174,7 @@ def test_a_child_reads_and_saves_for_itself_while_its_parent_saves(tmp_path, gat
     saver.save("a")
     reader = CheckpointReader(str(tmp_path / "a"))
     writing = gate(LocalStorage, "create")
-    handle = saver.save("b", blocking=False)
+    handle = saver.save_async("b")
     writing.wait()
 
     def read():
@@ -205,7 +205,7 @@ def test_workers_that_fork_while_a_saver_is_there_and_leave_it_alone_are_fine(tm
 def test_a_child_that_ends_by_itself_leaves_the_saves_of_its_parent_alone(tmp_path, gate):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")
-    handle = saver.save("a", blocking=False)
+    handle = saver.save_async("a")
     writing.wait()
     child = multiprocessing.get_context("fork").Process(target=len, args=((),))
     child.start()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from concurrent.futures import Future, wait
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from recckpt.checkpointer.barrier import describe
 from recckpt.checkpointer.process import CheckpointProcess, SaveFuture, sendable, target_url
@@ -19,12 +17,8 @@ from recckpt.checkpointer.writer import CheckpointWriter
 from recckpt.errors import ForkedError
 from recckpt.parallel.one_process import OneProcess, OwnFuture
 
-_log = logging.getLogger(__name__)
 
-_C = TypeVar("_C", bound="Checkpointer")
-
-
-class Checkpointer(OneProcess, ABC):
+class Checkpointer(OneProcess):
     """Saves and loads a nested state dict, in one file a rank: ``<path>/checkpoint_<rank>.pt``.
 
     Follows ``torch.distributed.checkpoint._experimental``. As a context manager it closes itself. Thread-safe: saves
@@ -88,20 +82,6 @@ class Checkpointer(OneProcess, ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for what is in flight, raise its error if it was not seen yet, and free everything."""
-
-    def __enter__(self: _C) -> _C:
-        self._check_process()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            _log.error("%s", failure)  # what is being raised already goes first
 
 
 class SyncCheckpointer(Checkpointer):

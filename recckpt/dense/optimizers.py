@@ -212,9 +212,14 @@ def _settings_for(names: list[str], saved_groups: Sequence[Mapping[str, Any]]) -
     return {key: value for key, value in best.items() if key not in ("params", NAMES, SHAPES)}
 
 
-def is_zero(optimizer: object) -> bool:
-    """Say whether an optimizer is a ``ZeroRedundancyOptimizer``, or another that gathers its state as that does."""
-    return callable(getattr(optimizer, "consolidate_state_dict", None))
+def by_name(obj: Any, named_parameters: Callable[[], Any]) -> Any:
+    """Return what stands for a registered object: dense optimizers keep their state by the names of parameters."""
+    if not isinstance(obj, Optimizer):
+        return obj
+    is_zero = callable(
+        getattr(obj, "consolidate_state_dict", None)
+    )  # ZeroRedundancyOptimizer, and what gathers like it
+    return (ZeroOptimizer if is_zero else NamedOptimizer)(obj, named_parameters)
 
 
 class ZeroOptimizer(NamedOptimizer):

@@ -14,9 +14,9 @@ from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Kind, SaveCounts, Schedule
+from recckpt.save.arguments import as_numbers, as_scalars, check_scalars
 from recckpt.save.background_save import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
-from recckpt.save.training_state import as_numbers, as_scalars, check_scalars
 from recckpt.saver import Saver
 
 log = logging.getLogger("recckpt")
@@ -79,13 +79,13 @@ class Autosave:
         if event_time is not None and is_time:
             run.event_time = _latest([run.event_time, float(event_time)])
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
-        if self._ranks.size == 1 or self._saver.has_lost_ranks:
+        if self._ranks.size == 1 or self._saver.ranks.has_lost:
             self.settle(timeout_sec=0)
         measured = metrics or {}
         due = self._schedule.due(run.global_step, run.event_time, measured, lambda ask: any(self._ranks.on_all(ask)))
         kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
         if kind is not None:
-            self._save(kind, state, metrics, blocking=not self._async_save)
+            self._save(kind, state, metrics, background=self._async_save)
             self._reload()
         if self._signals.is_watching:
             number = most_urgent(self._ranks.gather(self._signals.take()))
@@ -97,7 +97,7 @@ class Autosave:
     def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
         """Save this step now, and wait; None where it is in a checkpoint that stays."""
         self._settle_for_save()
-        saved = self._save("regular", state, metrics, blocking=True)
+        saved = self._save("regular", state, metrics, background=False)
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
     def finish(self) -> None:
@@ -140,7 +140,7 @@ class Autosave:
     def _save_put_off(self) -> None:
         kind = self._schedule.pending
         if kind is not None:
-            self._settle_then(partial(self._save, kind, None, None, blocking=True))
+            self._settle_then(partial(self._save, kind, None, None, background=False))
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save in the background, and raise its error where nobody has been told of it."""
@@ -157,7 +157,7 @@ class Autosave:
         """As :meth:`settle_on_all`, before a save that a missing rank fails."""
         settle_on_all(self.settle, self._info.telling(self._ranks_now()))
 
-    def _save(self, kind: Kind, state: _State, metrics: _Metrics, *, blocking: bool) -> Manifest | SaveHandle | None:
+    def _save(self, kind: Kind, state: _State, metrics: _Metrics, *, background: bool) -> Manifest | SaveHandle | None:
         """Save this step, unless it is in a checkpoint that stays."""
         run = self._run
         ckpt_id = layout.step_id(run.global_step)
@@ -171,7 +171,8 @@ class Autosave:
         run.event_time = _latest([event_time for _, _, event_time in found])
         times = {} if run.event_time is None else {EVENT_TIME: run.event_time}
         try:
-            saved = self._saver.save(
+            save = self._saver.save_async if background else self._saver.save
+            saved = save(
                 ckpt_id,
                 self._ranks.rank,
                 self._ranks.size,
@@ -179,7 +180,6 @@ class Autosave:
                 state={**times, **found[self._ranks.rank][0]},
                 overwrite=True,
                 ephemeral=kind == "ephemeral",
-                blocking=blocking,
             )
         except Exception:
             self.counts.failed += not self._note_failure()  # this one has, unless it was the one before
@@ -217,7 +217,7 @@ class Autosave:
         """Save for a signal, and let the process end where it asks for that."""
         log.warning("signal %d: saving step %d", number, self._run.global_step)
         if goes_on(number):
-            self._save("regular", state, metrics, blocking=not self._async_save)
+            self._save("regular", state, metrics, background=self._async_save)
             return
         try:
             if not self._save_within(self._grace_sec, state, metrics):
@@ -242,7 +242,7 @@ class Autosave:
             is_over = True
         is_over = all(self._ranks.gather(is_over))  # of one rank it may end as the grace does
         if is_over:
-            self._save("regular", state, metrics, blocking=False)
+            self._save("regular", state, metrics, background=True)
         return is_over and self.settle(left())
 
 

@@ -84,8 +84,8 @@ class CheckpointManager(OneProcess):
         if between is not None:
             check_ephemeral(between, regular)
         self._run = run = Run()
-        ranks = partial(saver.ranks, shard_id, shard_num)
-        self._restorer = Restorer(saver, self._run, ranks)
+        ranks = partial(saver.ranks.of, shard_id, shard_num)
+        self._restorer = Restorer(saver.loader, self._run, ranks)
         self._autosave = Autosave(
             saver,
             self._run,
@@ -201,8 +201,7 @@ class CheckpointManager(OneProcess):
 
     def _turn(self) -> AbstractContextManager[Any]:
         self._check_process()
-        self._saver.check_caller()
-        return super()._turn()
+        return self._saver.turn()  # one lock for both: two could each be held by a thread that waits for the other
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.

@@ -15,12 +15,12 @@ from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.inventory import Inventory
 from recckpt.load.live_state import LiveState
 from recckpt.load.load import plan
+from recckpt.load.loader import Loader
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.source import OpenSource, Source, locate_bank, locate_source, opened
 from recckpt.manager.run_state import EVENT_TIME, Run
-from recckpt.model_state import ModelState
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
 from recckpt.output_dir.open_files import until_whole
@@ -68,8 +68,8 @@ def followed(model: Inventory, bank: Sequence[OpenSource]) -> list[Followed]:
 class Restorer:
     """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
 
-    def __init__(self, state: ModelState, run: Run, ranks: Callable[[], Ranks]) -> None:
-        self._state, self._run, self._ranks_now = state, run, ranks
+    def __init__(self, loader: Loader, run: Run, ranks: Callable[[], Ranks]) -> None:
+        self._loader, self._run, self._ranks_now = loader, run, ranks
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
         self._followed: list[Followed] = []
 
@@ -91,7 +91,7 @@ class Restorer:
         entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
         candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required))
         if not candidates:
-            log.info("%s: no checkpoint to restore, starting from step 0", self._state.storage.url)
+            log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
             return 0
         whole = load_conf is None
         resumed, self._resumed_with_bank = self._resumed_with_bank, ""
@@ -110,9 +110,9 @@ class Restorer:
         """Say, and log, whether there are checkpoints that were not restored; a save might rotate them away."""
         if self._run.held_step is not None:
             return False
-        is_empty = self._ranks.on_first(lambda: list_checkpoints(self._state.storage).is_empty)
+        is_empty = self._ranks.on_first(lambda: list_checkpoints(self._loader.storage).is_empty)
         if not is_empty:
-            url = self._state.storage.url
+            url = self._loader.storage.url
             log.warning("%s: nothing is saved before training starts: found checkpoints that were not restored", url)
         return not is_empty
 
@@ -136,7 +136,7 @@ class Restorer:
 
         def plan_one(found: _Located) -> LoadPlan:
             sources, candidates, problems = found
-            own = [Source(_OWN, self._state.storage, checkpoint) for checkpoint in candidates[:1]]
+            own = [Source(_OWN, self._loader.storage, checkpoint) for checkpoint in candidates[:1]]
             with opened([*sources, *own]) as open_sources:
                 return plan(self._live(), open_sources, problems)
 
@@ -175,7 +175,7 @@ class Restorer:
         """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
         for older, checkpoint in enumerate(candidates, start=1):
             try:
-                with self._opened(live, [Source(entry, self._state.storage, checkpoint)]) as own:
+                with self._opened(live, [Source(entry, self._loader.storage, checkpoint)]) as own:
                     report = self._load_sources(live, [*bank, *own], problems, rng=rng)
             except CorruptCheckpointError as error:
                 if older == len(candidates):
@@ -192,7 +192,7 @@ class Restorer:
         return report
 
     def _live(self) -> LiveState:
-        return self._state.live_state(self._ranks.rank, self._ranks.size)
+        return self._loader.live_state(self._ranks.rank, self._ranks.size)
 
     @contextmanager
     def _opened(self, live: LiveState, sources: Iterable[Source]) -> Iterator[list[OpenSource]]:
@@ -203,7 +203,7 @@ class Restorer:
     def _load_sources(
         self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool
     ) -> LoadReport:
-        return self._ranks.on_each(lambda: self._state.load_sources(live, sources, problems, rng=rng))
+        return self._ranks.on_each(lambda: self._loader.load_sources(live, sources, problems, rng=rng))
 
     def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
         if report.global_step is not None:
@@ -224,7 +224,7 @@ class Restorer:
 
     def _candidates(self, global_step: int | None, *, required: bool = False) -> list[Checkpoint]:
         """Return what may be restored, best first."""
-        storage = self._state.storage
+        storage = self._loader.storage
         if global_step is not None:
             return [locate(storage, layout.step_id(global_step))]
         found = newest_first(storage)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from recckpt.errors import ForkedError
 
+log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
+_Self = TypeVar("_Self", bound="OneProcess")
 
 
-class OneProcess:
+class OneProcess(ABC):
     """Base of what holds threads, locks or a claim, which a forked child or a copy would not have.
+
+    As a context manager it is closed at the end; what is being raised already goes before the error of that.
 
     Attributes:
         made_at: file and line of the caller that made it.
@@ -38,6 +45,24 @@ class OneProcess:
     def _check_process(self) -> None:
         if os.getpid() != self._made_by:
             raise ForkedError(f"this {type(self).__name__}, made at {self.made_at}", self._made_by)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way, and raise its error."""
+
+    def __enter__(self: _Self) -> _Self:
+        self._check_process()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            log.error("%s", failure)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -155,14 +155,32 @@ class Ranks:
         raise own or RecckptError(f"rank {rank} failed: {reason}")
 
 
-def ranks_of(shard_id: int | None, shard_num: int | None, timeout_sec: float) -> Ranks:
-    """Return the ranks of a save of ``shard_num`` shards, which connect when they first act.
+class RanksNow(dict[tuple[int, int], Ranks]):
+    """The ranks of a saver by (rank, size), as the process group is now; they connect when they first act.
 
-    Raises:
-        ValueError: the numbers do not fit each other.
+    Args:
+        timeout_sec: how long a rank waits for the others.
     """
-    rank, size = this_rank(shard_id, shard_num)
-    return Ranks(rank, size, Connection(lambda: group_of(rank, size, timeout_sec)))
+
+    def __init__(self, timeout_sec: float) -> None:
+        super().__init__()
+        self._timeout_sec = timeout_sec
+
+    def of(self, shard_id: int | None, shard_num: int | None) -> Ranks:
+        """Return the ranks that act together. Not collective.
+
+        Raises:
+            ValueError: the numbers do not fit each other.
+        """
+        rank, size = key = this_rank(shard_id, shard_num)
+        if key not in self or self[key].is_over:
+            self[key] = Ranks(rank, size, Connection(lambda: group_of(rank, size, self._timeout_sec)))
+        return self[key]
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank is known to be missing, so that nothing collective can be done any more."""
+        return any(ranks.has_lost for ranks in self.values())
 
 
 def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

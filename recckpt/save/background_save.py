@@ -10,26 +10,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 from recckpt.errors import RecckptError
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir.fence import Fence
 from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import give_way
-from recckpt.policies.keep import Keep
-from recckpt.save.save import Destination, save, stage_on_all
 from recckpt.save.save_info import SaveInfo
-from recckpt.save.stage import Staged
-from recckpt.sparse.files.saver import SparseSaver
-from recckpt.storage import Storage
-from recckpt.storage.transfers import Transfers
 
 log = logging.getLogger("recckpt")
-
-OnSave = Callable[[SaveInfo], object]
 
 
 class SaveHandle:
@@ -74,28 +65,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class SaveRunner:
-    """Runs the saves to one output dir, at most one at a time; an error is raised once. Not thread-safe.
+    """Runs saves, one at a time, in the thread of the caller or in one of their own. Not thread-safe."""
 
-    Args:
-        storage: the output dir.
-        transfers: how files go up to it.
-        concurrency: threads that write.
-        on_save: called with each save that is committed, once it is over, in its thread.
-        made_at: where in the caller's program its saver was made.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        transfers: Transfers,
-        concurrency: int,
-        on_save: OnSave | None = None,
-        made_at: str | None = None,
-    ) -> None:
-        self._storage, self._transfers = storage, transfers
-        self._concurrency, self._on_save = concurrency, on_save
-        self._fence = Fence(storage, made_at)
-        self._sparse_saver = SparseSaver(concurrency)
+    def __init__(self) -> None:
         self._handle: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._is_in_save = False
@@ -105,10 +77,13 @@ class SaveRunner:
         """Whether a save is under way."""
         return self._handle is not None and not self._handle.done()
 
-    @property
-    def is_this_thread(self) -> bool:
-        """Whether the caller is in the thread of the save that is under way, as ``on_save`` is."""
-        return self._thread is threading.current_thread()
+    def check_caller(self) -> None:
+        """Refuse the thread of the save that is under way, in which ``on_save`` is: it would wait for itself."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError(
+                "on_save is part of the save that it is called from, and cannot wait for it: save, load and step in "
+                "the thread that trains"
+            )
 
     @contextmanager
     def one_save(self) -> Iterator[None]:
@@ -124,54 +99,22 @@ class SaveRunner:
         finally:
             self._is_in_save = False
 
-    def start(
-        self,
-        take: Callable[[], Staged],
-        info: SaveInfo,
-        ranks: Ranks,
-        *,
-        max_keep: int | Keep | None,
-        overwrite: bool,
-        resumed: bool,
+    def run(
+        self, work: Callable[[], Manifest], handle: SaveHandle, rank: int, called_off: Callable[[], object]
     ) -> SaveHandle:
-        """Stage, and do the rest now or in the background, once the save before has ended. Collective.
+        """Do the work of a save here, or begin it in a thread.
 
         Args:
-            take: takes the state.
-            info: what to save, and whether in the background.
-            ranks: that take part, which tell the errors of this save.
-            max_keep: how many checkpoints stay.
-            overwrite: supersede a committed checkpoint.
-            resumed: whether a checkpoint of the output dir was loaded before.
-
-        Raises:
-            Exception: whatever ``take`` raised here.
-            RecckptError: it raised on another rank; or the save before failed, and nobody has been told yet.
+            work: writes and commits; on an error it leaves nothing open.
+            handle: of the save; says whether it is one in the background.
+            rank: of this process, for the error of a thread.
+            called_off: called where no thread could be started.
         """
-        handle = SaveHandle(info)
-        settle_on_all(self.settle, ranks)
-        self._fence.is_resumed = resumed
-        staged = stage_on_all(take, info, ranks)
-        to = Destination(
-            self._storage,
-            self._fence,
-            ranks.background,
-            self._sparse_saver,
-            self._concurrency,
-            max_keep,
-            self._transfers,
-        )
-        if not info.background:
-            handle.committed.set_result(self._finish(staged, info, to, overwrite))
+        if not handle.info.background:
+            handle.committed.set_result(work())
             return handle
-        self._begin(handle, staged, to, overwrite)
-        return handle
-
-    def _begin(self, handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool) -> None:
-        """Start the thread of a save, or call the save off."""
         may_begin: SimpleQueue[bool] = SimpleQueue()
-        args = (may_begin, handle, staged, to, overwrite)
-        thread = threading.Thread(target=self._run, args=args, name="recckpt-save")
+        thread = threading.Thread(target=self._run, args=(may_begin, work, handle, rank), name="recckpt-save")
         handle.info.let_go()
         self._handle, self._thread, is_started = handle, thread, False
         try:
@@ -181,7 +124,8 @@ class SaveRunner:
             may_begin.put(is_started)
             if not is_started:
                 self._handle = self._thread = None
-                staged.close()
+                called_off()
+        return handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save that is under way, and say whether it has ended.
@@ -202,31 +146,18 @@ class SaveRunner:
             handle.wait()
         return True
 
-    def _run(
-        self, may_begin: SimpleQueue[bool], handle: SaveHandle, staged: Staged, to: Destination, overwrite: bool
-    ) -> None:
+    def _run(self, may_begin: SimpleQueue[bool], work: Callable[[], Manifest], handle: SaveHandle, rank: int) -> None:
         """Be the thread of a save."""
         if not may_begin.get():  # training goes on first: it would wait 5 ms for the interpreter that a new thread has
             return
         give_way()
         try:
-            record = self._finish(staged, handle.info, to, overwrite)
+            record = work()
         except BaseException as error:
             _untold.add(handle)
-            handle.committed.set_exception(_failure(error, handle.info, to.ranks.rank))
+            handle.committed.set_exception(_failure(error, handle.info, rank))
         else:
             handle.committed.set_result(record)
-
-    def _finish(self, staged: Staged, info: SaveInfo, to: Destination, overwrite: bool) -> Manifest:
-        with closing(staged):
-            record = save(staged, info, to, overwrite=overwrite)
-        info.let_go()
-        if self._on_save is not None:
-            try:
-                self._on_save(info)
-            except Exception:
-                log.exception("%s is saved, but on_save=%r failed", info.ckpt_id, self._on_save)
-        return record
 
 
 def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:

@@ -130,7 +130,7 @@ class SaveInfo:
         return json.dumps(rounded, allow_nan=False) + "\n"
 
 
-def append(storage: Storage, info: SaveInfo) -> None:
+def append_to_timeline(storage: Storage, info: SaveInfo) -> None:
     """Add a line to the timeline of an output dir; whoever holds the output dir does so.
 
     Raises:

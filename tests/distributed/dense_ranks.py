@@ -165,7 +165,7 @@ def training(rank, size, root):
     name = f"training-{size}"
     saver = Saver(model, output_dir=str(root / name))
     saver.register_for_checkpointing("optimizer", optimizer)
-    handle = saver.save("c", rank, size, step=3, blocking=False, overwrite=True)
+    handle = saver.save_async("c", rank, size, step=3, overwrite=True)
     truth = state_of(model, optimizer)
     step(model, optimizer, seed=4)  # changes all that is being saved
     handle.wait()

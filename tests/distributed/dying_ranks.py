@@ -68,7 +68,7 @@ def survive(case, rank, url, root):
     job.set_state(1)
     manager.step()
     job.saver.settle()
-    job.saver.ranks(rank, case["n_ranks"]).gather(None)  # all are through with step 1, rotation included
+    job.saver.ranks.of(rank, case["n_ranks"]).gather(None)  # all are through with step 1, rotation included
     if rank == case["victim"]:
         die_in(case["phase"], rank, lambda: die(case["signal"], root))
     for step in range(2, 6):
@@ -110,9 +110,8 @@ def die(number, root):
 
 def die_in(phase, rank, die):
     """Let this process die when it comes to a phase."""
-    from recckpt import saver
     from recckpt.output_dir import rotation
-    from recckpt.save import rank_files, save
+    from recckpt.save import save, stage, write
 
     def before(owner, name, when=lambda *args: True):
         real = getattr(owner, name)
@@ -137,11 +136,11 @@ def die_in(phase, rank, die):
 
     calls = []
     if phase == "staging":
-        before(saver, "stage")
+        before(stage, "stage")
     elif phase == "writing":
         before(LocalStorage, "create", lambda storage, name: name.endswith(".arrow"))
     elif phase == "written":
-        after(rank_files.ShardWriter, "write")
+        after(write.ShardWriter, "write")
     elif phase == "commit" and rank == 0:
         before(save, "commit")
     elif phase == "commit":  # while rank 0 commits

@@ -89,7 +89,7 @@ def spread(rank, size, root):
     for number in range(3):
         step(model, zero, number)
         zero.param_groups[0]["lr"] = 0.02 if number < 1 else 0.005
-    handle = saver.save("c", step=3, overwrite=True, blocking=False)
+    handle = saver.save_async("c", step=3, overwrite=True)
     step(model, zero, 99)
     handle.wait()
     if rank == 0:

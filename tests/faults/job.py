@@ -68,7 +68,7 @@ class Job:
             self.manager.save()
             return
         step = self.manager.global_step
-        self.saver.save(f"ckpt_{step}", step=step, overwrite=True, blocking=False).wait()
+        self.saver.save_async(f"ckpt_{step}", step=step, overwrite=True).wait()
 
     def holds(self, state):
         """Say whether every bit, and the step, is that of a state."""

@@ -107,7 +107,7 @@ PLANTS = {
         COMMIT, '        storage.sync_dir("")\n        fence.check()\n', '        storage.sync_dir("")\n'
     ),
     "no fence check before a removal": Plant(
-        "recckpt.save.save:_tidy",
+        "recckpt.save.commit:rotate",
         "                fence.check()\n                if rotation.remove(",
         "                if rotation.remove(",
     ),

@@ -439,7 +439,7 @@ def loading(url, dataset, n_ranks=1, rank=0, **conf):
     saver.register_io_state("data", dataset)
     manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=n_ranks)
     group = ThreadGroup(0, 1, [b""], threading.Barrier(1))
-    saver._ranks[rank, n_ranks] = Ranks(rank, n_ranks, Connection(lambda: group))
+    saver.ranks[rank, n_ranks] = Ranks(rank, n_ranks, Connection(lambda: group))
     manager.load_model_bank([{"path": url, "load": ["*", "io_state"], **conf}])
     return t
 

@@ -105,7 +105,7 @@ def under_fire(url, n_saves):
     run, twin = Run(url, interval=10**9).train(1), Run(url, interval=10**9)
     for number in range(n_saves):
         expected, rows = state_of(run), {table.name: len(table) for table in run.model.tables}
-        handle = run.saver.save(f"a{number}", step=run.manager.global_step, blocking=False)
+        handle = run.saver.save_async(f"a{number}", step=run.manager.global_step)
         while not handle.done():
             run.train(1)
         run.train(1)
@@ -366,13 +366,13 @@ class Pressed:
 def test_with_wait_no_save_is_left_out(tmp_path, gate, monkeypatch):
     pressed = Pressed(tmp_path, gate, "wait")
     first = pressed.run.saver._runner._handle.info
-    settle = Saver.save
+    save_async = Saver.save_async
 
     def open_and_save(self, *args, **kwargs):
         pressed.writing.open()
-        return settle(self, *args, **kwargs)
+        return save_async(self, *args, **kwargs)
 
-    monkeypatch.setattr(Saver, "save", open_and_save)
+    monkeypatch.setattr(Saver, "save_async", open_and_save)
     pressed.run.train(2)
     second = pressed.run.saver._runner._handle.info
     assert second.blocked_sec >= first.commit_sec + first.rotate_sec, "it is training that waited"

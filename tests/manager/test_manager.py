@@ -400,9 +400,9 @@ def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_pa
 
     def load(shard_num):
         source = Source(Entry(strict=True, is_own=True), manager.saver.storage, newest(manager.saver.storage))
-        live = manager.saver.live_state(0, shard_num)
+        live = manager.saver.loader.live_state(0, shard_num)
         with opened([source], live.needs) as sources:
-            manager.saver.load_sources(live, sources, Problems(), rng=True)
+            manager.saver.loader.load_sources(live, sources, Problems(), rng=True)
 
     load(2)
     assert torch.equal(torch.get_rng_state(), before)

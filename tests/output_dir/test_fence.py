@@ -140,7 +140,7 @@ def test_an_output_dir_that_is_removed_in_the_middle_of_a_save_fails_that_save_a
     saver = writer(tmp_path / "runs")
     saver.save("a")
     writing = gate(LocalStorage, "create")
-    handle = saver.save("b", blocking=False)
+    handle = saver.save_async("b")
     writing.wait()
     shutil.rmtree(tmp_path / "runs")
     if again:

@@ -14,7 +14,7 @@ from paths import PYTHONPATH, SUPPORT
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError, StateMismatchError
 from recckpt.parallel.process_group import SoloGroup, group_of, this_rank
-from recckpt.parallel.ranks import Connection, Ranks, ranks_of
+from recckpt.parallel.ranks import Connection, Ranks, RanksNow
 from recckpt.sparse import ShardedHashTable
 
 
@@ -114,7 +114,7 @@ def test_under_torchrun_without_a_process_group_a_save_is_refused_and_a_load_tak
         with pytest.raises(ValueError, match=r"2 ranks need [\s\S]*init_process_group.*shard_id=0, shard_num=1"):
             save()
     assert checkpoints(tmp_path) == ["c"]
-    assert (saver.live_state().shard, saver.live_state().shards) == (1, 2)
+    assert (saver.loader.live_state().shard, saver.loader.live_state().shards) == (1, 2)
     saver.load()
     saver.save("alone", 0, 1)
 
@@ -169,7 +169,7 @@ def test_a_rank_that_is_missing_raises_the_error_that_was_bound_from_any_method(
 
 
 def test_ranks_to_which_no_error_is_bound_raise_their_own_as_it_is():
-    alone, error = ranks_of(0, 1, 1.0), OSError("mine")
+    alone, error = RanksNow(1.0).of(0, 1), OSError("mine")
     for act in (alone.on_all, alone.on_first, alone.on_each):
         with pytest.raises(OSError, match="mine") as raised:
             act(fail(error))

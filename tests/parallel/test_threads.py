@@ -109,6 +109,6 @@ def test_a_thread_that_gives_way_takes_the_threads_it_starts_with_it():
 def test_a_save_gives_way_to_training_in_the_background_only(memory_url):
     seen = []
     with Saver(ClickModel(), output_dir=memory_url, on_save=lambda info: seen.append(niceness())) as saver:
-        saver.save("beside", blocking=False).wait()
+        saver.save_async("beside").wait()
         saver.save("alone")
     assert seen == [min(19, niceness() + 5), niceness()]

@@ -11,7 +11,7 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
-from recckpt.save import background_save
+from recckpt.save import save as hallway
 from recckpt.save.background_save import SaveHandle
 from recckpt.sparse import HashTable, SparseAdagrad
 from recckpt.storage.local import LocalStorage
@@ -28,7 +28,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, gate):
     run = Run(tmp_path, interval=10**9).train(5)
     expected = state_of(run)
     writing = gate(LocalStorage, "create")
-    handle = run.saver.save("c", step=5, blocking=False)
+    handle = run.saver.save_async("c", step=5)
     writing.wait()
     assert (handle.staged.done(), handle.done(), run.saver.is_saving) == (True, False, True)
     run.train(5)
@@ -49,16 +49,16 @@ def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path, gate):
 
 def test_training_goes_on_before_the_thread_of_a_save_does_anything(tmp_path, monkeypatch):
     _, saver = build(tmp_path)
-    order, save, interval = [], background_save.save, sys.getswitchinterval()
-    monkeypatch.setattr(background_save, "save", lambda *args, **kwargs: order.append("save") or save(*args, **kwargs))
+    order, write, interval = [], hallway.write, sys.getswitchinterval()
+    monkeypatch.setattr(hallway, "write", lambda *args: order.append("write") or write(*args))
     sys.setswitchinterval(60)  # who runs is not interrupted
     try:
-        handle = saver.save("c", blocking=False)
+        handle = saver.save_async("c")
         order.append("training")
     finally:
         sys.setswitchinterval(interval)
     handle.wait()
-    assert order == ["training", "save"]
+    assert order == ["training", "write"]
 
 
 def test_the_buffers_of_one_save_do_not_change_the_one_before(tmp_path):
@@ -69,7 +69,7 @@ def test_the_buffers_of_one_save_do_not_change_the_one_before(tmp_path):
         table.insert(torch.arange(5), torch.full((5, 2), float(step)))
         with torch.no_grad():
             weight.fill_(step)
-        handles.append(saver.save(f"c{step}", blocking=False))
+        handles.append(saver.save_async(f"c{step}"))
     saver.close()
     for step, handle in enumerate(handles):
         assert handle.wait().ckpt_id == f"c{step}"
@@ -81,7 +81,7 @@ def test_the_buffers_of_one_save_do_not_change_the_one_before(tmp_path):
 def test_wait_has_a_limit_and_the_save_goes_on(tmp_path, gate):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")
-    handle = saver.save("c", blocking=False)
+    handle = saver.save_async("c")
     with pytest.raises(TimeoutError):
         handle.wait(0.01)
     assert saver.settle(0.01) is False
@@ -93,7 +93,7 @@ def test_wait_has_a_limit_and_the_save_goes_on(tmp_path, gate):
 def test_a_save_that_has_begun_cannot_be_cancelled(tmp_path, gate):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")
-    handle = saver.save("c", blocking=False)
+    handle = saver.save_async("c")
     assert (handle.committed.cancel(), handle.done(), saver.is_saving) == (False, False, True)
     writing.open()
     assert handle.wait().ckpt_id == "c"
@@ -102,7 +102,7 @@ def test_a_save_that_has_begun_cannot_be_cancelled(tmp_path, gate):
 def test_a_save_goes_on_after_a_wait_for_it_that_was_interrupted(tmp_path, gate, interrupted):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")
-    saver.save("c", blocking=False)
+    saver.save_async("c")
     with interrupted():
         saver.settle()
     assert (saver.is_saving, saver.settle(0)) == (True, False)
@@ -129,7 +129,7 @@ def test_an_error_in_the_background_is_raised_once_and_the_next_save_lands(tmp_p
     owner, method = ROOMS[room]
     with monkeypatch.context() as patch:
         patch.setattr(owner, method, lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "full")))
-        handle = saver.save("new", blocking=False)
+        handle = saver.save_async("new")
         assert isinstance(handle.committed.exception(60), SaveFailedError)
         table(torch.arange(20))
         tell = {
@@ -147,7 +147,7 @@ def test_an_error_in_the_background_is_raised_once_and_the_next_save_lands(tmp_p
     other, loader = build(tmp_path)
     loader.load()
     assert table_state(other) == old
-    saver.save("later", blocking=False).wait()
+    saver.save_async("later").wait()
     loader.load()
     assert table_state(other) == table_state(table)
 
@@ -156,10 +156,10 @@ def test_an_error_that_the_handle_has_told_is_not_told_again(tmp_path, monkeypat
     _, saver = build(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
-        handle = saver.save("c", blocking=False)
+        handle = saver.save_async("c")
         with pytest.raises(SaveFailedError):
             handle.wait()
-    assert isinstance(saver.save("d", blocking=False), SaveHandle)
+    assert isinstance(saver.save_async("d"), SaveHandle)
     saver.close()
 
 
@@ -175,7 +175,7 @@ table.insert(torch.arange(200_000), torch.ones(200_000, 8))
 
 def train(ckpt_id):
     saver = Saver(nn.ModuleDict({"t": table}), None, sys.argv[1])
-    saver.save(ckpt_id, blocking=False)  # and the saver is forgotten
+    saver.save_async(ckpt_id)  # and the saver is forgotten
 
 def create(self, name):
     raise OSError(5, "broken")
@@ -204,8 +204,8 @@ def test_whatever_fails_in_the_background_is_a_failed_save(tmp_path, monkeypatch
     _, saver = build(tmp_path)
     with monkeypatch.context() as patch:
         lost = RuntimeError("connection closed by peer")  # as gloo says when another rank has died
-        patch.setattr(background_save, "save", lambda *args, **kwargs: (_ for _ in ()).throw(lost))
-        saver.save("c", blocking=False)
+        patch.setattr(hallway, "write", lambda *args: (_ for _ in ()).throw(lost))
+        saver.save_async("c")
         with pytest.raises(SaveFailedError, match="'c' failed on rank 0: RuntimeError: connection closed") as raised:
             saver.close()
     assert raised.value.__cause__ is lost
@@ -215,7 +215,7 @@ def test_whatever_fails_in_the_background_is_a_failed_save(tmp_path, monkeypatch
 def test_an_error_that_came_after_the_limit_of_a_wait_is_still_told(tmp_path, gate):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create", OSError(5, "broken"))
-    handle = saver.save("c", blocking=False)
+    handle = saver.save_async("c")
     with pytest.raises(TimeoutError, match=r"saving 'c' has not ended after 0\.01 s; it goes on"):
         handle.wait(0.01)
     writing.open()
@@ -226,7 +226,7 @@ def test_an_error_that_came_after_the_limit_of_a_wait_is_still_told(tmp_path, ga
 def test_a_failed_save_does_not_hide_what_the_block_raised(tmp_path, monkeypatch, caplog):
     _, saver = build(tmp_path)
     monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
-    saver.save("c", blocking=False)
+    saver.save_async("c")
     with pytest.raises(KeyError), saver:
         raise KeyError
     assert "saving 'c' failed on rank 0" in caplog.text
@@ -238,10 +238,10 @@ def test_where_no_thread_can_be_started_the_save_is_over(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no new thread")))
         with pytest.raises(RuntimeError, match="no new thread"):
-            saver.save("c", blocking=False)
+            saver.save_async("c")
     assert saver.is_saving is False
     assert not any(reference() for reference in table.store._snapshots), "nothing is copied aside any more"
-    assert saver.save("c", blocking=False).wait().ckpt_id == "c"
+    assert saver.save_async("c").wait().ckpt_id == "c"
 
 
 def test_a_save_that_is_interrupted_while_its_thread_starts_is_called_off(tmp_path, monkeypatch):
@@ -256,10 +256,10 @@ def test_a_save_that_is_interrupted_while_its_thread_starts_is_called_off(tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            saver.save("c", blocking=False)
+            saver.save_async("c")
     assert saver.is_saving is False
     assert checkpoints(tmp_path) == []
-    assert saver.save("c", blocking=False).wait().ckpt_id == "c"
+    assert saver.save_async("c").wait().ckpt_id == "c"
     assert saver.settle()
 
 
@@ -272,7 +272,7 @@ def test_a_load_waits_for_nobody_and_changes_no_save_that_is_under_way(tmp_path,
         saver.model["top"].weight.fill_(3)
     expected = table_state(table)
     writing = gate(LocalStorage, "create")
-    handle = saver.save("new", blocking=False)
+    handle = saver.save_async("new")
     writing.wait()
     saver.load(ckpt_id="old")
     assert len(table) == 10
@@ -297,8 +297,8 @@ def test_whoever_wants_to_know_is_told_of_each_save_when_all_of_it_is_over(tmp_p
     table(torch.arange(7))
     saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), on_save=on_save)
     for ckpt_id in ("a", "b"):
-        handle = saver.save(ckpt_id, blocking=blocking)
-        assert blocking or handle.wait().ckpt_id == ckpt_id
+        manifest = saver.save(ckpt_id) if blocking else saver.save_async(ckpt_id).wait()
+        assert manifest.ckpt_id == ckpt_id
         assert checkpoints(tmp_path) == [ckpt_id]
     thread = threading.current_thread().name if blocking else "recckpt-save"
     assert told == [("a", 7, ["a"], thread), ("b", 7, ["b"], thread)]
@@ -307,18 +307,18 @@ def test_whoever_wants_to_know_is_told_of_each_save_when_all_of_it_is_over(tmp_p
 def test_a_save_ends_after_its_callback_and_nobody_is_told_of_one_that_failed(tmp_path, monkeypatch):
     seen = []
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: seen.append(saver.is_saving))
-    saver.save("a", blocking=False).wait()
+    saver.save_async("a").wait()
     monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
     for blocking in (True, False):
         with pytest.raises(SaveFailedError):
-            saver.save("b", blocking=blocking).wait()
+            saver.save("b") if blocking else saver.save_async("b").wait()
     assert seen == [True]
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_callback_that_fails_is_logged_and_the_save_counts(tmp_path, caplog, blocking):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: {}[info.ckpt_id])
-    saver.save("a", blocking=blocking)
+    saver.save("a") if blocking else saver.save_async("a")
     saver.close()
     assert checkpoints(tmp_path) == ["a"]
     assert "a is saved, but on_save=" in caplog.text

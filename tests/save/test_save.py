@@ -13,8 +13,8 @@ from recckpt import Saver
 from recckpt.errors import CommitNotDurableError, SaveFailedError, StateMismatchError
 from recckpt.format.manifest import ShardEntry, TableEntry
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.save.rank_files import ShardRecord
-from recckpt.save.save import _tables_of_all
+from recckpt.save.commit import _tables_of_all
+from recckpt.save.write import ShardRecord
 from recckpt.sparse import HashTable
 from recckpt.storage.local import LocalStorage
 from recckpt.types import SlotSpec

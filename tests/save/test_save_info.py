@@ -51,7 +51,7 @@ def test_a_save_leaves_a_line_that_says_what_it_was_and_where_its_time_went(url)
 def test_a_blocking_save_blocks_to_its_end_and_one_in_the_background_does_not(url):
     _, saver = build(url)
     saver.save("a")
-    saver.save("b", blocking=False, ephemeral=True).wait()
+    saver.save_async("b", ephemeral=True).wait()
     first, second = lines(url)
     assert first["blocked_sec"] == first["total_sec"]
     assert 0 < second["blocked_sec"] < second["total_sec"]
@@ -66,10 +66,10 @@ def test_the_time_that_a_save_waits_for_the_one_before_is_time_that_training_sto
         writing.open()
         return settle(self, timeout_sec)
 
-    first = saver.save("a", blocking=False)
+    first = saver.save_async("a")
     writing.wait()
     monkeypatch.setattr(SaveRunner, "settle", open_and_settle)
-    second = saver.save("b", blocking=False)
+    second = saver.save_async("b")
     assert second.info.blocked_sec >= first.info.commit_sec + first.info.rotate_sec
     blocked_sec = second.info.blocked_sec
     second.wait()
@@ -80,7 +80,7 @@ def test_the_time_that_a_save_waits_for_the_one_before_is_time_that_training_sto
 def test_rows_that_training_changed_meanwhile_are_counted(url, gate):
     table, saver = build(url)
     writing = gate(type(saver.storage), "threads")
-    handle = saver.save("c", blocking=False)
+    handle = saver.save_async("c")
     writing.wait()
     table.insert(torch.arange(20), torch.zeros(20, 2))
     writing.open()
@@ -130,7 +130,7 @@ def test_the_file_is_bounded_and_the_oldest_lines_go(url, monkeypatch):
     n_bytes = len(SaveInfo("ckpt_000").to_json())
     monkeypatch.setattr(save_info, "_MAX_BYTES", 5 * n_bytes)
     for number in range(20):
-        save_info.append(storage, SaveInfo(f"ckpt_{number:03}"))
+        save_info.append_to_timeline(storage, SaveInfo(f"ckpt_{number:03}"))
         assert storage.size(layout.TIMELINE) < 7 * n_bytes
     kept = [line["ckpt_id"] for line in lines(url)]
     assert kept == [f"ckpt_{number:03}" for number in range(20 - len(kept), 20)]

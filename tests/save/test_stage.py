@@ -11,12 +11,15 @@ from torch import nn
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.dense.state_copy import DenseBuffers
 from recckpt.errors import StateMismatchError
+from recckpt.save.job import Live
 from recckpt.save.stage import stage
 from recckpt.sparse import HashTable
+from recckpt.sparse.split import state_of
 
 
-def staged(model, sparse_optim=None, *, step=None, state=None):
-    return stage(model, sparse_optim, extra_registry(), io_registry(), step=step, state=state)
+def staged(model, sparse_optim=None, *, extra=None, state=None, buffers=None, rank=0):
+    live = Live(model, sparse_optim, extra or extra_registry(), io_registry())
+    return stage(live, *state_of(model), state=state, buffers=buffers, rank=rank, digest=None)
 
 
 def test_rows_and_bytes_are_counted():
@@ -40,7 +43,7 @@ def test_a_rank_that_is_not_the_first_checks_what_is_the_same_on_all_and_copies_
     extra.get("optim").step()
 
     def taken(rank):
-        return stage(model, None, extra, io_registry(), step=1, buffers=buffers, rank=rank)
+        return staged(model, extra=extra, buffers=buffers, rank=rank)
 
     elsewhere = taken(1)
     assert (elsewhere.dense, elsewhere.extra, buffers._buffers) == ({}, {}, {})
@@ -58,12 +61,6 @@ def test_taking_the_state_draws_no_random_numbers():
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
-
-
-@pytest.mark.parametrize("step", [-1, 2.0, True, "3", np.int64(3)])
-def test_a_step_is_a_count(step):
-    with pytest.raises(ValueError, match="step must be an int of at least 0"):
-        staged(nn.Linear(1, 1), step=step)
 
 
 def test_what_readers_want_to_know_is_kept_as_numbers_and_strings():

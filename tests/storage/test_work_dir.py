@@ -96,7 +96,7 @@ def test_nothing_is_in_the_storage_before_all_copies_are_there(memory_url, work_
 def test_training_copies_nothing_aside_while_files_go_up(memory_url, work_dir, gate):
     table, saver = table_saver(memory_url, work_dir=work_dir)
     held = gate(ObjectStorage, "create")
-    handle = saver.save("c", blocking=False)
+    handle = saver.save_async("c")
     held.wait()
     assert len(copies_in(work_dir)) > 1
     [snapshot] = [reference() for reference in table.store._snapshots]
@@ -114,7 +114,7 @@ def test_training_copies_nothing_aside_while_files_go_up(memory_url, work_dir, g
 def test_without_a_work_dir_it_does(memory_url, gate):
     table, saver = table_saver(memory_url)
     held = gate(ObjectStorage, "create")
-    handle = saver.save("c", blocking=False)
+    handle = saver.save_async("c")
     held.wait()
     table.insert(torch.arange(1000), torch.ones(1000, 2))
     held.open()
@@ -135,7 +135,7 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_nothing_on_the_way(memor
 
     monkeypatch.setattr(ObjectStorage, "create", fail_the_third)
     with pytest.raises(SaveFailedError, match=r"rank 0: OSError: .*the store is on fire"):
-        saver.save("c", blocking=blocking) if blocking else saver.save("c", blocking=False).wait()
+        saver.save("c") if blocking else saver.save_async("c").wait()
     assert copies_in(work_dir) == []
     assert [name for name in saver.storage.list_files("") if name.startswith("c/")] == ["c/INTENT"]
     saver.save("c")
@@ -145,7 +145,7 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_nothing_on_the_way(memor
 def test_a_copy_that_changes_on_its_way_is_not_committed(memory_url, work_dir, gate):
     _, saver = table_saver(memory_url, work_dir=work_dir)
     held = gate(ObjectStorage, "create")
-    handle = saver.save("c", blocking=False)
+    handle = saver.save_async("c")
     held.wait()
     for path in Path("/proc/self/fd").iterdir():
         if path.is_symlink() and str(path.readlink()).startswith(f"{work_dir}/"):

@@ -12,7 +12,7 @@ from builders import ClickModel, table_state
 from fsspec.config import conf
 from late_storage import LateStorage
 
-from recckpt import Saver, model_state
+from recckpt import Saver
 from recckpt import saver as saving
 from recckpt.sparse import gen_slice
 from recckpt.storage import open_storage
@@ -28,7 +28,7 @@ def run(rank, url, step, late, **options):
     for table in model.tables:
         table.insert(ids[table.slice.owns(ids)], torch.full((int(table.slice.owns(ids).sum()), 4), float(step)))
     storages = []
-    model_state.open_storage = lambda path: (
+    saving.open_storage = lambda path: (
         storages.append(LateStorage(path) if late else open_storage(path)) or storages[-1]
     )
     if late:

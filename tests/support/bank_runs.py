@@ -72,7 +72,7 @@ def saved(url: Path | str, *tables: HashTable, ckpt_id: str = "c", step: int | N
 
 def live_bytes(saver: Saver) -> Any:
     """Return all that a load may change, as bytes."""
-    live = saver.live_state()
+    live = saver.loader.live_state()
     return (
         {name: table_state(made) for name, made in live.tables.items()},
         {name: bits(tensor) for name, tensor in live.dense.items()},

@@ -135,7 +135,7 @@ def save_before_that_hangs(job, rank, say):
     job.manager.saver.settle()
     LocalStorage.create = hang
     job.train(1)
-    job.saver.save("hangs", blocking=False)
+    job.saver.save_async("hangs")
     job.train(5, {3: [signal.SIGTERM]})
     say("still here")
 

@@ -40,7 +40,7 @@ def on_ranks(size, work):
 
     def on_rank(rank):
         def connect(saver):
-            saver._ranks[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
+            saver.ranks[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
             return saver
 
         return work(rank, connect)

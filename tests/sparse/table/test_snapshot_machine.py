@@ -385,7 +385,7 @@ def fire(url: str, saves: int, n_rows: int, optimizer: str) -> Counter:
         reader = Saver(nn.ModuleList([twin]), OPTIMIZERS[optimizer]([twin]), output_dir=url)
         for number in range(saves):
             expected = rows_of(table)
-            handle = saver.save(f"a{number}", blocking=False)
+            handle = saver.save_async(f"a{number}")
             while not handle.done():
                 train()
                 seen["steps"] += 1

@@ -1,26 +1,26 @@
-"""All files of one rank: tables and dense state side by side, the catalog last."""
+"""Writes the files of all ranks: of each its tables and dense state side by side, the catalog last."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt.dense.saver import save_state, save_tensors
+from recckpt.dense.sharded import Summary, check_shares, is_whole, model_names
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import FileEntry, ShardEntry, TableEntry
+from recckpt.format.manifest import FileEntry, Names, ShardEntry, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
+from recckpt.save.job import Destination, Job
 from recckpt.save.stage import Staged
-from recckpt.sparse.files.saver import SparseSaver
-from recckpt.storage import HashingSink, NewFiles, Storage
+from recckpt.storage import HashingSink, NewFiles
 from recckpt.storage.staged_upload import Outbox
-from recckpt.storage.transfers import Transfers
 from recckpt.text import Progress
 
 
@@ -45,22 +45,91 @@ class ShardRecord:
     n_kept: int = 0
 
 
+@dataclass(frozen=True)
+class Written:
+    """What all ranks wrote for an attempt, and, on rank 0, the names of what all of them have."""
+
+    intent: Intent
+    records: Sequence[ShardRecord]
+    names: Names
+
+
+def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
+    """Write the files of all ranks into the directory of an attempt. Collective.
+
+    Raises:
+        SaveFailedError: a rank failed, or the ranks do not have the parts of one state.
+    """
+    info, ranks = job.info, job.ranks
+    with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
+        progress.n_rows = staged.n_rows
+        names = _compared(staged, ranks)
+        writer = ShardWriter(intent, to, ranks.rank, ranks.size)
+        records = ranks.on_all(lambda: writer.write(staged, progress))
+        seconds = [record.seconds for record in records]
+        info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
+        info.agree_sec = max(0.0, progress.seconds - seconds[ranks.rank])
+    info.n_rows = sum(table.rows for record in records for table in record.tables)
+    info.kept_rows = sum(record.n_kept for record in records)
+    return Written(intent, records, names)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank tells.
+
+    Attributes:
+        sharded: of its pieces of sharded tensors.
+        digest: of what rank 0 saves for all; 0 where there is one rank.
+        own_extra: names of registered objects of which each rank saves its own state.
+        io_state: names of positions in the data.
+    """
+
+    sharded: Summary
+    digest: int
+    own_extra: tuple[str, ...]
+    io_state: tuple[str, ...]
+
+
+def _compared(staged: Staged, ranks: Ranks) -> Names:
+    """Return on rank 0 the names of what all ranks have. Collective.
+
+    Raises:
+        SaveFailedError: the ranks do not have the parts of one state. Where they differ in what rank 0 saves for all,
+            a warning says so.
+    """
+    own = RankState(
+        staged.sharded.summary,
+        staged.digest.summary if staged.digest else 0,
+        tuple(staged.own_extra),
+        tuple(staged.io_state),
+    )
+    of_all: list[RankState] = ranks.gather(own)
+    shares = [staged.sharded.shares]
+    if not is_whole([each.sharded for each in of_all]):
+        shares = ranks.on_all(lambda: staged.sharded.shares)
+        ranks.on_first(lambda: check_shares(shares))
+    digest = staged.digest
+    if digest is not None and len({each.digest for each in of_all}) > 1:
+        digest.warn(ranks.on_all(lambda: digest.by_name), ranks.rank)
+    return Names(
+        dense=(*staged.dense, *model_names(shares)),
+        extra=tuple(staged.extra),
+        io_state=_once(each.io_state for each in of_all),
+        extra_of_ranks=_once(each.own_extra for each in of_all),
+        dense_opt=staged.dense_opt,
+    )
+
+
+def _once(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for each in names for name in each))
+
+
 class ShardWriter:
     """Writes the files of one rank into the directory of an attempt."""
 
-    def __init__(
-        self,
-        intent: Intent,
-        storage: Storage,
-        sparse_saver: SparseSaver,
-        concurrency: int,
-        ranks: Ranks,
-        *,
-        transfers: Transfers,
-    ) -> None:
-        self._intent, self._storage, self._transfers = intent, storage, transfers
-        self._sparse_saver, self._concurrency = sparse_saver, concurrency
-        self._rank, self._ranks = ranks.rank, ranks.size
+    def __init__(self, intent: Intent, to: Destination, rank: int, ranks: int) -> None:
+        self._intent, self._to, self._rank, self._ranks = intent, to, rank, ranks
 
     def write(self, staged: Staged, progress: Progress) -> ShardRecord:
         """Write dense beside sparse, and the catalog last.
@@ -69,12 +138,13 @@ class ShardWriter:
             OSError: the storage failed.
         """
         begin = time.perf_counter()
+        to = self._to
         if self._rank:
-            Lookout(self._storage, self._transfers.visible).check_intent(self._intent)
-        with Outbox(self._storage, self._transfers) as outbox:
+            Lookout(to.storage, to.transfers.visible).check_intent(self._intent)
+        with Outbox(to.storage, to.transfers) as outbox:
             record = self._write_to(outbox, staged, progress)
             staged.close()  # what follows may take long, and training copies aside what it changes until then
-            outbox.publish(self._concurrency)
+            outbox.publish(to.concurrency)
         return replace(record, seconds=time.perf_counter() - begin)
 
     def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardRecord:
@@ -90,7 +160,7 @@ class ShardWriter:
             lambda: files.extend(self._write_tensors(outbox, staged)),
             lambda: catalogs_written.append(self._write_tables(outbox, staged, progress)),
         ]
-        run_all(lambda piece: piece(), pieces, self._concurrency)
+        run_all(lambda piece: piece(), pieces, self._to.concurrency)
         [catalog] = catalogs_written
         files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
         files += [self._write_catalog(outbox, catalog)]
@@ -115,7 +185,7 @@ class ShardWriter:
         )
 
     def _write_tables(self, to: NewFiles, staged: Staged, progress: Progress) -> Catalog:
-        return self._sparse_saver.save(
+        return self._to.sparse_saver.save(
             staged.tables,
             to,
             self._intent.directory,

@@ -2,15 +2,17 @@
 
 import errno
 
+import numpy as np
 import pytest
 import torch
+from foreign import ForeignTable
 from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
-from recckpt.save.preflight import check_room
-from recckpt.save.stage import estimated_bytes
+from recckpt.save.check import check_room, estimated_bytes
 from recckpt.sparse import HashTable
+from recckpt.sparse.split import state_of
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 
@@ -42,33 +44,32 @@ def test_what_a_save_needs_is_estimated_from_rows_and_dense_state():
     table = HashTable(2, name="t")
     table(torch.arange(100))
     model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1, bias=False)})
-    assert estimated_bytes(model, 0) == 100 * (8 + 2 * 4) + 3 * 4
+    assert estimated_bytes(*state_of(model), 0) == 100 * (8 + 2 * 4) + 3 * 4
 
 
 def test_ranks_write_their_own_rows_each_but_the_dense_state_once():
     table = HashTable(2, name="t")
     table(torch.arange(100))
     model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1)})
-    assert estimated_bytes(model, 1) == 100 * (8 + 2 * 4)
+    assert estimated_bytes(*state_of(model), 1) == 100 * (8 + 2 * 4)
 
 
 def test_of_a_state_that_staging_refuses_nothing_is_estimated():
-    model = nn.Linear(1, 1)
-    model.register_buffer("lazy", nn.parameter.UninitializedBuffer())
-    assert estimated_bytes(model, 0) == 0
+    ids, of_no_slot = torch.arange(3), torch.ones(3, 2, dtype=torch.complex64)
+    assert estimated_bytes({"foreign": ForeignTable("foreign", ids, of_no_slot)}, {}, 0) == 0
 
 
 def test_a_save_that_does_not_fit_writes_nothing_and_the_next_that_does_lands(storage, monkeypatch, tmp_path):
     saver = Saver(nn.Linear(300, 1), output_dir=str(tmp_path))
     with pytest.raises(SaveFailedError, match=r"rank 0: OSError: .*found 1.0 kB free, expected 1.2 kB for the save"):
-        saver.save("c", blocking=False)
+        saver.save_async("c")
     assert list(tmp_path.iterdir()) == []
     saver.close()  # that was told
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 10**6)
     assert saver.save("c").ckpt_id == "c"
 
 
-@pytest.mark.parametrize("step", [10**30, 10**18, -1, 2.0, True, "1"])
+@pytest.mark.parametrize("step", [10**30, 10**18, -1, 2.0, True, "1", np.int64(3)])
 def test_a_step_that_no_manifest_can_hold_is_refused_before_anything_is_written(tmp_path, step):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
     with pytest.raises(ValueError, match="step must be an int of at least 0, below 10\\^18"):

@@ -1,0 +1,175 @@
+"""Checks what callers give: to a saver, to a save, and to a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recckpt.dense.state_copy import portable
+from recckpt.format import layout
+from recckpt.format.json_fields import MAX_COUNT
+from recckpt.format.manifest import Scalar
+from recckpt.policies.keep import as_keep
+from recckpt.sparse.optim.optimizer import SparseOptimizer
+from recckpt.sparse.split import state_of
+from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.types import HashTable, positive_int, positive_number
+
+
+def check_parts(model: object, sparse_optim: object) -> None:
+    """Refuse a model and an optimizer that a save or load would only stumble over, or leave out.
+
+    Raises:
+        TypeError: one of them is of another kind.
+        ValueError: two tables share a name, or the optimizer trains none of the tables.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
+    tables = state_of(model)[0]
+    if sparse_optim is None:
+        return
+    if not isinstance(sparse_optim, Optimizer):
+        raise TypeError(f"sparse_optim must be an optimizer of tables or None, found a {type(sparse_optim).__name__}")
+    trained = {id(parameter) for group in sparse_optim.param_groups for parameter in group["params"]}
+    name = next((name for name, parameter in model.named_parameters() if id(parameter) in trained), None)
+    if name is not None:
+        raise ValueError(
+            f"sparse_optim must be an optimizer of tables, found {type(sparse_optim).__name__} of the dense parameter "
+            f"{name!r}; save it by register_for_checkpointing"
+        )
+    if isinstance(sparse_optim, SparseOptimizer):
+        _check_trained(sparse_optim, tables)
+
+
+def check_options(max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_bytes: Any, on_save: Any) -> None:
+    """Refuse options of a saver that are not what it takes.
+
+    Raises:
+        ValueError: a number is not one, or not in its range.
+        TypeError: ``max_keep`` is no policy, or ``on_save`` cannot be called.
+    """
+    as_keep(max_keep)
+    positive_int("concurrency", concurrency)
+    positive_number("timeout_sec", timeout_sec)
+    if type(min_free_bytes) is not int or min_free_bytes < 0:
+        raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
+    if on_save is not None and not callable(on_save):
+        raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
+
+
+def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> None:
+    """Refuse an optimizer that is saved otherwise, or whose states could not be named.
+
+    Raises:
+        ValueError: it is one of tables, or one of dense parameters with an ``@`` in its name.
+    """
+    what = f"register_for_checkpointing: {name!r} is an optimizer of tables"
+    if obj is sparse_optim and obj is not None:
+        raise ValueError(f"{what}, which the saver has and saves already: do not register it")
+    if isinstance(obj, SparseOptimizer):
+        raise ValueError(f"{what}, which is saved with them: give it to Saver(model, sparse_optim) instead")
+    if "@" in name and isinstance(obj, Optimizer):
+        raise ValueError(f"register_for_checkpointing: a dense optimizer has no '@' in its name, found {name!r}")
+
+
+def _check_trained(sparse_optim: SparseOptimizer, tables: Mapping[str, HashTable]) -> None:
+    """Refuse an optimizer of tables that would not be saved, since the model does not have them."""
+    others = [name for name, table in sparse_optim.tables.items() if tables.get(name) is not table]
+    if others:
+        raise ValueError(
+            f"sparse_optim trains tables that are not in the model: {', '.join(map(repr, others))}; the model has "
+            f"{sorted(tables)}{', and others of the same name' if set(others) & set(tables) else ''}: make them "
+            "attributes of its modules, and give the optimizer those of this model"
+        )
+
+
+def check_name(ckpt_id: str, step: int | None) -> None:
+    """Refuse what no directory can be called, and what no manifest can hold as its step.
+
+    Raises:
+        ValueError: the id cannot be one, or the step is not an int between 0 and 10^18.
+    """
+    layout.encode_id(ckpt_id)
+    if step is not None and (type(step) is not int or not 0 <= step < MAX_COUNT):
+        raise ValueError(f"step must be an int of at least 0, below 10^18, or None, found {step!r}")
+
+
+def check_moment(model: nn.Module) -> None:
+    """Refuse a save in the middle of a change of a table by this thread: rows of the change would be torn, or wait.
+
+    Raises:
+        RuntimeError: there is such a change; names the table.
+    """
+    for module in model.modules():
+        if isinstance(module, OurTable) and _is_owned(module.store.lock):
+            raise RuntimeError(
+                f"save was called in the middle of a change of table {module.name!r}, from a signal handler or an "
+                "initializer: set a flag there, and save in the training loop (CheckpointManager has save_on_signal)"
+            )
+
+
+def _is_owned(lock: Any) -> bool:
+    """Say whether this thread has a lock, by its own method that the documents leave out."""
+    return bool(lock._is_owned())
+
+
+def check_scalars(state: Mapping[str, Scalar] | None, metrics: Mapping[str, float] | None) -> None:
+    """Refuse what a save would refuse. Cheap enough for every batch: waits for no device.
+
+    Raises:
+        TypeError: one of the two is neither mapping nor None.
+        ValueError: an entry of ``state`` is neither number nor string, or one of ``metrics`` no number; names it.
+    """
+    for name, value in _mapping("state", state).items():
+        if not _is_number_tensor(value):
+            as_scalar(name, value)
+    for name, value in _mapping("metrics", metrics).items():
+        if not _is_number_tensor(value):
+            as_number(name, value)
+
+
+def as_scalars(state: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
+    """Return the entries of a state as JSON has them, or raise as :func:`check_scalars`."""
+    return {name: as_scalar(name, value) for name, value in _mapping("state", state).items()}
+
+
+def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as Python's numbers, or raise as :func:`check_scalars`."""
+    return {name: as_number(name, value) for name, value in _mapping("metrics", metrics).items()}
+
+
+def as_scalar(name: Any, value: Any) -> Scalar:
+    """Return a value as JSON has it, which knows no NaN and no infinity: they become their names."""
+    found = portable(f"state[{name!r}]", value)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        found = found.item()
+    if not isinstance(name, str) or not isinstance(found, str | int | float | None):
+        raise ValueError(f"state[{name!r}]: found {value!r}, expected a name and a number, string, bool or None")
+    if not layout.is_encodable(name) or (isinstance(found, str) and not layout.is_encodable(found)):
+        raise ValueError(f"state[{name!r}]: found {value!r}, expected text that is encodable as UTF-8")
+    return str(found) if isinstance(found, float) and not math.isfinite(found) else found
+
+
+def as_number(name: Any, value: Any) -> float:
+    """Return a metric as a number of Python's: tensors and numpy's numbers too."""
+    try:
+        return float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
+
+
+def _is_number_tensor(value: Any) -> bool:
+    """Say whether this is a tensor of one number, whose value may be under way on a device still."""
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
+def _mapping(what: str, given: Any) -> Mapping[Any, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} must be a mapping of names to values, or None, found {given!r:.200}")
+    return given

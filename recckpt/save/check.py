@@ -1,0 +1,174 @@
+"""What refuses a save before anything is staged: ranks at different saves, shared ids, too little room."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from recckpt.dense.sharded import is_sharded, local_bytes
+from recckpt.errors import RecckptError
+from recckpt.format.buckets import Slice
+from recckpt.parallel.ranks import Ranks
+from recckpt.save.job import Destination, Job
+from recckpt.save.save_info import SaveInfo
+from recckpt.sparse.files.table_rows import source_of
+from recckpt.sparse.split import state_of
+from recckpt.storage import Storage
+from recckpt.text import size
+from recckpt.types import HashTable
+
+_T = TypeVar("_T")
+_Owned = Mapping[Slice | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells the others before a save."""
+
+    ckpt_id: str
+    step: int | None
+    owned: _Owned
+    n_bytes: int
+    device: tuple[str, int] | None
+
+
+def check(model: nn.Module, job: Job, to: Destination) -> tuple[dict[str, HashTable], dict[str, Any]]:
+    """Refuse what cannot be saved, and return the tables of a model and its dense state. Collective.
+
+    Raises:
+        ValueError: two tables share a name, or several ranks own the same ids of one.
+        SaveFailedError: the ranks are not at the same save, or it does not fit, or another rank failed.
+    """
+    info, ranks, work_dir = job.info, job.ranks, to.transfers.work_dir
+
+    def tell(parts: tuple[dict[str, HashTable], dict[str, Any]]) -> _Told:
+        n_bytes = estimated_bytes(*parts, ranks.rank)
+        return _Told(info.ckpt_id, info.step, _owned(parts[0]), n_bytes, work_dir.device if work_dir else None)
+
+    parts, told = agreed(lambda: state_of(model), info, ranks, tell)
+    _check_same_save(told, info)
+    if ranks.size > 1:
+        _check_owners([each.owned for each in told])
+    agreed(lambda: _check_rooms(told, to), info, ranks)
+    return parts
+
+
+def agreed(
+    work: Callable[[], _T], info: SaveInfo, ranks: Ranks, tell: Callable[[_T], Any] | None = None
+) -> tuple[_T, list[Any]]:
+    """Do work on every rank; return what it gave here, and what each rank tells of what it gave there. Collective.
+
+    Raises:
+        Exception: whatever work raised here.
+        SaveFailedError: that was an OSError, or work failed on another rank, or one is missing.
+    """
+    found: list[_T] = []
+    own, failure = None, None
+    try:
+        found.append(work())
+        own = tell(found[0]) if tell else None
+    except Exception as error:
+        failure = error
+    outcomes = ranks.gather((failure and f"{type(failure).__name__}: {failure}", own))
+    if isinstance(failure, OSError) and not isinstance(failure, RecckptError):  # of the storage, such as a full one
+        raise info.failure(ranks.rank, outcomes[ranks.rank][0]) from failure
+    if failure is not None:
+        raise failure
+    for rank, (reason, _) in enumerate(outcomes):
+        if reason is not None:
+            raise info.failure(rank, reason)
+    return found[0], [told for _, told in outcomes]
+
+
+def _check_same_save(told: Sequence[_Told], info: SaveInfo) -> None:
+    first = told[0]
+    for rank, each in enumerate(told):
+        if (each.ckpt_id, each.step) != (first.ckpt_id, first.step):
+            cause = f"it saves {each.ckpt_id!r} of step {each.step}, rank 0 {first.ckpt_id!r} of step {first.step}"
+            raise info.failure(rank, f"{cause}: all ranks save the same")
+
+
+def _check_rooms(told: Sequence[_Told], to: Destination) -> None:
+    """Refuse a save that would not fit into the storage, or the part of this host not into its work dir."""
+    check_room(to.storage, sum(each.n_bytes for each in told), to.min_free_bytes)
+    work_dir = to.transfers.work_dir
+    if work_dir is not None:
+        work_dir.check_room(sum(each.n_bytes for each in told if each.device == work_dir.device))
+
+
+def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:
+    """Refuse a save that would not fit, where the storage knows its room; others find out when they write.
+
+    Args:
+        storage: where the save goes.
+        n_bytes: an estimate of what the save writes.
+        min_free_bytes: what must be left afterwards.
+
+    Raises:
+        OSError: ENOSPC, with what is free and what is needed; or the output dir is gone.
+    """
+    storage.check_there()
+    free = storage.free_bytes()
+    if free is not None and free - n_bytes < min_free_bytes:
+        kept = f" and leave {size(min_free_bytes)}" if min_free_bytes else ""
+        raise OSError(
+            errno.ENOSPC,
+            f"found {size(free)} free, expected {size(n_bytes)} for the save{kept}; make room, or lower max_keep",
+            storage.url,
+        )
+
+
+def estimated_bytes(tables: Mapping[str, HashTable], dense: Mapping[str, Any], rank: int) -> int:
+    """Return about how many bytes a rank writes: its rows, its pieces, and as rank 0 the dense state.
+
+    0 where nothing can be said, of a state that staging refuses.
+    """
+    try:
+        sources = [source_of(table) for table in tables.values()]
+        rows = sum(source.n_rows * (8 + sum(slot.row_bytes for slot in source.slots)) for source in sources)
+        return rows + sum(_written_bytes(value, rank) for value in dense.values() if isinstance(value, Tensor))
+    except Exception:
+        return 0
+
+
+def _written_bytes(value: Tensor, rank: int) -> int:
+    if is_sharded(value):
+        return local_bytes(value)
+    return value.nbytes if rank == 0 else 0
+
+
+def _owned(tables: Mapping[str, HashTable]) -> _Owned:
+    found: dict[Slice | None, list[str]] = {}
+    for name, table in tables.items():
+        found.setdefault(getattr(table, "slice", None), []).append(name)
+    return found
+
+
+def _check_owners(owned: Sequence[_Owned]) -> None:
+    """Refuse tables of which several ranks own the same ids."""
+    names = sorted({name for of_rank in owned for names in of_rank.values() for name in names})
+    overlaps = [text for name in names for text in _overlap(name, owned)]
+    if overlaps:
+        raise ValueError(
+            f"{'; '.join(overlaps)}: an id belongs to one rank, or it is saved several times and cannot be loaded; "
+            "make the table a recckpt.sparse.ShardedHashTable, or give it slice=gen_slice(rank, ranks)"
+        )
+
+
+def _overlap(name: str, owned: Sequence[_Owned]) -> list[str]:
+    """Say which two ranks own the same ids of a table, if two do: neighbours, once they are in the order of ids."""
+    ranges = sorted(
+        ((own.begin / own.size, own.end / own.size, rank) if own else (0.0, 1.0, rank))
+        for rank, of_rank in enumerate(owned)
+        for own, names in of_rank.items()
+        if name in names and (own is None or own.begin < own.end)
+    )
+    for (_, end, one), (begin, _, other) in pairwise(ranges):
+        if begin < end:
+            return [f"table {name!r}: ranks {min(one, other)} and {max(one, other)} own the same ids"]
+    return []

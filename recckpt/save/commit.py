@@ -1,0 +1,130 @@
+"""Commits what all ranks wrote, as one manifest, and rotates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+
+from recckpt.errors import StateMismatchError, WriterFencedError
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest, TableEntry
+from recckpt.output_dir import commit as committing
+from recckpt.output_dir import rotation
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.policies.keep import Keep
+from recckpt.save.job import Destination, Job
+from recckpt.save.save_info import SaveInfo, append_to_timeline
+from recckpt.save.stage import Staged
+from recckpt.save.write import ShardRecord, Written
+from recckpt.types import SlotSpec
+
+log = logging.getLogger("recckpt")
+
+
+def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination) -> Manifest:
+    """Make visible what all ranks wrote, and return its manifest on all of them. Collective.
+
+    Raises:
+        SaveFailedError, CommitNotDurableError, WriterFencedError: as :func:`recckpt.save.save.write_and_commit`.
+    """
+    info = job.info
+
+    def commit_all() -> Manifest:
+        manifest = _manifest(staged, written, seq, info)
+        record = committing.commit(to.storage, to.fence, written.intent.directory, manifest, to.transfers.visible)
+        info.outcome.is_committed = True
+        return record
+
+    with info.timed("commit"):
+        record = job.ranks.on_first(commit_all)
+    info.time, info.n_bytes = record.time, record.n_bytes
+    return record
+
+
+def _manifest(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Manifest:
+    intent, records = written.intent, written.records
+    for rank, shard in enumerate(records):
+        if shard.save_id != intent.save_id:
+            raise info.failure(rank, f"it wrote for save {shard.save_id}, expected {intent.save_id}")
+    return Manifest(
+        ckpt_id=info.ckpt_id,
+        save_id=intent.save_id,
+        epoch=intent.epoch,
+        seq=seq,
+        step=info.step,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        shards=tuple(record.shard for record in records),
+        tables=_tables_of_all(records),
+        files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
+        state=staged.state,
+        writer=_VERSIONS,
+        ephemeral=info.ephemeral,
+        names=written.names,
+    )
+
+
+def _tables_of_all(records: Sequence[ShardRecord]) -> tuple[TableEntry, ...]:
+    """Add up the rows of the ranks; a table is one thing, so its slots are the same on all."""
+    rows: dict[str, int] = {}
+    slots: dict[str, tuple[SlotSpec, ...]] = {}
+    for rank, record in enumerate(records):
+        for table in record.tables:
+            known = slots.setdefault(table.name, table.slots)
+            if known != table.slots:
+                raise StateMismatchError(
+                    f"table {table.name!r} of rank {rank}",
+                    mismatched={"slots": (table.slots, known)},
+                    remedy="give the table the same shape, dtype and optimizer on every rank",
+                )
+            rows[table.name] = rows.get(table.name, 0) + table.rows
+    return tuple(TableEntry(name, count, slots[name]) for name, count in rows.items())
+
+
+def rotate(job: Job, to: Destination) -> None:
+    """Bring index file and directory up to date; the checkpoint is safe already, so a failure is a warning."""
+    storage, fence, info = to.storage, to.fence, job.info
+    try:
+        with info.timed("rotate"):
+            listing = fence.listing
+            for directory, error in listing.damaged.items():
+                log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
+            for victim in _expired(listing, job.max_keep, rotation.pinned_ids(storage)):
+                if not layout.is_attempt(victim.directory, victim.ckpt_id):
+                    continue  # what somebody has moved or copied to another name is that one's
+                fence.check()
+                if rotation.remove(storage, victim, to.concurrency):
+                    fence.listing = fence.listing.minus([victim.directory])
+            for left in rotation.leftovers(storage, listing, fence.epoch):
+                if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
+                    rotation.remove_leftover(storage, left.directory, to.concurrency)
+            fence.check()
+            fence.write_index()
+        append_to_timeline(storage, info)
+    except OSError as error:
+        log.warning("%s: could not bring rotation, index file and timeline up to date: %s", storage.url, error)
+    except WriterFencedError as error:  # the save itself counts; the next one will raise
+        log.warning("%s", error)
+
+
+def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str]) -> list[Checkpoint]:
+    """Return what goes; nothing does where a policy of the caller's own fails."""
+    try:
+        return rotation.expired(listing, max_keep, pinned)
+    except Exception:
+        log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
+        return []
+
+
+def _find_versions() -> dict[str, str]:
+    versions = {}
+    for package in ("recckpt", "torch", "numpy", "pyarrow"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+_VERSIONS = _find_versions()  # once: they are files, and a save does not depend on files of packages

@@ -1,0 +1,81 @@
+"""One save, and where the saves of one saver go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recckpt.dense.rank_digests import RankDigests
+from recckpt.dense.registered import Registry
+from recckpt.dense.state_copy import DenseBuffers
+from recckpt.format.manifest import Scalar
+from recckpt.output_dir.fence import Fence
+from recckpt.parallel.ranks import Ranks
+from recckpt.policies.keep import Keep
+from recckpt.save.save_info import SaveInfo
+from recckpt.sparse.files.saver import SparseSaver
+from recckpt.storage import Storage
+from recckpt.storage.transfers import Transfers
+
+OnSave = Callable[[SaveInfo], object]
+
+
+@dataclass(frozen=True)
+class Live:
+    """What is saved: a model, the optimizer of its tables, and what is registered beside them."""
+
+    model: nn.Module
+    sparse_optim: Optimizer | None
+    extra: Registry
+    io_state: Registry
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save.
+
+    Attributes:
+        info: its name, and how it goes.
+        ranks: that take part; one that fails is the failure of this save.
+        state: what readers without torch want to know.
+        overwrite: whether it supersedes a committed checkpoint of its name.
+        is_resumed: whether it goes on from a checkpoint of the output dir.
+        max_keep: which checkpoints stay.
+    """
+
+    info: SaveInfo
+    ranks: Ranks
+    state: Mapping[str, Scalar] | None
+    overwrite: bool
+    is_resumed: bool
+    max_keep: int | Keep | None
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where the saves of one saver go, and what they share.
+
+    Attributes:
+        storage: the output dir.
+        fence: the saver's hold on it.
+        transfers: how files go up.
+        sparse_saver: writes the tables of this rank.
+        concurrency: threads that write; with one, a save makes none.
+        min_free_bytes: what a save leaves of the storage's room.
+        on_save: called with each save that is committed.
+        buffers: where staging copies dense tensors to.
+        digests: of the state that one rank saves for all.
+    """
+
+    storage: Storage
+    fence: Fence
+    transfers: Transfers
+    sparse_saver: SparseSaver
+    concurrency: int
+    min_free_bytes: int
+    on_save: OnSave | None
+    buffers: DenseBuffers = field(default_factory=DenseBuffers)
+    digests: RankDigests = field(default_factory=RankDigests)
