@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.json_fields import Fields, parse
+from recckpt.format.json_fields import Fields, encode_of_shard, parse_of_shard
 from recckpt.format.manifest import Manifest, bucket_range
 from recckpt.types import SlotSpec
 
@@ -66,15 +66,8 @@ class Catalog:
 
 def encode(catalog: Catalog) -> bytes:
     """Return the bytes of a catalog file; ValueError if it is too large to be read back."""
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "save_id": catalog.save_id,
-        "shard": catalog.shard,
-        "shards": catalog.shards,
-    }
-    parts = ",\n".join(_part_json(part) for part in catalog.parts)
-    data = f'{json.dumps(head)[:-1]}, "parts": [\n{parts}\n]}}\n'.encode()
+    shard = (catalog.save_id, catalog.shard, catalog.shards)
+    data = encode_of_shard(FORMAT, VERSION, shard, "parts", map(_part_json, catalog.parts))
     if len(data) > MAX_BYTES:
         raise ValueError(
             f"the catalog of shard {catalog.shard} would have {len(data)} bytes, at most {MAX_BYTES} are read back: "
@@ -86,19 +79,14 @@ def encode(catalog: Catalog) -> bytes:
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     """Return the catalog in ``data``, checked against its manifest.
 
-    Raises:
-        CorruptCheckpointError: it is not a whole catalog of this shard of this save.
-        FormatVersionError: written by a newer format.
+    Raises CorruptCheckpointError where it is not a whole catalog of this shard of this save, FormatVersionError where a
+    newer format wrote it.
     """
     if len(data) > MAX_BYTES:
         raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"at most {MAX_BYTES}")
-    fields = parse(data, path)
-    fields.check_format(FORMAT, VERSION)
-    expected = (manifest.save_id, shard, len(manifest.shards))
-    found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
-    if found != expected:
-        raise fields.wrong("save_id, shard, shards", str(found), str(expected))
-    return Catalog(*found, tuple(_part(entry, manifest) for entry in fields.objects("parts")))
+    of = (manifest.save_id, shard, len(manifest.shards))
+    fields = parse_of_shard(data, path, FORMAT, VERSION, of)
+    return Catalog(*of, tuple(_part(entry, manifest) for entry in fields.objects("parts")))
 
 
 def _part_json(part: Part) -> str:

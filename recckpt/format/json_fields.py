@@ -17,12 +17,13 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 MAX_DEPTH = 16  # part of the format
 MAX_COUNT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
 _MAX_DIGITS = 40  # counts have at most 18; Python may take a day for a million of them
-_HEX = re.compile(r"[0-9a-f]+")
+_SUM = re.compile(r"[0-9a-f]{16}")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
 _NO_FRAMING = bytes(set(range(256)) - set(b'"[]{}'))
 _SEAL = re.compile(rb',\n  "(\w+)": "([0-9a-f]{16})"\n}\n')  # part of the format
 _SEAL_BYTES = len(b',\n  "": "0123456789abcdef"\n}\n')
+_OF_SHARD = ("save_id", "shard", "shards")
 _T = TypeVar("_T")
 
 
@@ -67,6 +68,26 @@ def parse(data: bytes, path: str) -> Fields:
     return Fields(value, path)
 
 
+Shard = tuple[str, int, int]  # of what: its save id, its number, how many shards there are
+
+
+def encode_of_shard(kind: str, version: int, shard: Shard, key: str, entries: Iterable[str], **more: object) -> bytes:
+    """Return a file of one shard: a head, and the list ``key`` with an entry of JSON a line."""
+    head = {"format": kind, "version": version, **dict(zip(_OF_SHARD, shard, strict=True)), **more}
+    lines = ",\n".join(entries)
+    return f'{json.dumps(head)[:-1]}, "{key}": [\n{lines}\n]}}\n'.encode()
+
+
+def parse_of_shard(data: bytes, path: str, kind: str, version: int, shard: Shard) -> Fields:
+    """Return a file of one shard after checking that it is of this kind, and of this shard of this save."""
+    fields = parse(data, path)
+    fields.check_format(kind, version)
+    found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
+    if found != shard:
+        raise fields.wrong(", ".join(_OF_SHARD), str(found), str(shard))
+    return fields
+
+
 class Fields:
     """A JSON object whose fields are read with their type; CorruptCheckpointError for one of another type."""
 
@@ -90,18 +111,11 @@ class Fields:
 
     def checksum(self, key: str) -> int:
         """Return the value of a field of 16 hex digits."""
-        text = self.text(key)
-        if len(text) != 16 or not _HEX.fullmatch(text):
-            raise self.wrong(key, repr(text), "16 hex digits")
-        return int(text, 16)
+        return self._number(key, self.text(key))
 
     def checksum_list(self, key: str) -> tuple[int, ...]:
         """Return the values of a field that is a list of 16 hex digits each."""
-        texts = self.texts(key)
-        for i, text in enumerate(texts):
-            if len(text) != 16 or not _HEX.fullmatch(text):
-                raise self.wrong(f"{key}[{i}]", repr(text), "16 hex digits")
-        return tuple(int(text, 16) for text in texts)
+        return tuple(self._number(f"{key}[{i}]", text) for i, text in enumerate(self.texts(key)))
 
     def flag(self, key: str) -> bool:
         """Return a bool field."""
@@ -177,6 +191,11 @@ class Fields:
             found = "no such field" if key not in self._values else repr(value)
             raise self.wrong(key, found, f"a field of type {kind.__name__}")
         return value
+
+    def _number(self, key: str, text: str) -> int:
+        if not _SUM.fullmatch(text):
+            raise self.wrong(key, repr(text), "16 hex digits")
+        return int(text, 16)
 
     @property
     def _where(self) -> str:

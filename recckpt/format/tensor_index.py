@@ -13,7 +13,7 @@ import xxhash
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.dtypes import MAX_DIMS, NUMPY_DTYPES
-from recckpt.format.json_fields import Fields, parse
+from recckpt.format.json_fields import Fields, encode_of_shard, parse_of_shard
 from recckpt.format.manifest import Manifest
 
 FORMAT = "recckpt-dense"  # part of the format
@@ -63,37 +63,24 @@ def block_checksums(data: memoryview) -> tuple[int, ...]:
 
 def encode(index: TensorIndex) -> bytes:
     """Return the bytes of an index file."""
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "save_id": index.save_id,
-        "shard": index.shard,
-        "shards": index.shards,
-        "block_bytes": index.block_bytes,
-    }
-    chunks = ",\n".join(json.dumps(_chunk_json(chunk)) for chunk in index.chunks)
-    return f'{json.dumps(head)[:-1]}, "chunks": [\n{chunks}\n]}}\n'.encode()
+    shard, chunks = (index.save_id, index.shard, index.shards), (json.dumps(_chunk_json(c)) for c in index.chunks)
+    return encode_of_shard(FORMAT, VERSION, shard, "chunks", chunks, block_bytes=index.block_bytes)
 
 
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorIndex:
     """Return the index in ``data``, checked against its manifest.
 
-    Raises:
-        CorruptCheckpointError: it is not a whole index of this shard of this save.
-        FormatVersionError: written by a newer format.
+    Raises CorruptCheckpointError where it is not a whole index of this shard of this save, FormatVersionError where a
+    newer format wrote it.
     """
-    fields = parse(data, path)
-    fields.check_format(FORMAT, VERSION)
-    expected = (manifest.save_id, shard, len(manifest.shards))
-    found = (fields.text("save_id"), fields.count("shard"), fields.count("shards"))
-    if found != expected:
-        raise fields.wrong("save_id, shard, shards", str(found), str(expected))
+    of = (manifest.save_id, shard, len(manifest.shards))
+    fields = parse_of_shard(data, path, FORMAT, VERSION, of)
     block_bytes, chunks = fields.count("block_bytes", low=1), _Chunks(manifest, shard)
     if block_bytes % ALIGNMENT:
         raise fields.wrong("block_bytes", str(block_bytes), f"a multiple of {ALIGNMENT}")
     for entry in fields.objects("chunks"):
         chunks.add(entry, _chunk(entry, block_bytes))
-    return TensorIndex(*found, block_bytes, tuple(chunks.checked))
+    return TensorIndex(*of, block_bytes, tuple(chunks.checked))
 
 
 class _Chunks:
