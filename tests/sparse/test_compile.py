@@ -1,5 +1,6 @@
 """Tables inside ``torch.compile``, in processes of their own whose numba kernels have never been compiled."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import torch
 
 from recckpt.sparse import HashTable, SparseSGD
 
-CASES = ["table", "sharded", "collection"]
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
+BACKENDS, CASES = ["eager", "aot_eager", "inductor"], ["table", "sharded", "collection"]
+SWEEP = list(itertools.product(BACKENDS, CASES))[:: min(SWEEP_STRIDE, 4)]  # with four, each of them once
 
 
 def run(backend, case, tmp_path):
@@ -34,8 +37,7 @@ def test_a_compiled_model_and_a_compiled_step_train_as_plain_ones_with_cold_kern
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "case"), SWEEP)
 def test_all_tables_train_compiled_by_all_backends(backend, case, tmp_path):
     run(backend, case, tmp_path)
 

@@ -19,6 +19,7 @@ from recckpt.sparse.optim import SparseAdamW
 from recckpt.sparse.table import column as column_module
 from recckpt.types import EMBEDDING
 
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 ERRORS = [KeyboardInterrupt, MemoryError]
 
 
@@ -114,7 +115,7 @@ def test_an_exception_at_many_lines_leaves_the_table_as_before_or_as_after(opera
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__[1:])
 def test_an_exception_at_any_line_leaves_the_table_as_before_or_as_after(operation, error):
-    raise_everywhere(operation, error, 0, 1)
+    raise_everywhere(operation, error, 0, SWEEP_STRIDE)
 
 
 def raise_everywhere(operation, error, first, stride):
