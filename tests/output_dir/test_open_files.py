@@ -130,6 +130,6 @@ def test_files_of_a_checkpoint_that_rotation_is_about_to_remove_are_all_held(tmp
     checkpoint = locate(storage, "ckpt_1")
     sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
     files = HeldFiles(storage, checkpoint.directory, sizes)
-    remove(storage, checkpoint)
+    remove(storage, checkpoint, 1)
     assert not (tmp_path / "ckpt_1").exists()
     assert {name: len(files.read(f"ckpt_1/{name}", 1 << 20)) for name in sizes} == sizes

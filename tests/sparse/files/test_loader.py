@@ -295,7 +295,7 @@ def test_an_interrupt_stays_one_and_says_what_it_left(many_runs, caplog):
 def test_a_checkpoint_that_goes_in_the_middle_is_said_to_be_removed(many_runs, rows, monkeypatch):
     monkeypatch.setattr(open_files, "_MOST_MAPS", 0)
     last = n_opens(many_runs, two(rows)) - 1
-    Line(many_runs, monkeypatch, lambda: remove(many_runs, locate(many_runs, "ckpt_1")), after=last)
+    Line(many_runs, monkeypatch, lambda: remove(many_runs, locate(many_runs, "ckpt_1"), 1), after=last)
     with pytest.raises(CheckpointRemovedError) as caught:
         load(many_runs, two(rows), concurrency=1)
     assert caught.value.emptied == (("a", "b") if rows else ())
