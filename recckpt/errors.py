@@ -111,7 +111,7 @@ class StateMismatchError(RecckptError, ValueError):
 
     def __init__(
         self,
-        what: str,
+        what: str | Sequence[str],
         *,
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
@@ -119,7 +119,8 @@ class StateMismatchError(RecckptError, ValueError):
         remedy: str = "",
     ) -> None:
         mismatched = dict(mismatched or {})
-        lines = [f"{what} does not fit the model:"]
+        named = [what] if isinstance(what, str) else what
+        lines = [f"{' and '.join(named)} {'does' if len(named) == 1 else 'do'} not fit the model:"]
         lines += [f"  missing in the checkpoint: {name!r}" for name in missing]
         lines += [f"  not in the model: {name!r}" for name in unexpected]
         lines += [f"  {name!r}: found {found}, expected {expected}" for name, (found, expected) in mismatched.items()]

@@ -20,122 +20,36 @@ class NamedOptimizer:
 
     Args:
         optimizer: any dense optimizer of torch.
-        named_parameters: gives (name, parameter) of the model as it is now.
+        named_parameters: gives (name, parameter) of the model as it is now, of a tied parameter each of its names.
     """
 
-    def __init__(self, optimizer: Optimizer, named_parameters: Callable[[], Any]) -> None:
+    def __init__(self, optimizer: Optimizer, named_parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self.optimizer = optimizer
         self._named_parameters = named_parameters
-        self.fresh: list[str] = []  # parameters that the last load found no state for
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict with the names and shapes of the parameters in each group."""
         state = self._state_dict()
         if not _is_torchs(state):
             return state
-        groups = [
-            {**group, NAMES: names, SHAPES: [list(parameter.shape) for parameter in live["params"]]}
-            for group, names, live in zip(
-                state["param_groups"], self._group_names(), self.optimizer.param_groups, strict=True
-            )
-        ]
+        groups = []
+        for group, live, names in zip(
+            state["param_groups"], self.optimizer.param_groups, self._group_names(), strict=True
+        ):
+            shapes = [list(parameter.shape) for parameter in live["params"]]
+            groups.append({**group, NAMES: [first for first, *_ in names], SHAPES: shapes})
         return {**state, "param_groups": groups}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a state dict by names where it has them, else as the optimizer does.
-
-        A parameter without a partner of its name and shape starts fresh and is kept in :attr:`fresh`; a group takes
-        the settings of the saved group that most of its parameters were in.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`composed` has made, or a state without names, as the optimizer does.
 
         Raises:
-            ValueError: a state dict without names does not fit, as torch says.
+            ValueError: a state without names does not fit, as torch says.
         """
-        self.fresh = []
-        if not is_named(saved):
-            self.optimizer.load_state_dict(dict(saved))
-            return
-        saved_at = {known: index for index, known in names_by_index(saved).items()}
-        state: dict[int, Any] = {}
-        for index, (name, parameter) in enumerate(self._flat()):
-            at = saved_at.get((name, tuple(parameter.shape)))
-            if at is None and self._is_own(parameter):
-                self.fresh.append(name)
-            elif at in saved["state"] and self._is_own(parameter):
-                state[index] = saved["state"][at]
-        groups, begin = [], 0
-        for names, live in zip(self._group_names(), self.optimizer.param_groups, strict=True):
-            indices = list(range(begin, begin + len(names)))
-            groups.append({**live, **_settings_for(names, saved["param_groups"]), "params": indices})
-            begin += len(names)
-        self._give({**saved, "state": state, "param_groups": groups})
-
-    def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what of a saved state has a parameter here, and the live values that have its form.
-
-        What a parameter has no live state for is taken to be like the parameter itself, as moments are.
-        """
-        if not isinstance(saved.get("state"), Mapping):
-            return saved, {}
-        if "param_groups" not in saved:
-            return saved, self.optimizer.state_dict()
-        here, own = self._parameters_by_index(saved), self.optimizer.state
-        taken = {i: values for i, values in saved["state"].items() if here.get(i) is not None}
-        like = {
-            i: {key: own.get(here[i], {}).get(key, here[i]) for key in values}
-            for i, values in taken.items()
-            if isinstance(values, Mapping)
-        }
-        return {**saved, "state": taken}, {"state": like}
-
-    def _state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def _give(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
-
-    def _is_own(self, parameter: Tensor) -> bool:
-        """Say whether this rank has the state of a parameter."""
-        return True
-
-    def _parameters_by_index(self, state: Mapping[str, Any]) -> dict[Any, Any]:
-        """Return the parameter here that each index of a state dict means: by name and shape, or by its place."""
-        if not is_named(state):
-            flat = [parameter for _, parameter in self._flat()]
-            return dict(zip((i for group in state["param_groups"] for i in group["params"]), flat, strict=False))
-        named = {(name, tuple(parameter.shape)): parameter for name, parameter in self._flat()}
-        return {index: named.get(known) for index, known in names_by_index(state).items()}
-
-    def _flat(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parameter) in the order of torch's indices."""
-        for names, group in zip(self._group_names(), self.optimizer.param_groups, strict=True):
-            yield from zip(names, group["params"], strict=True)
-
-    @property
-    def goes_by_name(self) -> bool:
-        """Whether its state is of torch's form, so that each parameter's can come from another place."""
-        try:
-            return is_named(self.state_dict())
-        except ValueError:  # ZeRO before its first step, which a save and a load refuse
-            return False
-
-    @property
-    def names(self) -> list[str]:
-        """The names of its parameters, on all ranks."""
-        return [name for name, _ in self._flat()]
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Its parameters by name: of those that are spread over ranks, the ones that this rank has the state of."""
-        return {name: parameter for name, parameter in self._flat() if self._is_own(parameter)}
-
-    def like(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return live values that lie as those of a parameter's saved state are to lie.
-
-        What a parameter has no live state for is taken to be like the parameter itself, as moments are.
-        """
-        parameter = self.parameters[name]
-        own = self.optimizer.state.get(parameter, {})
-        return {key: own.get(key, parameter) for key in values}
+        if is_named(state):
+            groups = zip(self.optimizer.param_groups, state["param_groups"], strict=True)
+            state = {**state, "param_groups": [{**live, **_without_names(group)} for live, group in groups]}
+        self._give(dict(state))
 
     def composed(
         self, states: Mapping[str, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]] | None
@@ -153,11 +67,66 @@ class NamedOptimizer:
                     state[index] = states[name]
         return {**live, "state": {index: values for index, values in state.items() if values}}
 
-    def _group_names(self) -> list[list[str]]:
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
+    def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return what of a state without names has a parameter here, by its place, and live values of its form."""
+        if not isinstance(saved.get("state"), Mapping):
+            return saved, {}
+        if "param_groups" not in saved:
+            return saved, self.optimizer.state_dict()
+        indices = (index for group in saved["param_groups"] for index in group["params"])
+        here = {index: parameter for index, (_, parameter) in zip(indices, self._flat(), strict=False)}
+        taken = {index: values for index, values in saved["state"].items() if index in here}
+        like = {i: self._like(here[i], values) for i, values in taken.items() if isinstance(values, Mapping)}
+        return {**saved, "state": taken}, {"state": like}
+
+    def like(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return live values that lie as those of a parameter's saved state are to lie."""
+        return self._like(self.parameters[name], values)
+
+    def _like(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
+        own = self.optimizer.state.get(parameter, {})
+        return {key: own.get(key, parameter) for key in values}  # moments lie as the parameter does
+
+    @property
+    def goes_by_name(self) -> bool:
+        """Whether its state is of torch's form, so that each parameter's can come from another place."""
+        try:
+            return is_named(self.state_dict())
+        except ValueError:  # ZeRO before its first step, which a save and a load refuse
+            return False
+
+    @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of its parameters, on all ranks: of a tied one first that by which its state is saved."""
+        return [names for group in self._group_names() for names in group]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Its parameters by name: of those that are spread over ranks, the ones that this rank has the state of."""
+        return {name: parameter for name, parameter in self._flat() if self._is_own(parameter)}
+
+    def _state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def _give(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def _is_own(self, parameter: Tensor) -> bool:
+        """Say whether this rank has the state of a parameter."""
+        return True
+
+    def _flat(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, parameter) in the order of torch's indices."""
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        yield from zip((names[0] for names in self.names), parameters, strict=True)
+
+    def _group_names(self) -> list[list[tuple[str, ...]]]:
+        known: dict[int, tuple[str, ...]] = {}
+        for name, parameter in self._named_parameters():
+            known[id(parameter)] = (*known.get(id(parameter), ()), name)
         return [
-            [names.get(id(parameter), f"group {number}, parameter {i}") for i, parameter in enumerate(group["params"])]
-            for number, group in enumerate(self.optimizer.param_groups)
+            [known.get(id(parameter), (f"group {group}, parameter {i}",)) for i, parameter in enumerate(live["params"])]
+            for group, live in enumerate(self.optimizer.param_groups)
         ]
 
 
@@ -173,15 +142,6 @@ def is_named(saved: Any) -> bool:
     )
 
 
-def names_by_index(state: Mapping[str, Any]) -> dict[Any, tuple[str, tuple[int, ...]]]:
-    """Return (name, shape) of the parameter that each index of a saved state with names means."""
-    return {
-        index: (name, tuple(shape))
-        for group in state["param_groups"]
-        for name, shape, index in zip(group[NAMES], group[SHAPES], group["params"], strict=True)
-    }
-
-
 def _is_torchs(state: Mapping[str, Any]) -> bool:
     """Say whether the state of an optimizer names its parameters by number, as torch's own do."""
     groups = state.get("param_groups")
@@ -190,7 +150,11 @@ def _is_torchs(state: Mapping[str, Any]) -> bool:
 
 def states_by_name(saved: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Mapping[str, Any]]]:
     """Return parameter -> (its shape, its state) of a saved state with names."""
-    return {name: (shape, saved["state"].get(index, {})) for index, (name, shape) in names_by_index(saved).items()}
+    return {
+        name: (tuple(shape), saved["state"].get(index, {}))
+        for group in saved["param_groups"]
+        for name, shape, index in zip(group[NAMES], group[SHAPES], group["params"], strict=True)
+    }
 
 
 def state_names(extra: Mapping[str, Any]) -> tuple[str, ...]:
@@ -209,7 +173,11 @@ def _settings_for(names: list[str], saved_groups: Sequence[Mapping[str, Any]]) -
     best = max(saved_groups, key=lambda group: len(set(names) & set(group[NAMES])), default=None)
     if best is None or not set(names) & set(best[NAMES]):
         return {}
-    return {key: value for key, value in best.items() if key not in ("params", NAMES, SHAPES)}
+    return {key: value for key, value in _without_names(best).items() if key != "params"}
+
+
+def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in (NAMES, SHAPES)}
 
 
 def by_name(obj: Any, named_parameters: Callable[[], Any]) -> Any:
@@ -228,22 +196,6 @@ class ZeroOptimizer(NamedOptimizer):
     Nothing is sent between ranks. Which parameters are whose depends on the number of ranks, so a load looks for its
     own in what all ranks have saved.
     """
-
-    def gathered(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what this rank needs of the states of several ranks; asks for no more of them than that takes."""
-        wanted = {(name, tuple(p.shape)) for name, p in self._flat() if self._is_own(p)}
-        found: dict[str, Any] = {}
-        for state in states:
-            if not is_named(state):
-                return dict(state)  # not of such an optimizer, which says so
-            names = names_by_index(state)
-            taken = {index: values for index, values in state["state"].items() if names[index] in wanted}
-            found = found or {**state, "state": {}}
-            found["state"] |= taken
-            wanted -= {names[index] for index in taken}
-            if not wanted:
-                break
-        return found
 
     def _state_dict(self) -> dict[str, Any]:
         own, numbers = self._local.state, count()

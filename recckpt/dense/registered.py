@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -124,16 +124,6 @@ class Registry:
             for name, obj in self._objects.items()
             if (name in self._of_ranks) == of_ranks
         }
-
-    def gathered(self, name: str, states: Iterable[Any]) -> Any:
-        """Return what an object needs of the states of several ranks, its own first; see :meth:`gathers`.
-
-        Raises:
-            StateMismatchError: they are of another kind of object.
-        """
-        obj = self._adapter(self._objects[name])
-        with _refusals_named(name, obj, "gathered"):
-            return obj.gathered(states)
 
     def merged(self, name: str, states: list[Any], index: int, count: int) -> Any:
         """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards.

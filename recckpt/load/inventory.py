@@ -28,12 +28,14 @@ class Thing:
         shape: of one row of a slot, or of a tensor.
         rows: rows of the table; 0 for what is not a slot.
         n_bytes: bytes to read, 0 where that is not known.
+        tied: other names of the parameter whose state in a dense optimizer this is.
     """
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
     rows: int = 0
     n_bytes: int = 0
+    tied: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"

@@ -74,7 +74,8 @@ class LiveState:
         things |= {Name("dense", name): _thing(value) for name, value in self.dense.items()}
         things |= {Name("dense_opt" if name in self.optimizers else "extra", name): Thing(PLAIN) for name in self.extra}
         for name, optimizer in self.optimizers.items():
-            things |= {state_name(parameter, name): Thing(PLAIN) for parameter in optimizer.names}
+            for parameter, *tied in optimizer.names:
+                things[state_name(parameter, name)] = Thing(PLAIN, tied=tuple(tied))
         things |= {Name("io_state", name): Thing(PLAIN) for name in self.io_state}
         if self.sparse_optim is not None:
             things[Name("sparse_opt", SPARSE_OPTIM)] = Thing(PLAIN)

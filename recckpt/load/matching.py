@@ -25,7 +25,7 @@ class Match:
         for name in model:
             wanted = offer.entry.wants(name)
             try:
-                source = _source(name, offer)
+                source = _source(name, model[name].tied, offer)
             except ValueError as error:
                 if wanted:
                     problems.about_names(offer.entry, f"'oname': {error}")
@@ -90,13 +90,14 @@ class Match:
         return source.table if is_missing else source.text
 
 
-def _source(name: Name, offer: Offer) -> Name:
-    """Return the name that the checkpoint has for one of the model."""
+def _source(name: Name, tied: tuple[str, ...], offer: Offer) -> Name:
+    """Return the name that the checkpoint has for one of the model, of a tied parameter for any that it has there."""
     renames = offer.entry.renames
+    text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
     if name.parameter:
-        optimizer = renames.source(Name("dense_opt", name.optimizer))
-        return state_name(renames.source(Name("dense", name.parameter)), optimizer)
-    text = renames.source(name)
+        names = (state_name(renames.source(Name("dense", one)), text) for one in (name.parameter, *tied))
+        first = next(names)
+        return first if first in offer.inventory else next((n for n in names if n in offer.inventory), first)
     if name.group == "dense_opt" and Name("dense_opt", text) not in offer.inventory:
         return Name("extra", text)  # saved without the names of its parameters
     return slot_name(*text.rsplit("@", 1)) if name.is_slot and "@" in text else Name(name.group, text)

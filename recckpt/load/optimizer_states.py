@@ -54,7 +54,7 @@ class _Composer:
     ) -> None:
         self._name, self._optimizer, self._live = name, optimizer, live
         self._planned, self._sources = planned, sources
-        self._parameters = optimizer.parameters
+        self._parameters, self._names = optimizer.parameters, {names[0]: names for names in optimizer.names}
         self._uses = Counter((item.offer, item.source) for item in planned.values() if item.name.parameter)
         self._saved: dict[tuple[int, str], _States] = {}
 
@@ -79,17 +79,18 @@ class _Composer:
 
     def _starts_fresh(self, item: Planned) -> bool:
         """Say whether the parameter is loaded and its state is asked for, but not there."""
-        parameter = self._planned.get(Name("dense", item.name.parameter))
-        if parameter is None or parameter.offer is None:
-            return False
-        return self._sources[parameter.offer].at.entry.wants(item.name)
+        parameters = (self._planned.get(Name("dense", name)) for name in self._names[item.name.parameter])
+        offer = next((found.offer for found in parameters if found and found.offer is not None), None)
+        return offer is not None and self._sources[offer].at.entry.wants(item.name)
 
     def _renamed(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[dict[str, Any]]:
         """Return saved groups with the names that their parameters have here."""
-        there = {parameter: _source(parameter, source) for parameter in self._optimizer.names}
         called = [set(source.under_names_of(self._live.dense, dict.fromkeys(group[NAMES]))) for group in groups]
+        known = set().union(*called)
+        there = {first: [_source(name, source) for name in names] for first, names in self._names.items()}
+        found = {parameter: next((name for name in names if name in known), "") for parameter, names in there.items()}
         return [
-            {**group, NAMES: [parameter for parameter, name in there.items() if name in names]}
+            {**group, NAMES: [parameter for parameter, name in found.items() if name in names]}
             for group, names in zip(groups, called, strict=True)
         ]
 

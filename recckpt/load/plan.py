@@ -40,7 +40,7 @@ def plan_load(
     check(items, problems)
     _excuse(offers, items, problems)
     misfits = [offer for offer in offers if offer.entry.label in problems.misfits] or offers
-    problems.raise_if_any(" and ".join(offer.called for offer in misfits) or "the bank")
+    problems.raise_if_any([offer.called for offer in misfits] or ["the bank"])
     return LoadPlan(tuple(items), tuple(offer.label for offer in offers), tuple(problems.warnings))
 
 
@@ -51,7 +51,7 @@ def resolve(model: Inventory, offers: Sequence[Offer], problems: Problems) -> li
         match.check(problems)
     names = sorted(model, key=_order)
     planned = {name: _resolve_one(name, matches, problems) for name in names if not name.parameter}
-    planned |= {name: _follow(name, planned, matches) for name in names if name.parameter}
+    planned |= {name: _follow(name, model[name].tied, planned, matches) for name in names if name.parameter}
     items = [_checked_optimizer(planned[name], model, offers) for name in names]
     _check_filters(items, offers, problems)
     return items
@@ -88,9 +88,10 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
     return Planned(name, reason="; ".join(reasons) or unasked)
 
 
-def _follow(name: Name, planned: Mapping[Name, Planned], matches: Sequence[Match]) -> Planned:
+def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], matches: Sequence[Match]) -> Planned:
     """Plan the state of one parameter of a dense optimizer: it follows its parameter, as slots follow ids."""
-    parameter = planned.get(Name("dense", name.parameter))
+    parameters = [item for one in (name.parameter, *tied) if (item := planned.get(Name("dense", one)))]
+    parameter = next((item for item in parameters if item.offer is not None), parameters[0] if parameters else None)
     if parameter is None:  # not in the state dict, as that of a loss: such a one is at home in the own run only
         own = [n for n, match in enumerate(matches) if match.offer.entry.is_own and name in match.there]
         return _state_of(name, own[0], matches) if own else Planned(name, reason="its parameter is not in the model")

@@ -69,7 +69,7 @@ class Problems:
         if text not in known:
             known.append(text)
 
-    def raise_if_any(self, what: str) -> None:
+    def raise_if_any(self, what: Sequence[str]) -> None:
         """Raise one error that says all of it; ``what`` does not fit.
 
         Raises:
@@ -118,6 +118,7 @@ def check_patterns(entry: Entry, model: Collection[Name], there: Collection[Name
         meant = [name for name in where if pattern.matches(name)]
         if meant:
             _check_objects(entry, key, pattern, meant, problems)
+            _check_optimizer(entry, key, pattern, model, problems)
         elif pattern.is_explicit:
             hint = nearest(pattern.text, {*names_and_tables(model), *GROUPS})
             problems.about_names(entry, f"{key!r}: {pattern.text!r} is neither in the model nor a group{hint}")
@@ -134,6 +135,14 @@ def _check_objects(entry: Entry, key: str, pattern: Pattern, meant: Collection[N
     if seems_wider and all(name.group in _OF_OBJECTS for name in meant):
         names = sorted({name.text for name in meant if not name.parameter})
         problems.warn(entry, f"{key!r}: {pattern.text!r} matches only registered objects: {first_few(names)}")
+
+
+def _check_optimizer(entry: Entry, key: str, pattern: Pattern, model: Collection[Name], problems: Problems) -> None:
+    """Warn where a dense optimizer is named, and none of the parameters whose state comes with them."""
+    states = [name for name in model if name.parameter and name.optimizer == pattern.text]
+    if key == "load" and states and not any(map(entry.wants, states)):
+        text = "means the settings of the optimizer; the state of a parameter comes with it, such as by 'dense'"
+        problems.warn(entry, f"'load': {pattern.text!r} {text}")
 
 
 def _patterns(

@@ -59,9 +59,9 @@ def state_of(model: nn.Module) -> tuple[dict[str, HashTable], dict[str, Any]]:
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model by the names that they have without wrappers."""
-    wrappers = wrappers_in(model)
-    return ((_unwrapped(name, wrappers), parameter) for name, parameter in model.named_parameters())
+    """Yield the parameters of a model by the names that they have without wrappers; a tied one by each of them."""
+    wrappers, named = wrappers_in(model), model.named_parameters(remove_duplicate=False)
+    return ((_unwrapped(name, wrappers), parameter) for name, parameter in named)
 
 
 def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:

@@ -177,6 +177,44 @@ def test_the_settings_come_alone_where_nothing_but_the_optimizer_is_named(tmp_pa
     assert set(states(new).values()) == {None}
 
 
+def test_an_optimizer_that_is_named_without_its_parameters_warns_that_their_state_stays(tmp_path, old):
+    warning = "'load': 'dense_optim' means the settings of the optimizer; the state of a parameter comes with it"
+    new = loaded(tmp_path, [entry(old, load=["dense_optim"])])
+    assert [text for text in new.report.warnings if warning in text]
+    new = loaded(tmp_path, [entry(old, load=["dense_optim", "head.weight"])])
+    assert not new.report.warnings
+
+
+class Tied(nn.Module):
+    """Two layers that share their weight, of which one is the first."""
+
+    def __init__(self, *names):
+        super().__init__()
+        weight = nn.Parameter(torch.zeros(1, 2))
+        for name in names:
+            self.add_module(name, nn.Linear(2, 1, bias=False))
+            self.get_submodule(name).weight = weight
+
+
+@pytest.mark.parametrize("conf", [{}, {"oname": {"tied.*": "tied.*"}}])
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("c", "b", "a"), ("a",)])
+def test_a_tied_parameter_finds_its_state_by_any_of_its_names(tmp_path, names, conf):
+    def tied(url, *names, rate):
+        saver = run(url, tied=Tied(*names))
+        saver.optim = torch.optim.Adam(saver.model.parameters(), lr=rate)
+        saver.register_for_checkpointing("opt", saver.optim)
+        return saver
+
+    old = tied(tmp_path / "old", "a", "b", rate=0.1)
+    old.model.tied.a.weight.grad = torch.ones(1, 2)
+    old.optim.step()
+    old.save("c")
+    new = tied(tmp_path / "new", *names, rate=0.5)
+    new.load_by_config([entry(old, load=["dense", "opt"], strict=False, **conf)])
+    assert new.optim.param_groups[0]["lr"] == 0.1
+    assert frozen(list(new.optim.state.values())) == frozen(list(old.optim.state.values()))
+
+
 def test_settings_go_by_the_names_that_parameters_had(tmp_path):
     def grouped(url, first, second):
         saver = run(url, **{first: nn.Linear(1, 1), second: nn.Linear(1, 1)})

@@ -124,7 +124,7 @@ def test_a_misfit_of_a_bank_names_the_entry(tmp_path):
     with pytest.raises(StateMismatchError) as caught:
         saver.load_by_config([{"path": url} for url in urls])
     text = str(caught.value)
-    assert text.startswith(f"bank[0] ({urls[0]}/c) and bank[1] ({urls[1]}/c) does not fit")
+    assert text.startswith(f"bank[0] ({urls[0]}/c) and bank[1] ({urls[1]}/c) do not fit the model:")
     assert "'ta@embedding': found float32 (6,) in bank[0], expected" in text
     assert "'tb@embedding': found float32 (6,) in bank[1], expected" in text
     with pytest.raises(StateMismatchError, match=r"bank\[1\] .* does not fit the model:\n  missing"):
