@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> Outcome:
-    """Import a command only when it is asked for: others may need imports that take long."""
+    """Import a command only when it is run: some imports take long."""
     module = import_module(f"recckpt.cli.{_MODULES[args.command]}")
     return cast(Outcome, getattr(module, args.command)(args))
 

@@ -61,7 +61,7 @@ def _problems(storage: Storage, listing: Listing) -> list[str]:
 
 
 def _refuse_checkpoint(path: str) -> None:
-    """Say so where the path is itself a checkpoint."""
+    """Raise CommandError where the path is a checkpoint itself."""
     try:
         _, checkpoint = open_checkpoint(path)
     except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
@@ -87,7 +87,7 @@ def _data(checkpoint: Checkpoint, marks: list[str]) -> dict[str, Any]:
         "directory": checkpoint.directory,
         "step": manifest.step,
         "time": manifest.time,
-        "rows": sum(table.rows for table in manifest.tables),
+        "rows": manifest.rows,
         "bytes": manifest.n_bytes,
         "tables": len(manifest.tables),
         "marks": marks,
@@ -101,7 +101,7 @@ def _row(checkpoint: Checkpoint, marks: list[str]) -> tuple[str, ...]:
         escaped(manifest.ckpt_id),
         "-" if manifest.step is None else str(manifest.step),
         escaped(manifest.time),
-        count(sum(table.rows for table in manifest.tables)),
+        count(manifest.rows),
         size(manifest.n_bytes),
         count(len(manifest.tables)),
         ", ".join([*marks, *([f"in {checkpoint.directory}/"] if moved else [])]),

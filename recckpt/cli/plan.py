@@ -41,7 +41,7 @@ def _bank(path: str) -> Any:
     try:
         bank = json.loads(_text(path))
     except ValueError as error:
-        raise CommandError(f"{path}: no JSON: {one_line(str(error))}") from error
+        raise CommandError(f"{path}: not JSON: {one_line(str(error))}") from error
     return [bank] if isinstance(bank, dict) else bank
 
 
@@ -49,4 +49,4 @@ def _text(path: str) -> str:
     try:
         return Path(path).expanduser().read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CommandError(f"{path}: no UTF-8: {error}") from error
+        raise CommandError(f"{path}: not UTF-8: {error}") from error

@@ -42,7 +42,7 @@ class UsageError(Exception):
 
 @contextmanager
 def usage_checked() -> Iterator[None]:
-    """Make wrong usage of the ValueError for a path that no storage takes."""
+    """Turn the ValueError for a path that no storage takes into wrong usage."""
     try:
         yield
     except ValueError as error:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recckpt.cli.files import file_data, file_lines, files_of_tables, table_lines
 from recckpt.cli.result import Outcome, usage_checked
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest, TableEntry
+from recckpt.format.manifest import FileEntry, Manifest, TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles, until_whole
+from recckpt.sparse.files.catalogs import read_parts
 from recckpt.storage import Storage
 from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural, size
 from recckpt.types import SlotSpec
@@ -30,15 +31,15 @@ def show(args: argparse.Namespace) -> Outcome:
     url, manifest = layout.join(storage.url.removesuffix("/"), checkpoint.directory), checkpoint.manifest
     data, lines = _data(url, manifest, tensors), _lines(url, manifest, tensors)
     if args.files:
-        data["files"] = [file_data(file) for file in manifest.files]
-        lines += _section("files", file_lines(manifest))
+        data["files"] = [_file_data(file) for file in manifest.files]
+        lines += _section("files", _file_lines(manifest))
         try:
-            files = files_of_tables(storage, checkpoint)
+            files = _files_of_tables(storage, checkpoint)
         except (CorruptCheckpointError, CheckpointRemovedError, FormatVersionError) as error:
             return Outcome(data, lines, [*problems, str(error)])
         for table in data["tables"]:
             table["files"] = files[table["name"]]
-        lines += _section("files of tables", table_lines(files))
+        lines += _section("files of tables", _table_lines(files))
     return Outcome(data, lines, problems)
 
 
@@ -51,7 +52,7 @@ def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoin
 
 
 def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Describe the dense tensors; not through CheckpointReader, whose Arrow takes as long to import as all of this."""
+    """Describe the dense tensors; without CheckpointReader, since importing Arrow takes as long as all of this."""
     manifest = checkpoint.manifest
     sizes = {file.name: file.n_bytes for file in manifest.files if layout.has_tensors(file.name)}
     dense = DenseTensors(HeldFiles(storage, checkpoint.directory, sizes), checkpoint.directory, manifest)
@@ -72,7 +73,7 @@ def _data(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[s
         "epoch": manifest.epoch,
         "seq": manifest.seq,
         "shards": len(manifest.shards),
-        "rows": _rows(manifest),
+        "rows": manifest.rows,
         "bytes": manifest.n_bytes,
         "flags": {"ephemeral": manifest.ephemeral},
         "writer": dict(manifest.writer),
@@ -102,7 +103,7 @@ def _lines(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> list[
             ("step", "-" if manifest.step is None else str(manifest.step)),
             ("time", escaped(manifest.time)),
             ("size", f"{size(manifest.n_bytes)} in {plural(len(manifest.files), 'file')}"),
-            ("rows", f"{count(_rows(manifest))} in {plural(len(manifest.tables), 'table')}"),
+            ("rows", f"{count(manifest.rows)} in {plural(len(manifest.tables), 'table')}"),
             ("shards", count(len(manifest.shards))),
             ("written by", one_line(", ".join(f"{name} {version}" for name, version in manifest.writer.items()))),
             *([("flags", ", ".join(flags))] if flags else []),
@@ -121,5 +122,30 @@ def _slot(slot: SlotSpec) -> str:
     return f"{escaped(slot.name)} {slot.dtype}{list(slot.shape) if slot.shape else ''}"
 
 
-def _rows(manifest: Manifest) -> int:
-    return sum(table.rows for table in manifest.tables)
+def _files_of_tables(storage: Storage, checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Return table -> the files that have rows of it, by the catalogs."""
+    found: dict[str, list[str]] = {table.name: [] for table in checkpoint.manifest.tables}
+    for part in read_parts(checkpoint, storage):
+        for name in dict.fromkeys(batch.table for batch in part.batches):
+            found[name].append(part.file)
+    return found
+
+
+def _file_data(file: FileEntry) -> dict[str, Any]:
+    """Return what JSON says of a file."""
+    return {"name": file.name, "bytes": file.n_bytes, "xxh3": None if file.xxh3 is None else f"{file.xxh3:016x}"}
+
+
+def _file_lines(manifest: Manifest) -> list[str]:
+    """Return a table of the files."""
+    rows = [(escaped(f.name), size(f.n_bytes), "-" if f.xxh3 is None else f"{f.xxh3:016x}") for f in manifest.files]
+    return grid(("NAME", "SIZE", "XXH3"), rows, ("SIZE",))
+
+
+def _table_lines(files: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return where each table is: the one file, or a pattern for the files of its schema."""
+    rows = []
+    for name, names in files.items():
+        patterns = dict.fromkeys(map(layout.pattern_of_parts, names)) if len(names) > 1 else names
+        rows.append((escaped(name), str(len(names)), ", ".join(map(escaped, patterns)) or "-"))
+    return grid(("TABLE", "FILES", "NAMES"), rows, ("FILES",)) if rows else []

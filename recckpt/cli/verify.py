@@ -41,8 +41,7 @@ def _row(report: Report) -> tuple[str, ...]:
     manifest = report.manifest
     if manifest is None:
         return escaped(report.directory), "-", "-", "-", result
-    rows = sum(table.rows for table in manifest.tables)
-    return escaped(manifest.ckpt_id), count(rows), size(manifest.n_bytes), count(len(manifest.files)), result
+    return escaped(manifest.ckpt_id), count(manifest.rows), size(manifest.n_bytes), count(len(manifest.files)), result
 
 
 def _data(report: Report) -> dict[str, Any]:

@@ -36,17 +36,11 @@ def bucket_of(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Slice:
-    """Half-open range [begin, end) of ``size`` equal parts of the hashed id space.
+    """Half-open range [begin, end) of ``size`` equal parts of the hashed id space."""
 
-    Attributes:
-        begin: first part that is inside.
-        end: first part after it.
-        size: number of parts of the whole space, 65536 where nothing else is asked for.
-    """
-
-    begin: int
-    end: int
-    size: int = N_BUCKETS
+    begin: int  # first part that is inside
+    end: int  # first part after it
+    size: int = N_BUCKETS  # number of parts of the whole space, 65536 where nothing else is asked for
 
     def __post_init__(self) -> None:
         if not (1 <= self.size <= N_BUCKETS and 0 <= self.begin <= self.end <= self.size):

@@ -92,6 +92,11 @@ class Manifest:
         """Bytes of all files but the manifest."""
         return sum(file.n_bytes for file in self.files)
 
+    @property
+    def rows(self) -> int:
+        """Rows of all tables."""
+        return sum(table.rows for table in self.tables)
+
     def file(self, name: str) -> FileEntry | None:
         """Return the entry of a file, None if the checkpoint does not have it."""
         return self._files_by_name.get(name)

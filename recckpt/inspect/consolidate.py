@@ -1,4 +1,4 @@
-"""A checkpoint's model in one file, for those who have neither recckpt nor several ranks."""
+"""The dense state of a checkpoint's model as one torch file, which needs neither recckpt nor several ranks."""
 
 from __future__ import annotations
 
@@ -21,25 +21,18 @@ _OTHER_KINDS = frozenset({".safetensors", ".arrow", ".npz", ".npy", ".h5", ".onn
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What :func:`consolidate` wrote.
+    """What :func:`consolidate` wrote."""
 
-    Attributes:
-        ckpt_id: of the checkpoint.
-        names: of all that is in the file.
-        sharded: names of those that lay in chunks.
-        n_bytes: size of the file.
-    """
-
-    ckpt_id: str
-    names: tuple[str, ...]
-    sharded: tuple[str, ...]
-    n_bytes: int
+    ckpt_id: str  # of the checkpoint
+    names: tuple[str, ...]  # of all that is in the file
+    sharded: tuple[str, ...]  # names of those that lay in chunks
+    n_bytes: int  # size of the file
 
 
 def consolidate(path: str, out: str) -> Consolidated:
     """Write the dense state of a model as one ``model.pt``, whatever ranks and meshes it was saved on.
 
-    All that is read is checked. Tensors pass through memory one at a time.
+    Everything that is read is checked. Tensors pass through memory one at a time.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
@@ -47,11 +40,11 @@ def consolidate(path: str, out: str) -> Consolidated:
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint.
-        CheckpointRemovedError: time and again it was removed while it was read.
-        CorruptCheckpointError: a file is damaged; nothing is left of ``out``.
+        CheckpointRemovedError: its writer removed it while it was read, four times in a row.
+        CorruptCheckpointError: a file is damaged.
         FormatVersionError: written by a newer format.
-        FileExistsError: there is a file ``out``.
-        OSError: ``out`` cannot be written; nothing is left of it.
+        FileExistsError: ``out`` exists.
+        OSError: ``out`` cannot be written; as after any error, nothing of it is left.
         ValueError: ``out`` has the name of a file of another kind, such as ``x.safetensors``.
     """
     kind = PurePosixPath(out).suffix
@@ -87,7 +80,7 @@ def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
 
 
 def _plain_values(files: HeldFiles, checkpoint: Checkpoint, tensors: DenseTensors) -> dict[str, Any]:
-    """Return what ``model.pt`` holds where there is more in it than tensors."""
+    """Return the values of ``model.pt``, {} where it holds nothing but tensors."""
     from recckpt.dense.loader import check_indexed, load_state
 
     names, entry = checkpoint.manifest.names.dense, checkpoint.manifest.file(layout.MODEL)

@@ -1,4 +1,4 @@
-"""Look into a checkpoint without the model and without torch."""
+"""Looking into a checkpoint without the model and without torch."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ def dataset(path: str | os.PathLike[str], table: str) -> Dataset:
 
 
 class CheckpointReader:
-    """Reads tables and tensors of one committed checkpoint; every byte given out is checked.
+    """Reads tables and tensors of one committed checkpoint; every byte that it returns has been checked.
 
     Imports no torch and runs no code from the files. A context manager, which closes it. Not thread-safe.
 
-    All files are opened at once: where they lie on a local file system they can be read to their end though the
-    writer removes them meanwhile, as rotation does, and take their room until the reader is closed. On object stores
-    a read then raises CheckpointRemovedError.
+    All files are opened at once. On a local file system they can be read to their end even if the writer removes them
+    meanwhile, as rotation does, and keep their disk space until the reader is closed. On object stores a read then
+    raises CheckpointRemovedError.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
 
     Raises:
-        TypeError: ``path`` is none.
+        TypeError: ``path`` is not a path.
         CheckpointNotFoundError: there is no committed checkpoint.
-        CheckpointRemovedError: time and again it was removed before its files were open.
+        CheckpointRemovedError: its writer removed it before its files were open, four times in a row.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or of another size.
         FormatVersionError: written by a newer format.
     """
@@ -85,14 +85,14 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files; they are opened again when something is asked for."""
+        """Close the files; the next read opens them again."""
         if self._tensors is not None:
             self._tensors.close()
         self._tensors = self._held = None
 
     @property
     def manifest(self) -> Manifest:
-        """All that is known without opening other files."""
+        """What is known without opening other files."""
         return self._checkpoint.manifest
 
     def tables(self) -> list[str]:
@@ -116,9 +116,9 @@ class CheckpointReader:
 
         Raises:
             KeyError: no such table or slot.
-            TypeError: ``ids`` are no int64 numbers, or ``columns`` is one name.
-            CorruptCheckpointError: a file is damaged, or an id is there twice.
-            CheckpointRemovedError: its writer has removed it, and the storage is no local file system.
+            TypeError: ``ids`` are not int64 numbers, or ``columns`` is a single name.
+            CorruptCheckpointError: a file is damaged, or an id occurs twice.
+            CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
         """
         table = self._table(name, columns)
         return table.all_rows() if ids is None else table.rows_of(_distinct(ids))
@@ -196,7 +196,7 @@ def _opened(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, Hel
 
 
 def _distinct(ids: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Return the ids in order, each once; a float or a string is none, though numpy would make one of it."""
+    """Return the ids in order, each once; refuses floats and strings, which numpy would convert."""
     try:
         return np.unique(np.fromiter((index(id_) for id_ in ids), np.int64))
     except (TypeError, OverflowError) as error:

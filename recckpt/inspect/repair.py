@@ -1,4 +1,4 @@
-"""What crashes leave in an output dir: the index file made anew, leftovers told apart, and dead ones removed."""
+"""What crashes leave in an output dir: writes the index file again, tells leftovers apart, and removes dead ones."""
 
 from __future__ import annotations
 
@@ -22,38 +22,23 @@ _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that no reader looks at.
+    """Something in an output dir that no reader looks at."""
 
-    Attributes:
-        path: of the directory or file, in the output dir.
-        what: what it is, and whose.
-        is_dead: whether nobody can still be writing it, so that it may go.
-    """
-
-    path: str
-    what: str
-    is_dead: bool
+    path: str  # of the directory or file, in the output dir
+    what: str  # what it is, and whose
+    is_dead: bool  # whether nobody can still be writing it, so that it may go
 
 
 @dataclass(frozen=True)
 class Repaired:
-    """What :func:`repair` found and did.
+    """What :func:`repair` found and did."""
 
-    Attributes:
-        url: the output dir.
-        checkpoints: ids in the index file that it makes, newest last.
-        index_problem: what is wrong with the one that was there; "" where it was right.
-        leftovers: what crashes left.
-        damaged: directory -> what is wrong, of damaged checkpoints, which are never removed.
-        removed: paths of the leftovers that are gone, or would go.
-    """
-
-    url: str
-    checkpoints: tuple[str, ...]
-    index_problem: str
-    leftovers: tuple[Leftover, ...]
-    damaged: dict[str, str]
-    removed: tuple[str, ...]
+    url: str  # the output dir
+    checkpoints: tuple[str, ...]  # ids in the index file that it makes, newest last
+    index_problem: str  # what is wrong with the one that was there; "" where it was right
+    leftovers: tuple[Leftover, ...]  # what crashes left
+    damaged: dict[str, str]  # directory -> what is wrong, of damaged checkpoints, which are never removed
+    removed: tuple[str, ...]  # paths of the leftovers that are gone, or would go
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -62,19 +47,19 @@ class Repaired:
 
 
 def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
-    """Make the index file of an output dir anew, and find what crashes left.
+    """Write the index file of an output dir again, and find what crashes left.
 
-    Damaged checkpoints, files that recckpt did not make, and whatever the last writer made stay; that one may be alive.
+    Damaged checkpoints, files that recckpt did not make, and all that the last writer made stay: it may be alive.
 
     Args:
         url: the output dir.
-        clean: whether leftovers are removed that nobody can still be writing.
-        dry_run: whether nothing is changed.
+        clean: whether to remove leftovers that no writer can still be writing.
+        dry_run: whether to change nothing, and only say what would be done.
 
     Raises:
-        CheckpointNotFoundError: it is no output dir.
+        CheckpointNotFoundError: it is not an output dir.
         FormatVersionError: a newer recckpt has written there.
-        OSError: the storage failed; what was to be removed may be half removed, and no reader looks at it.
+        OSError: the storage failed; what was being removed may be half removed, and no reader looks at it.
     """
     storage = open_storage(url)
     listing = list_checkpoints(storage)
@@ -104,11 +89,11 @@ _Removal = Callable[[], object]
 
 
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _Removal]]:
-    """Yield what was left, with what removes it."""
+    """Yield the leftovers, each with the call that removes it."""
     try:
         alive = last_takeover(storage).epoch
     except CorruptCheckpointError:
-        alive = 0  # then nobody is known to be dead
+        alive = 0  # then no writer is known to be dead
     for directory, reason in listing.fenced.items():
         yield Leftover(directory, f"a late commit, {reason}", True), partial(_remove_fenced, storage, directory)
     for directory in listing.uncommitted:
@@ -125,14 +110,14 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
 
 
 def _attempt(storage: Storage, directory: str, alive: int, names: Sequence[str]) -> tuple[str, bool]:
-    """Say what a directory without a manifest is, and whether its writer is dead: one that was followed is."""
+    """Say what a directory without a manifest is, and whether its writer is dead: it is once a later one took over."""
     died_at_once = bool(names) and all(name.startswith(f"{layout.INTENT}.") for name in names)  # before the name was it
     intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
     if intent is not None:
         return f"an unfinished save, {_whose(storage, intent.epoch)}", intent.epoch < alive
     if not names:
-        return "an empty directory, it may be of a save that has just begun", False
-    return f"files without {layout.INTENT}: nobody knows whose", False
+        return "an empty directory, perhaps of a save that has just begun", False
+    return f"files without {layout.INTENT}: their writer is unknown", False
 
 
 def _whose(storage: Storage, epoch: int) -> str:
@@ -143,7 +128,7 @@ def _whose(storage: Storage, epoch: int) -> str:
 
 
 def _clean(storage: Storage, found: list[tuple[Leftover, _Removal]]) -> list[str]:
-    """Remove what is dead, and return what of it is gone then."""
+    """Remove the dead leftovers, and return the paths of those that are gone afterwards."""
     dead = [(left.path, removal) for left, removal in found if left.is_dead]
     if any(layout.is_temporary(path) for path, _ in dead):
         time.sleep(_LOOKS_APART)

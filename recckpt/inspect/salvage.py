@@ -1,4 +1,4 @@
-"""What can still be had of a table whose checkpoint is damaged: every batch that is whole (no torch here)."""
+"""Saves the rows of a damaged table that are still whole, batch by batch (no torch here)."""
 
 from __future__ import annotations
 
@@ -27,58 +27,44 @@ from recckpt.text import Progress, escaped
 
 @dataclass(frozen=True)
 class Lost:
-    """A range of buckets in which rows of the table are lost.
+    """A range of buckets in which rows of the table are lost."""
 
-    Attributes:
-        file: what is damaged, as named under the output dir.
-        buckets: [begin, end); of the buckets at both ends other rows may be there.
-        rows: how many are lost; None where no file says so any more.
-        reason: what is wrong with the file, with the first of the batches where there are several.
-    """
-
-    file: str
-    buckets: tuple[int, int]
-    rows: int | None
-    reason: str
+    file: str  # what is damaged, as named under the output dir
+    buckets: tuple[int, int]  # [begin, end); of the buckets at both ends other rows may be there
+    rows: int | None  # how many are lost; None where no file says so any more
+    reason: str  # what is wrong with the file, with the first of the batches where there are several
 
 
 @dataclass(frozen=True)
 class Salvaged:
-    """What :func:`salvage` did.
+    """What :func:`salvage` did."""
 
-    Attributes:
-        rows: rows in the file that was written.
-        expected: rows of the table by the manifest.
-        unverified: those of ``rows`` that no checksum vouches for.
-        lost: what is not there, in the order of the files.
-    """
-
-    rows: int
-    expected: int
-    unverified: int
-    lost: tuple[Lost, ...]
+    rows: int  # rows in the file that was written
+    expected: int  # rows of the table by the manifest
+    unverified: int  # those of ``rows`` that no checksum vouches for
+    lost: tuple[Lost, ...]  # what is not there, in the order of the files
 
 
 def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Salvaged:
     """Write the rows of a table that are still whole to one Arrow IPC file: ``id`` and a column a slot.
 
-    A batch is whole if all of its columns have the checksums that the catalog says. Where a catalog is damaged, the
-    batches are taken whose checksums are still to be read there and hold. Of an id that several shards have, the row of
-    the first is taken. Needs memory for one batch, and where shards overlap in their buckets, 8 bytes a row.
+    A batch is whole if each of its columns has the checksum in the catalog. From a damaged catalog, those batches are
+    taken whose checksums can still be read there and hold. Where several shards have the same id, the row of the first
+    is taken. Needs memory for one batch, and where shards overlap in their buckets, 8 bytes a row.
 
     Args:
         path: the checkpoint; any fsspec URL.
         table: name of the table.
         out: the file to write, which must not exist; any fsspec URL.
-        unverified: whether to take rows of parts whose catalog cannot be read, which no checksum vouches for.
+        unverified: whether to also take rows of parts whose catalog cannot be read, which no checksum covers.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: its manifest is damaged, without which nobody knows what should be there.
+        CorruptCheckpointError: its manifest is damaged, so that nothing says what should be there.
         FormatVersionError: written by a newer format.
         KeyError: no such table.
-        FileExistsError: there is a file ``out``.
-        OSError: ``out`` cannot be written; nothing is left of it.
+        FileExistsError: ``out`` exists.
+        OSError: ``out`` cannot be written; nothing of it is left.
     """
     storage, directory = open_parent(path)
     manifest = read_manifest(storage, directory)
@@ -109,7 +95,7 @@ class _Table:
         self._former = FormerShards(manifest.shards)
 
     def batches(self, *, unverified: bool) -> Iterator[pa.RecordBatch]:
-        """Yield what is whole, and remember what is not."""
+        """Yield the whole batches, and keep account of the others."""
         for number, shard in enumerate(self._manifest.shards):
             self._former.next_shard()
             catalog, problem = self._catalog(number)
@@ -124,7 +110,7 @@ class _Table:
                     self.unverified_rows += self.rows - before
 
     def lost(self) -> tuple[Lost, ...]:
-        """Return what was not there, once all batches have been asked for."""
+        """Return what was lost, once all batches have been asked for."""
         rest = self._entry.rows - self.rows - sum(lost.rows or 0 for lost in self._lost)
         unknown = [lost for lost in self._lost if lost.rows is None]
         if rest <= 0:
@@ -158,7 +144,7 @@ class _Table:
         return catalog, "" if digest == file.xxh3 else f"checksum {digest:016x}, expected {file.xxh3:016x}"
 
     def _part(self, part: Part, *, trusted: bool) -> Iterator[pa.RecordBatch]:
-        """Yield the whole batches of a part that has any of the table; where its catalog is not trusted, ask it too."""
+        """Yield the whole batches of the table in a part; with a damaged catalog, the file must name the table too."""
         numbers = [number for number, batch in enumerate(part.batches) if batch.table == self._entry.name]
         remains = self._remains(part) if numbers else "no rows of the table"
         lost: dict[int, str] = {}
@@ -202,7 +188,7 @@ class _Table:
                         yield self._without_repeats(batch, file.name, shard.buckets)
 
     def _without_repeats(self, batch: pa.RecordBatch, file: str, buckets: tuple[int, int]) -> pa.RecordBatch:
-        """Leave out the rows whose ids a shard before has: nobody knows which of them is right."""
+        """Drop rows whose ids an earlier shard has: it cannot be known which of the two is right."""
         repeated = self._former.had(_ids(batch))
         if not repeated.any():
             return batch
@@ -218,13 +204,13 @@ def _ids(batch: pa.RecordBatch) -> Int64s:
 
 
 def _lies_in(batch: pa.RecordBatch, entry: Batch) -> bool:
-    """Say whether the ids of a batch are of the buckets that its catalog says."""
+    """Say whether the ids of a batch lie in the buckets that its catalog says."""
     buckets = bucket_of(_ids(batch))
     return bool(entry.buckets[0] <= buckets.min() and buckets.max() < entry.buckets[1])
 
 
 def _ranges(path: str, part: Part, numbers: Sequence[int], lost: dict[int, str]) -> Iterator[Lost]:
-    """Join what is lost of neighbouring batches."""
+    """Join the losses of neighbouring batches."""
     run: Lost | None = None
     for number in numbers:
         if number not in lost:

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Looks at everything and reports all that is wrong (no torch here)."""
+"""Checks whether checkpoints are whole, and reports all that is wrong (no torch here)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,13 @@ _THREADS = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a checkpoint.
+    """One fault of a checkpoint."""
 
-    Attributes:
-        directory: of the checkpoint, in its output dir.
-        file: the file, as named under the output dir.
-        where: the place in it, or "".
-        found: what is there.
-        expected: what should be there.
-    """
-
-    directory: str
-    file: str
-    where: str
-    found: str
-    expected: str
+    directory: str  # of the checkpoint, in its output dir
+    file: str  # the file, as named under the output dir
+    where: str  # the place in it, or ""
+    found: str  # what is there
+    expected: str  # what should be there
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -46,36 +38,30 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of looking at one checkpoint.
+    """What was found in one checkpoint, or in the files that say who owns the output dir."""
 
-    Attributes:
-        directory: of the checkpoint, in its output dir; or that of the files that say who owns the output dir.
-        manifest: None where it cannot be read.
-        problems: all that is wrong, in the order of the files.
-    """
-
-    directory: str
-    manifest: Manifest | None
-    problems: tuple[Problem, ...]
+    directory: str  # of the checkpoint, in its output dir; or that of the files that say who owns the output dir
+    manifest: Manifest | None  # None where it cannot be read
+    problems: tuple[Problem, ...]  # all that is wrong, in the order of the files
 
 
 def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[Problem]:
     """Look for damage in a checkpoint, or in all checkpoints of an output dir.
 
-    Deep reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against what the manifest
-    says, and for each table that its ids are where the catalogs say, that none is there twice, and that its rows add
+    A deep check reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against the
+    manifest, and for each table that its ids are where the catalogs say, that none occurs twice, and that its rows add
     up. Files that the manifest does not list are not read.
 
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
-        deep: False looks at the manifests and the sizes of the files only.
-        threads: number of files that are read at once; None for 8. Locally it is one a core at most.
+        deep: False checks only the manifests and the sizes of the files.
+        threads: number of files to read at once; None for 8. Locally at most one a core.
 
     Returns:
-        All problems, not only the first, in the order of checkpoints and files; empty where everything is well.
+        All problems, not only the first, in the order of checkpoints and files; [] if there are none.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, damaged or not.
+        CheckpointNotFoundError: there is no checkpoint, not even a damaged one.
         ValueError: ``threads`` is not an int of at least 1.
     """
     reports = verify_found(find_checkpoints(path), deep=deep, threads=threads)
@@ -84,25 +70,15 @@ def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[
 
 @dataclass(frozen=True)
 class Found:
-    """What :func:`verify` looks at.
+    """The checkpoints to look at."""
 
-    Attributes:
-        storage: the output dir.
-        directories: those with a manifest.
-        is_output_dir: whether it was the output dir that was asked for, and not one checkpoint.
-    """
-
-    storage: Storage
-    directories: Sequence[str]
-    is_output_dir: bool = False
+    storage: Storage  # the output dir
+    directories: Sequence[str]  # those with a manifest
+    is_output_dir: bool = False  # whether it was the output dir that was asked for, and not one checkpoint
 
 
 def find_checkpoints(path: str) -> Found:
-    """Return the directories with a manifest: the one that ``path`` is, or those that lie in it.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-    """
+    """Return the directories with a manifest: ``path`` itself, or those in it; CheckpointNotFoundError for none."""
     storage, directory = open_parent(path)
     if has_manifest(storage, directory):
         return Found(storage, [directory])
@@ -117,11 +93,8 @@ def find_checkpoints(path: str) -> Found:
 def verify_found(found: Found, *, deep: bool = True, threads: int | None = None) -> list[Report]:
     """Look for damage; arguments as of :func:`verify`.
 
-    A checkpoint that is removed meanwhile, as rotation does, has no report. The files that say who owns an output dir
-    have one, last of all, if one of them is damaged.
-
-    Raises:
-        CheckpointNotFoundError: there is none left.
+    A checkpoint that is removed meanwhile, as by rotation, has no report; CheckpointNotFoundError if none is left. If a
+    file that says who owns the output dir is damaged, the last report is of those.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
@@ -137,7 +110,7 @@ def verify_found(found: Found, *, deep: bool = True, threads: int | None = None)
 
 
 def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:
-    """Check the claims on an output dir, and the list by which late commits are told."""
+    """Check the claims on an output dir, and the list that tells late commits from others."""
     checks: list[Callable[[], object]] = [partial(read_claim, storage, epoch) for epoch in claimed_epochs(storage)]
     checks.append(partial(last_takeover, storage))
     for check in checks:
@@ -154,11 +127,11 @@ def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:
 
 
 def _look_deep(looks: Sequence[Checkup], threads: int) -> None:
-    """Read everything, a file a thread."""
+    """Read everything, with a thread for each file."""
     manifests = [look.manifest for look in looks if look.manifest]
     what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
-        progress.n_rows = sum(table.rows for manifest in manifests for table in manifest.tables)
+        progress.n_rows = sum(manifest.rows for manifest in manifests)
         for step in (Checkup.check_files, Checkup.check_parts, Checkup.check_ids):
             jobs = [(look, job) for look in looks for job in step(look, progress.advance)]
             for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
@@ -174,7 +147,7 @@ def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
 
 
 def _may_have_manifest(storage: Storage, directory: str) -> bool:
-    """Say whether a directory has a manifest, or does not let that be known: it is a checkpoint to report then."""
+    """Say whether a directory has a manifest, or cannot be looked into: then it has to be reported."""
     try:
         return has_manifest(storage, directory)
     except OSError:

@@ -1,4 +1,4 @@
-"""All that can be wrong with one checkpoint, looked for in steps of jobs that may run at once (no torch here)."""
+"""All that can be wrong with one checkpoint, checked in steps of jobs that may run at once (no torch here)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,10 @@ Advance = Callable[[int], object]
 
 
 class Checkup:
-    """Looks at manifest and sizes when it is made, and at the rest in steps.
+    """Checks manifest and sizes when it is made, and the rest in steps.
 
-    The steps are to be taken in order, each once all jobs of the one before are done. A job returns what it finds.
-
-    Attributes:
-        directory: of the checkpoint.
-        manifest: None where it cannot be read.
-        errors: all that is wrong so far; the results of jobs are added by whoever runs them.
+    The steps are taken in order, each after all jobs of the one before. A job returns what it finds, and who runs it
+    adds that to ``errors``. ``manifest`` is None where it cannot be read.
     """
 
     def __init__(self, storage: Storage, directory: str) -> None:
@@ -99,7 +95,7 @@ class Checkup:
                     yield partial(_read, self._path(part.file), partial(self._check_part, part, advance))
 
     def check_ids(self, _: Advance) -> Iterator[Job]:
-        """Check what only several files together can tell: that no id is there twice."""
+        """Check what only several files together can show: that no id occurs twice."""
         assert self.manifest is not None
         for shard in self._catalogs():
             self.errors += between_parts(self._parts[p.file] for p in shard.parts if p.file in self._parts)
@@ -115,7 +111,7 @@ class Checkup:
         return [self._shards[number] for number in sorted(self._shards)]
 
     def _check_intent(self, manifest: Manifest) -> Errors:
-        """Check what the attempt wrote that made the directory: it is in no list of files, and says what it must."""
+        """Check ``INTENT``, which no list of files has: it must say what the manifest says."""
         path, expected = self._path(layout.INTENT), f"that of save {manifest.save_id}, as in {layout.MANIFEST}"
         own = encode_intent(Intent(self.directory, manifest.epoch, manifest.save_id, manifest.step))
         try:
@@ -160,7 +156,7 @@ class Checkup:
         return [name for name in (*names, *([] if number else [layout.MODEL])) if self.manifest.file(name)]
 
     def _check_indexed(self, number: int, advance: Advance) -> Errors:
-        """Check an index, and the files in which it lists tensors: where it is damaged, by their checksums alone."""
+        """Check an index and the files whose tensors it lists; with a damaged index, only their whole checksums."""
         assert self.manifest is not None
         index = None
         try:
@@ -222,7 +218,7 @@ class Checkup:
 
 
 def _read(path: str, check: Job) -> Errors:
-    """Run a check; a file that cannot be read is as bad as one that is wrong."""
+    """Run a check; a file that cannot be read is an error like any other."""
     try:
         yield from check()
     except CorruptCheckpointError as error:
@@ -234,10 +230,10 @@ def _read(path: str, check: Job) -> Errors:
 
 
 def unreadable(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
-    """Return the error for a file that the storage does not let be read."""
+    """Return the error for a file that the storage refuses to read."""
     return CorruptCheckpointError(path, "", found=f"an error: {error}", expected=expected)
 
 
 def newer(error: FormatVersionError) -> CorruptCheckpointError:
-    """Return the error as one among others."""
+    """Return the error of a newer format as one of a damaged file."""
     return CorruptCheckpointError(error.path, "version", found=error.found, expected=f"at most {error.supported}")

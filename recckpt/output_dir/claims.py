@@ -22,39 +22,23 @@ _SEAL = "owner_xxh3"  # part of the format
 
 @dataclass(frozen=True)
 class Claim:
-    """A writer's claim on an output dir; the one of the highest epoch owns it.
+    """A writer's claim on an output dir; the one of the highest epoch owns it."""
 
-    Attributes:
-        epoch: number of the claim.
-        nonce: 32 hex digits that nobody else has.
-        host: where the writer runs.
-        pid: its process.
-        time: when it made the claim, UTC; for people only.
-    """
-
-    epoch: int
-    nonce: str
-    host: str
-    pid: int
-    time: str
+    epoch: int  # number of the claim
+    nonce: str  # 32 hex digits that nobody else has
+    host: str  # where the writer runs
+    pid: int  # its process
+    time: str  # when it made the claim, UTC; for people only
 
 
 @dataclass(frozen=True)
 class Takeover:
-    """What was there when a writer took over.
+    """What was there when a writer took over."""
 
-    Attributes:
-        epoch: of the writer.
-        save_ids: what was committed: a manifest of an older epoch counts only if it is listed here.
-        highest_step: of all directories for ``ckpt_<step>`` that were there at a takeover, this one or any before; -1
-            where there was none.
-        directories: the names of all others.
-    """
-
-    epoch: int
-    save_ids: frozenset[str]
-    highest_step: int
-    directories: frozenset[str]
+    epoch: int  # of the writer
+    save_ids: frozenset[str]  # what was committed; a manifest of an older epoch counts only if it is here
+    highest_step: int  # of the directories ``ckpt_<step>`` at this takeover and all before; -1 for none
+    directories: frozenset[str]  # the names of all others
 
     def excludes(self, record: Manifest) -> str | None:
         """Say why a manifest does not count; None where it does."""

@@ -36,25 +36,17 @@ class Checkpoint:
 class Listing:
     """The checkpoints of an output dir, oldest first.
 
-    Attributes:
-        committed: all committed ones, superseded ones included.
-        damaged: directory -> error, of those with a manifest that cannot be trusted; a damaged file that says who
-            owns the output dir is here too, under its own name.
-        fenced: directory -> reason, of those that a writer committed after it had lost the output dir.
-        highest_seq: the highest sequence number that was seen, of a damaged one, it may be; 0 where there is none.
-        highest_epoch: the same.
-        save_ids: of all whose manifest counts, whether their files are whole or not.
-        directories: all that there are, committed or not, but for recckpt's own.
-        unreadable: directory -> error, of those that cannot be read; only :func:`look_around` returns any.
+    ``damaged`` holds a damaged file that says who owns the output dir too, under its own name. ``unreadable`` is empty
+    unless :func:`look_around` made the listing.
     """
 
-    committed: tuple[Checkpoint, ...]
-    damaged: dict[str, CorruptCheckpointError | FormatVersionError]
-    fenced: dict[str, str]
-    highest_seq: int = 0
+    committed: tuple[Checkpoint, ...]  # all of them, superseded ones included
+    damaged: dict[str, CorruptCheckpointError | FormatVersionError]  # directory -> what is wrong with it
+    fenced: dict[str, str]  # directory -> why a late commit is ignored
+    highest_seq: int = 0  # that was seen, even in a damaged checkpoint
     highest_epoch: int = 0
-    save_ids: frozenset[str] = frozenset()
-    directories: tuple[str, ...] = ()
+    save_ids: frozenset[str] = frozenset()  # of all whose manifest counts, whether their files are whole or not
+    directories: tuple[str, ...] = ()  # committed or not, but for recckpt's own
     unreadable: dict[str, OSError] = field(default_factory=dict)
 
     @property

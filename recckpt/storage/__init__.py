@@ -113,5 +113,5 @@ def new_file(path: str) -> Iterator[Sink]:
         with storage.create(name) as sink:
             yield sink
     except FileExistsError as error:
-        problem = "expected no file of this name, and there is one already: remove it, or write to another name"
+        problem = "it exists, expected a new file: remove it, or write to another name"
         raise FileExistsError(errno.EEXIST, problem, path) from error

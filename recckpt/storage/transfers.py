@@ -48,19 +48,12 @@ class WorkDir(LocalStorage):
 
 @dataclass(frozen=True)
 class Transfers:
-    """How files travel; by default, straight up and straight down.
+    """How files travel; by default, straight up and straight down."""
 
-    Attributes:
-        slots: each file that goes up takes one of them.
-        work_dir: where a save writes its files first.
-        download_dir: where a load copies files to that cannot be mapped in the storage.
-        visible: how, and for how long, to look for files that other hosts have written.
-    """
-
-    slots: UploadSlots | None = None
-    work_dir: WorkDir | None = None
-    download_dir: WorkDir | None = None
-    visible: RetryPolicy = VISIBLE
+    slots: UploadSlots | None = None  # each file that goes up takes one of them
+    work_dir: WorkDir | None = None  # where a save writes its files first
+    download_dir: WorkDir | None = None  # where a load copies files to that cannot be mapped in the storage
+    visible: RetryPolicy = VISIBLE  # how, and for how long, to look for files that other hosts have written
 
 
 def transfers_of(

@@ -81,7 +81,10 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(recckpt, tmp_path):
     for args, message in [
         ((tmp_path / "nowhere",), "does not exist"),
         ((forge.directory, "--out", tmp_path / "mine"), "/mine'"),
-        ((forge.directory, "--out", tmp_path / "mine"), "there is one already: remove it, or write to another name"),
+        (
+            (forge.directory, "--out", tmp_path / "mine"),
+            "it exists, expected a new file: remove it, or write to another name",
+        ),
     ]:
         answer = recckpt("consolidate", *args)
         assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)

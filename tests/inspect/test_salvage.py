@@ -326,7 +326,7 @@ def test_an_existing_file_is_never_overwritten(forge, tmp_path):
     (tmp_path / "link.arrow").symlink_to(tmp_path / "nowhere")
     before = tree(tmp_path)
     for out in ("out.arrow", "link.arrow", "runs"):
-        with pytest.raises(FileExistsError, match=rf"there is one already.* remove it, or .* another name.*{out}"):
+        with pytest.raises(FileExistsError, match=rf"it exists, expected a new file: remove it.*{out}"):
             salvage(str(forge.directory), "user/1", str(tmp_path / out))
     assert tree(tmp_path) == before
 
