@@ -131,6 +131,8 @@ class Model:
             raise Lost("a reader gets what was not saved, or calls damaged what is whole")
         if any(trainer.at == "stranded" for trainer in state.trainers):
             raise Lost("a base is gone under its owner")
+        if any(trainer.at == "misleading" for trainer in state.trainers):
+            raise Lost("an adoption changes what a restore gives")
 
     def _check_output_dir(self, state: State) -> None:
         counting = state.counting

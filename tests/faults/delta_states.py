@@ -141,6 +141,11 @@ class State(NamedTuple):
         epoch, committed = self.takeover
         return [found for found in self.checkpoints if found.epoch >= epoch or found.save_id in committed]
 
+    @property
+    def newest(self) -> Checkpoint:
+        """What a restore takes."""
+        return max(self.counting, key=lambda found: found.place)
+
     def offer(self, directory: str) -> Offer | None:
         """Return what lies in a directory for offers."""
         return next((offer for offer in self.offers if offer.directory == directory), None)

@@ -67,9 +67,8 @@ class TrainerTurn:
     # taking over
 
     def _restore(self) -> Steps:
-        newest = max(found.place for found in self.view.counting)
         for found in self.view.counting:
-            if found.place == newest or self.habits.any_step:
+            if found.place == self.state.newest.place or self.habits.any_step:
                 links = self.view.chain(found.origin)
                 if links and links[0] is found:
                     live = frozenset[str]().union(*(link.holds for link in links))
@@ -81,7 +80,7 @@ class TrainerTurn:
         yield "claims", self._go("list", self.state._replace(claims=epoch), epoch=epoch)
 
     def _list(self) -> Steps:
-        newest = max(self.view.counting, key=lambda found: found.place)
+        newest = self.state.newest
         committed = frozenset(found.save_id for found in self.view.counting)
         yield "lists", self._go("publish", listed=(committed, newest.origin))
 
@@ -263,8 +262,9 @@ class TrainerTurn:
             at = "idle" if self.rules.failed_adoption_removes_nothing else "clear"
             yield f"fails to adopt {job.directory}", self._go(at)
         else:
-            state = state._replace(checkpoints=state.checkpoints | {job})
-            yield f"adopts {job.directory}", self._go("hold_form", state)
+            after = state._replace(checkpoints=state.checkpoints | {job})
+            gives_the_same = after.newest.truth == state.newest.truth
+            yield f"adopts {job.directory}", self._go("hold_form" if gives_the_same else "misleading", after)
 
     def _hold_form(self) -> Steps:
         assert self.me.job is not None

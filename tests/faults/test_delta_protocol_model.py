@@ -56,7 +56,7 @@ NEEDED = {
     "adopt_young": ("an adopter, and an offer that grows old", "its chain is broken"),
     "adopt_what_counts": ("a takeover beside a compactor", "brings back A1, which does not count"),
     "failed_adoption_removes_nothing": ("an adopter, and an offer that grows old", "its chain is broken"),
-    "form_keeps_place": ("ephemerals, and a policy that wants nothing", "its chain is broken"),
+    "form_keeps_place": ("one trainer beside a compactor", "an adoption changes what a restore gives"),
     "whole_before_full": ("a form that is damaged", "its chain is broken"),
     "look_again": ("a reader", "calls damaged what is whole"),
 }
