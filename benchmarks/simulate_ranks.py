@@ -198,7 +198,7 @@ class RankZero:
             check_sizes=(committing, "check_files"),
             put=(self._storage, "put_if_absent"),
             list=(fencing, "list_checkpoints"),
-            index=(fencing.Fence, "write_index"),
+            index=(self._fence, "write_index"),
             remove=(rotation, "remove"),
         )
         self._storage.calls.clear()

@@ -21,7 +21,7 @@ from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.process_group import DEFAULT_TIMEOUT_SEC
 from recckpt.parallel.ranks import RanksNow
 from recckpt.policies.keep import Keep
-from recckpt.save.arguments import check_moment, check_name, check_options, check_parts, check_registered
+from recckpt.save.arguments import check_moment, check_name, check_options, check_parts, check_registered, tables_in
 from recckpt.save.background_save import SaveHandle, SaveRunner
 from recckpt.save.job import Destination, Job, Live, OnSave
 from recckpt.save.save import save
@@ -61,8 +61,7 @@ class Saver(OneProcess):
             in the thread of the save; what it raises is logged and fails nothing.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, or two tables share a name, or ``sparse_optim`` is the optimizer
-            of dense parameters or of tables that the model does not have.
+        TypeError, ValueError: an argument is invalid, two tables share a name, or ``sparse_optim`` trains other tables.
         OSError: the output dir cannot be written.
     """
 
@@ -103,7 +102,7 @@ class Saver(OneProcess):
         self._live = Live(model, sparse_optim, extra, io_state)
         fence, sparse_saver = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse_saver, concurrency, min_free_bytes, on_save)
-        self._runner = SaveRunner()
+        self._runner, self._tables = SaveRunner(), tables_in(model)
         self._step_now: Callable[[], int | None] = lambda: None
 
     @property
@@ -279,10 +278,11 @@ class Saver(OneProcess):
         self.settle()
 
     def turn(self) -> AbstractContextManager[Any]:
-        """Return what lets one thread in at a time, those of its manager too; refuse that of a save, and a fork."""
-        self._check_process()
+        """Return the lock of the saver and its manager; refuse a fork, and a caller that might wait for itself."""
+        lock = self._turn()
         self._runner.check_caller()
-        return self._turn()
+        check_moment(self._tables)
+        return lock
 
     def count_steps_by(self, step_now: Callable[[], int | None]) -> None:
         """Give saves that name no step the one that ``step_now`` returns, which a manager does."""
@@ -292,7 +292,7 @@ class Saver(OneProcess):
         self, info: SaveInfo, shard_id: int | None, shard_num: int | None, state: _State, overwrite: bool
     ) -> SaveHandle:
         check_name(info.ckpt_id, info.step)
-        check_moment(self.model)
+        self._tables = tables_in(self.model)  # there may be new ones
         with self.turn(), self._runner.one_save():
             info.step = self._step_now() if info.step is None else info.step
             ranks = info.telling(self.ranks.of(shard_id, shard_num))

@@ -19,7 +19,7 @@ from recckpt.errors import (
     LoadConfError,
     StateMismatchError,
 )
-from recckpt.sparse import HashTable
+from recckpt.sparse import HashTable, SparseAdagrad
 
 
 def trained(seed=0, optimizer="adamw", steps=3, **kwargs):
@@ -668,6 +668,16 @@ def test_a_sparse_optimizer_that_was_not_saved_starts_afresh_and_is_reported(tmp
     for name in ("sparse_optim", "item@sparse_adamw_exp_avg", "user/1@sparse_adamw_exp_avg"):
         assert any(f"'{name}" in warning for warning in warnings), name
     assert not other.users.slots["sparse_adamw_exp_avg"].any()
+
+
+def test_an_optimizer_of_tables_is_not_registered_but_given_to_the_saver(tmp_path):
+    table = HashTable(2, name="t")
+    saver = Saver(nn.ModuleDict({"t": table}), SparseAdagrad([table]), str(tmp_path))
+    with pytest.raises(ValueError, match=r"'own' is an optimizer of tables, which the saver has.*do not register it"):
+        saver.register_for_checkpointing("own", saver.sparse_optim)
+    with pytest.raises(ValueError, match=r"'other' is an optimizer of tables.*give it to Saver\(model, sparse_optim\)"):
+        saver.register_for_checkpointing("other", SparseAdagrad([table]))
+    saver.register_for_checkpointing("nothing", None)
 
 
 def test_an_id_that_is_loaded_as_a_direct_path_is_told_apart(tmp_path, monkeypatch):

@@ -117,6 +117,36 @@ def test_a_save_in_the_middle_of_a_change_of_a_table_by_the_same_thread_is_refus
     assert checkpoints(tmp_path) == ["next"]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda saver, manager: saver.load(),
+        lambda saver, manager: manager.step(),
+        lambda saver, manager: manager.restore(),
+        lambda saver, manager: manager.close(),
+    ],
+)
+def test_no_call_waits_for_another_thread_in_the_middle_of_a_change_of_a_table(tmp_path, gate, call):
+    table, saver = build(tmp_path)
+    manager = CheckpointManager(saver, 10**9)
+    staging = gate(stage, "dump_rng")
+    saving = threading.Thread(target=saver.save, args=("a",))
+    saving.start()
+    staging.wait()
+    try:
+        with table.store.lock, pytest.raises(RuntimeError, match=r"in the middle of a change of table 't'"):
+            call(saver, manager)  # as a signal handler would: the save needs the table next
+    finally:
+        staging.open()
+        saving.join()
+    assert checkpoints(tmp_path) == ["a"]
+
+
+def test_a_manager_and_its_saver_have_one_lock_so_that_no_two_threads_hold_one_each(tmp_path):
+    _, saver = build(tmp_path)
+    assert CheckpointManager(saver, 10**9)._turn() is saver.turn()
+
+
 # forks
 
 

@@ -82,6 +82,8 @@ class SignalWatch:
 
 def _number(given: int | str) -> int:
     """Return the number of a signal, of which the name may be given, such as SIGTERM or term."""
+    if isinstance(given, bool):  # which is an int, 1 for SIGHUP
+        raise ValueError(f"{given!r} is not a signal")
     if not isinstance(given, str):
         return given
     name = f"SIG{given.upper().removeprefix('SIG')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,17 +98,23 @@ def check_name(ckpt_id: str, step: int | None) -> None:
         raise ValueError(f"step must be an int of at least 0, below 10^18, or None, found {step!r}")
 
 
-def check_moment(model: nn.Module) -> None:
-    """Refuse a save in the middle of a change of a table by this thread: rows of the change would be torn, or wait.
+def tables_in(model: nn.Module) -> list[OurTable]:
+    """Return our tables among the modules of a model."""
+    return [module for module in model.modules() if isinstance(module, OurTable)]
+
+
+def check_moment(tables: Iterable[OurTable]) -> None:
+    """Refuse a call in the middle of a change of a table by this thread: it might wait for a thread that waits for it.
 
     Raises:
         RuntimeError: there is such a change; names the table.
     """
-    for module in model.modules():
-        if isinstance(module, OurTable) and _is_owned(module.store.lock):
+    for table in tables:
+        if _is_owned(table.store.lock):
             raise RuntimeError(
-                f"save was called in the middle of a change of table {module.name!r}, from a signal handler or an "
-                "initializer: set a flag there, and save in the training loop (CheckpointManager has save_on_signal)"
+                f"a saver or its manager was called in the middle of a change of table {table.name!r}, from a signal "
+                "handler or an initializer: set a flag there, and save in the training loop (CheckpointManager has "
+                "save_on_signal)"
             )
 
 

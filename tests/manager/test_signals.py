@@ -146,7 +146,9 @@ def test_no_signals_leave_all_as_it_is(handled):
     assert (watch.is_watching, watch.take(), handled) == (False, None, [SIGTERM])
 
 
-@pytest.mark.parametrize("signals", [(SIGTERM, SIGKILL), (SIGTERM, 0), (SIGTERM, "SIGKILL"), (SIGTERM, None), 2.5])
+@pytest.mark.parametrize(
+    "signals", [(SIGTERM, SIGKILL), (SIGTERM, 0), (SIGTERM, "SIGKILL"), (SIGTERM, None), 2.5, True, (True,)]
+)
 def test_what_cannot_be_caught_is_refused_and_nothing_is_held_back(signals, handled):
     with pytest.raises(ValueError, match="name signals that can be caught, in the main thread"):
         SignalWatch(signals)

@@ -64,6 +64,17 @@ def test_the_manifest_that_is_returned_is_the_one_on_disk(tmp_path):
     assert on_disk["save_id"] == intent["save_id"] == returned.save_id
 
 
+@pytest.mark.parametrize("save", [Saver.save, Saver.save_async])
+def test_the_state_of_a_model_is_asked_for_once(tmp_path, monkeypatch, save):
+    model, calls = ClickModel(), []
+    saver = Saver(model, output_dir=str(tmp_path))
+    state_dict = model.state_dict
+    monkeypatch.setattr(model, "state_dict", lambda: calls.append(None) or state_dict())
+    save(saver, "c")
+    saver.close()
+    assert len(calls) == 1
+
+
 def test_checkpoints_are_numbered_in_the_order_of_their_commits(tmp_path):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), max_keep=2)
     assert [saver.save(ckpt_id).seq for ckpt_id in ("b", "a", "c")] == [1, 2, 3]
