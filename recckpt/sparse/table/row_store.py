@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.marks import Marks, MarkSet
 from recckpt.sparse.table.rows import Rows
 from recckpt.sparse.table.snapshot import Log, Logs, Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
@@ -31,18 +32,16 @@ class RowStore:
     """The rows of a table, which any number of threads look up and change.
 
     The door: ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which a row
-    changes. Each holds the lock, tells the snapshots before it changes anything, and is done or not begun whenever an
-    exception ends it. Look-ups never wait; they are repeated when an erase has renumbered rows meanwhile, and
-    take the lock when that happens again and again.
-
-    Attributes:
-        lock: held by whoever changes rows; take it for a change that depends on what was read.
+    changes. Each holds the lock, tells snapshots and marks before it changes anything, and is done or not begun
+    whenever an exception ends it. Look-ups never wait; they are repeated when an erase has renumbered rows meanwhile,
+    and take the lock when that happens again and again. For a change that depends on what was read take the ``lock``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
         self._rows = Rows(device)
         self._snapshots: list[weakref.ref[Snapshot]] = []
+        self._marks: list[weakref.ref[Marks]] = []
         self._spare_logs: Logs | None = None
 
     def __len__(self) -> int:
@@ -79,11 +78,7 @@ class RowStore:
         return self._rows.era
 
     def snapshot(self, name: str) -> Snapshot:
-        """Return the rows as they are now, which stay so while the store goes on changing.
-
-        Args:
-            name: of the table.
-        """
+        """Return the rows of the table ``name`` as they are now, which stay so while the store goes on changing."""
         with self.lock:
             rows = self._rows
             columns = {slot: rows.columns[slot] for slot in sorted(rows.columns, key=lambda s: (s != EMBEDDING, s))}
@@ -96,9 +91,15 @@ class RowStore:
             self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
             return snapshot
 
+    def track(self, marks: Marks) -> None:
+        """Tell marks, for as long as somebody has them, of all that changes."""
+        with self.lock:
+            self._marks = [*(r for r in self._marks if r() is not None), weakref.ref(marks)]
+
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
         """Add a slot whose rows, old and new, start at ``initial``."""
         with self.lock:
+            self._replaced()
             self._settled().add_column(spec, initial)
 
     def initial(self, name: str) -> float:
@@ -131,13 +132,7 @@ class RowStore:
             return take(rows.columns, rows.index.find(ids))
 
     def look_up_or_add(self, ids: Int64s, take: Take[T], embeddings: FirstValues) -> T:
-        """Return the same of ids that all have rows; those that are new get them. Locks only if there are new ones.
-
-        Args:
-            ids: of which some may be equal.
-            take: what to make of the columns and the row of each id.
-            embeddings: different new ids -> their embeddings, before anything has changed.
-        """
+        """Return the same of ids that all have rows: new ones get theirs, under the lock, with these embeddings."""
         rows = self._rows
         version = rows.index.version
         at = rows.index.find(ids)
@@ -159,12 +154,9 @@ class RowStore:
         return self.insert(ids, {}, embeddings)
 
     def insert(self, ids: Int64s, values: Mapping[str, Tensor], embeddings: FirstValues | None = None) -> Int64s:
-        """Set the rows of ``ids`` to values, the last of equal ids wins, and return the row of each id.
+        """Set the rows of ``ids`` to values, a tensor a slot, the last of equal ids wins; return the row of each id.
 
-        Args:
-            ids: of which some may be equal.
-            values: slot name -> tensor, (len(ids), *slot_shape).
-            embeddings: gives different new ids their embeddings; None for what is in ``values``, or the initial value.
+        New rows get what ``embeddings`` makes of their ids; None for what is in ``values``, or the initial value.
         """
         with self.lock:
             rows = self._settled()
@@ -174,7 +166,7 @@ class RowStore:
             made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # code of users
             if rows.index.n_claimed != end or len(rows) != first or self._rows is not rows:
                 raise RuntimeError("an initializer has changed the table that it was to give values")
-            self._keep(np.arange(first, end), with_ids=True)  # of rows that were erased since
+            self._announce(np.arange(first, end), with_ids=True)  # of rows that were erased since
             rows.ids.write(first, torch.from_numpy(new_ids))
             rows.initialize(first, end, without=frozenset(values) | ({EMBEDDING} if made is not None else set()))
             if made is not None:
@@ -187,21 +179,18 @@ class RowStore:
                 written = at[last]
                 values = {name: tensor[torch.from_numpy(last)] for name, tensor in values.items()}
             if values:
-                self._keep(written, with_ids=False)
+                self._announce(written, with_ids=False)
             rows.write(written, values)
             return at
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
-        """Set ``rows``, all different, to ``values``, and ``flag[0]`` to 1: all of it or nothing.
+        """Set ``rows``, all different, to a tensor a slot, and ``flag[0]`` to 1: all of it or nothing.
 
-        Args:
-            rows: as found under the lock, or while nothing is erased.
-            values: slot name -> tensor, (len(rows), *slot_shape).
-            flag: tells afterwards whether it was done.
+        The rows are as found under the lock, or while nothing is erased.
         """
         with self.lock:
             present = self._settled()
-            self._keep(rows, with_ids=False)
+            self._announce(rows, with_ids=False)
             present.write(rows, values, flag)
 
     def erase(self, ids: Int64s) -> int:
@@ -210,7 +199,11 @@ class RowStore:
             rows = self._settled()
             erasure = rows.find_erasure(ids)
             self._keep(erasure.holes, with_ids=True)
+            for marks in self._mark_sets():
+                marks.erase(erasure.ids, erasure.rows, len(rows))
             rows.erase(erasure)
+            for marks in self._mark_sets():
+                marks.move(erasure.movers, erasure.holes)
             return len(erasure.ids)
 
     def clear(self) -> None:
@@ -227,6 +220,7 @@ class RowStore:
     def adopt(self, other: RowStore) -> None:
         """Replace all rows and slots by those of a store that is no longer used."""
         with self.lock:
+            self._replaced()
             self._rows = other._rows
             self._snapshots = []  # nothing changes any more what they read
 
@@ -239,12 +233,23 @@ class RowStore:
         return copy
 
     def _settled(self) -> Rows:
-        """Return the rows without what an exception has left behind; under the lock, to change them.
-
-        Who only reads does not call this: it may be a signal handler in the middle of a change of the same thread.
-        """
+        """Return the rows without what an exception has left behind; under the lock, to change them."""
+        # Not to read them: that may be a signal handler, in the middle of a change of the same thread.
         self._rows.index.settle()
         return self._rows
+
+    def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
+        """Tell snapshots and marks of rows that are about to change."""
+        self._keep(rows, with_ids=with_ids)
+        for marks in self._mark_sets():
+            marks.mark(rows, self._rows.index.n_claimed)
+
+    def _replaced(self) -> None:
+        for marks in self._mark_sets():
+            marks.replace()
+
+    def _mark_sets(self) -> list[MarkSet]:
+        return [some for reference in self._marks if (marks := reference()) is not None for some in marks.sets]
 
     def _keep(self, rows: Int64s, *, with_ids: bool) -> None:
         """Let snapshots copy rows aside that are about to change."""

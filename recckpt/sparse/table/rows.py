@@ -22,8 +22,9 @@ _ID_SPEC = SlotSpec("id", "int64", ())
 
 
 class Erasure(NamedTuple):
-    """These ``ids``, present and different, go; the rows ``movers``, of ``moved_ids``, move into the ``holes``."""
+    """``ids``, present and different, go with their ``rows``; ``movers``, of ``moved_ids``, move into the ``holes``."""
 
+    rows: Int64s
     ids: Int64s
     moved_ids: Int64s
     movers: Int64s
@@ -60,7 +61,7 @@ def write_rows(
 
 def erase_rows(index: IdIndex, erasure: Erasure, columns: Sequence[Column]) -> None:
     """Forget ids and move rows of columns on the CPU: all of it or nothing."""
-    _erase(_Layout.of(columns), *index.memory, *erasure)
+    _erase(_Layout.of(columns), *index.memory, *erasure[1:])
 
 
 def keep_rows(places: IdIndex, rows: Int64s, marks: Bytes) -> None:
@@ -206,7 +207,7 @@ class Rows:
         tail = np.arange(n_left, len(self), dtype=np.int64)
         movers = tail[~np.isin(tail, rows)]
         gone, moved = self.ids.gather(rows).numpy(), self.ids.gather(movers).numpy()
-        return Erasure(gone, moved, movers, rows[rows < n_left])
+        return Erasure(rows, gone, moved, movers, rows[rows < n_left])
 
     def erase(self, erasure: Erasure) -> None:
         """Do it, all of it or nothing."""

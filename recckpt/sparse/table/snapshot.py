@@ -124,6 +124,11 @@ class PreImages:
             column.lay_over(places, at, target)
         self._opened()  # once this is closed, the memory of the log is another's
 
+    def narrow(self, bits: Bytes) -> None:
+        """Copy aside from now on, and let be read, only rows whose bit is 1."""
+        with self._lock:
+            self._marks |= ~bits
+
     def close(self) -> None:
         """Let go of all memory; nothing is copied aside any more, and nothing can be read."""
         with self._lock:
@@ -180,7 +185,7 @@ class Snapshot:
     @property
     def ids(self) -> SnapshotIds:
         """The ids, for the order in which the rows are written."""
-        return SnapshotIds(self)
+        return SnapshotIds(self.read_ids)
 
     @property
     def n_kept(self) -> int:
@@ -209,6 +214,11 @@ class Snapshot:
         """Copy the ids of rows; as often as one likes."""
         self._ids.read(rows, [target], for_good=False)
 
+    def narrow(self, bits: Bytes) -> None:
+        """Protect from now on, and let be read, only rows whose bit is 1."""
+        self._slots.narrow(bits)
+        self._ids.narrow(bits)
+
     def close(self) -> None:
         """Let the table go: nothing is copied aside any more, and nothing may be read."""
         self._slots.close()
@@ -217,10 +227,10 @@ class Snapshot:
 
 
 class SnapshotIds:
-    """The ids of a snapshot, read like a column."""
+    """Ids that ``read_ids`` copies into bytes, read like a column."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, read_ids: Callable[[npt.NDArray[Any], Bytes], None]) -> None:
+        self._read_ids = read_ids
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield copies that cover the rows [begin, end)."""
@@ -230,7 +240,7 @@ class SnapshotIds:
     def gather(self, rows: Int64s) -> Tensor:
         """Return the ids of ``rows``."""
         ids = np.empty(len(rows), np.int64)
-        self._snapshot.read_ids(rows, ids.view(np.uint8))
+        self._read_ids(rows, ids.view(np.uint8))
         return torch.from_numpy(ids)
 
     def to_tensor(self, n_rows: int) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from builders import OPTIMIZERS
+from counting import Counting
 from forge import rows_of
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
@@ -32,7 +33,6 @@ from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_fill import TableLoad
-from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
@@ -46,25 +46,6 @@ START, MARK = 7.0, 3.0  # what embeddings and marks of new rows start at
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8"]
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 _numbers = count()
-
-
-class Counting(SparseOptimizer):
-    """Sets a row to its gradient and counts how often: exact in every dtype."""
-
-    slot_names = ("count",)
-
-    def __init__(self, tables):
-        super().__init__(tables, {})
-
-    def _check(self, group):
-        """Nothing to check."""
-
-    def _add_slots(self, table, group):
-        table.add_slot("count", ())
-
-    def _update(self, weights, grads, slots, step, group):
-        weights.copy_(grads)
-        slots[0].add_(1)
 
 
 class Saving:
@@ -327,7 +308,7 @@ def without_telling(method):
 
 def told_too_late(store, rows, values, flag=None):
     without_telling(WRITE)(store, rows, values, flag)
-    store._keep(rows, with_ids=False)
+    store._announce(rows, with_ids=False)
 
 
 def cleared_in_place(store):

@@ -1,0 +1,236 @@
+"""Which rows have changed since the checkpoint from which a saver counts: its base.
+
+A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at each save::
+
+    frozen = [tracker.freeze(table) for table in tables]     # the moment of the save; training may go on
+    replaced = [some.is_replaced(base) for some in frozen]   # then all ranks agree: replaced on one is on all
+    sources = [some.snapshot or some.delta(base) ...]        # all rows, or what has changed; to be closed as ever
+    frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else it ends,
+    frozen[i].failed()                                       # also with an ephemeral commit: the base stays
+
+After a whole restore ``tracker.begin(table, save_id)``. Nothing is ever forgotten: a save that nobody ends has failed,
+and whatever the base of a table is not known to be, the table is replaced. A table without a tracker marks nothing.
+Thread-safe; but not to be called in the middle of a change by the same thread, as a signal handler might.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format.buckets import bucket_of
+from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.kernels import compiled, mark_rows
+from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
+
+if TYPE_CHECKING:
+    from recckpt.sparse.table.row_store import RowStore
+    from recckpt.sparse.table.table import HashTable
+
+Int64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Tracker:
+    """The marks of the tables of one saver; those of two savers know nothing of each other."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, Marks] = {}
+
+    def begin(self, table: HashTable, base: str) -> None:
+        """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
+        self._of(table).begin(base)
+
+    def freeze(self, table: HashTable) -> Frozen:
+        """Return the rows as they are now, and which of them have changed."""
+        return self._of(table).freeze(table.store, table.name)
+
+    def _of(self, table: HashTable) -> Marks:
+        marks = self._marks.get(table.name)
+        if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
+            marks = self._marks[table.name] = Marks(table.store)
+        return marks
+
+
+class MarkSet:
+    """What has changed since one moment: a bit a row, and the ids that were erased; or everything."""
+
+    def __init__(self, *, is_replaced: bool) -> None:
+        self.is_replaced = is_replaced
+        self.bits = np.zeros(0, np.uint8)
+        self.erased: list[Int64s] = []  # some may be there again: those have a row that is marked
+        self.n_erased = 0
+
+    def mark(self, rows: Int64s, n_rows: int) -> None:
+        """Mark ``rows``, of ``n_rows``, which are about to change."""
+        if not self.is_replaced:
+            self._reserve(n_rows)
+            mark_rows(rows, self.bits)
+
+    def erase(self, ids: Int64s, rows: Int64s, n_rows: int) -> None:
+        """Remember ``ids`` and mark their ``rows``, which are about to be erased: if they are not, nothing is lost."""
+        if self.is_replaced:
+            return
+        if 2 * (self.n_erased + len(ids)) > n_rows - len(ids):  # then all rows are hardly more
+            self.replace()
+            return
+        self.mark(rows, n_rows)
+        self.erased.append(ids)
+        self.n_erased += len(ids)
+
+    def move(self, movers: Int64s, holes: Int64s) -> None:
+        """Follow rows that have moved over erased ones."""
+        if not self.is_replaced:
+            _move_marks(movers, holes, self.bits)
+
+    def replace(self) -> None:
+        """Take everything for changed."""
+        self.is_replaced = True
+        self.bits, self.erased = np.zeros(0, np.uint8), []
+
+    def _reserve(self, n_rows: int) -> None:
+        n_bytes = -(-n_rows // 8)
+        if len(self.bits) < n_bytes:
+            bits = np.zeros(max(n_bytes, 2 * len(self.bits)), np.uint8)
+            bits[: len(self.bits)] = self.bits
+            self.bits = bits
+
+
+class _Since(NamedTuple):
+    """The base and what has changed since, and behind it, while a save is under way, what has since that began."""
+
+    base: str | None
+    sets: tuple[MarkSet, ...]
+
+
+class Marks:
+    """What has changed in one store since the base of one saver. The store tells it, under its lock."""
+
+    def __init__(self, store: RowStore) -> None:
+        self.store, self._lock = weakref.ref(store), store.lock
+        self._since = _Since(None, (MarkSet(is_replaced=True),))
+        store.track(self)
+
+    @property
+    def sets(self) -> tuple[MarkSet, ...]:
+        """All sets that have to be told of a change."""
+        return self._since.sets
+
+    def begin(self, base: str) -> None:
+        """Count from now on."""
+        with self._lock:
+            self._since = _Since(base, (MarkSet(is_replaced=False),))
+
+    def freeze(self, store: RowStore, name: str) -> Frozen:
+        """Return what has changed until now, and begin a second set."""
+        with self._lock:
+            (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)
+            frozen = Frozen(self, base, first, second, store.snapshot(name))
+            self._since = _Since(base, (first, second))
+            return frozen
+
+    def end(self, frozen: Frozen, base: str | None) -> None:
+        """Count from what was frozen, if it has become a base, or else from the base before."""
+        with self._lock:
+            before, sets = self._since
+            if len(sets) == 2 and sets[1] is frozen.second:  # else it has ended, or another save or base has begun
+                self._since = _Since(before, sets[:1]) if base is None else _Since(base, sets[1:])
+
+
+class Frozen:
+    """A table at the moment of a save, and which of its rows have changed by then; made under the lock."""
+
+    def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
+        self.snapshot, self.second = snapshot, second
+        self._marks, self._base = marks, None if first.is_replaced else base
+        self._bits = np.zeros(-(-snapshot.n_rows // 8), np.uint8)
+        marked = first.bits[: len(self._bits)]  # training goes on marking the rows of now
+        self._bits[: len(marked)] = marked
+        self._erased = tuple(first.erased)
+
+    def is_replaced(self, base: str) -> bool:
+        """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
+        return self._base != base
+
+    def delta(self, base: str) -> DeltaSource:
+        """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
+        if self.is_replaced(base):
+            raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
+        self.snapshot.narrow(self._bits)
+        return DeltaSource(self.snapshot, _marked_rows(self._bits, self.snapshot.n_rows), self._erased)
+
+    def committed(self, save_id: str) -> None:
+        """Make this checkpoint the base."""
+        self._marks.end(self, save_id)
+
+    def failed(self) -> None:
+        """Keep the base, and all that has changed since."""
+        self._marks.end(self, None)
+
+
+class DeltaSource:
+    """The changed rows of a snapshot as rows 0 to ``n_rows - 1``, which the saver reads as those of a table."""
+
+    def __init__(self, snapshot: Snapshot, rows: Int64s, erased: Sequence[Int64s]) -> None:
+        self.name, self.slots, self.n_rows = snapshot.name, snapshot.slots, len(rows)
+        self._snapshot, self._rows, self._erased = snapshot, rows, erased
+
+    @property
+    def ids(self) -> SnapshotIds:
+        """Their ids."""
+        return SnapshotIds(lambda rows, target: self._snapshot.read_ids(self._rows[rows], target))
+
+    @property
+    def n_kept(self) -> int:
+        """Rows that were copied aside so far."""
+        return self._snapshot.n_kept
+
+    def deletes(self) -> Int64s:
+        """Return the ids that were erased and are not there again, all different, in bucket order."""
+        erased = np.unique(np.concatenate([np.empty(0, np.int64), *self._erased]))
+        if len(erased):
+            upserts = IdIndex()
+            upserts.reserve(self.n_rows)
+            for piece in self.ids.pieces(0, self.n_rows):
+                upserts.find_or_add(piece.numpy())
+            erased = erased[upserts.find(erased) < 0]
+        return erased[np.argsort(bucket_of(erased), kind="stable")]
+
+    def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
+        """Copy rows, each of which is read once, into a target each for id and slots."""
+        self._snapshot.read(self._rows[rows], targets)
+
+    def close(self) -> None:
+        """Let the table go."""
+        self._snapshot.close()
+
+
+@compiled
+def _move_marks(movers: Any, holes: Any, marks: Any) -> None:
+    for i in range(len(movers)):
+        bit = (marks[movers[i] >> 3] >> (movers[i] & 7)) & 1
+        marks[holes[i] >> 3] = (marks[holes[i] >> 3] & ~(1 << (holes[i] & 7))) | (bit << (holes[i] & 7))
+
+
+@compiled
+def _marked_rows(marks: Any, n_rows: int) -> Any:
+    """Return the rows below ``n_rows`` whose bit is 1."""
+    n = 0
+    for i in range(len(marks)):
+        byte = marks[i]
+        while byte:
+            byte &= byte - 1
+            n += 1
+    found = np.empty(n, np.int64)
+    n = 0
+    for i in range(len(marks)):
+        if marks[i]:
+            for row in range(8 * i, min(8 * i + 8, n_rows)):
+                if (marks[i] >> (row & 7)) & 1:
+                    found[n] = row
+                    n += 1
+    return found[:n]

@@ -1,0 +1,224 @@
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from raising import RaisingAt
+
+from recckpt.sparse import HashTable
+from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.saver import SparseSaver
+from recckpt.sparse.table.marks import DeltaSource, Tracker
+from recckpt.storage import open_storage
+
+
+def table_of(n_rows: int) -> HashTable:
+    table = HashTable(2, name="t")
+    table.add_slot("mark", ())
+    table.insert(torch.arange(n_rows), torch.ones(n_rows, 2))
+    return table
+
+
+def tracked(n_rows: int) -> tuple[HashTable, Tracker]:
+    table, tracker = table_of(n_rows), Tracker()
+    tracker.begin(table, "base")
+    return table, tracker
+
+
+def write(table: HashTable, *ids: int) -> None:
+    table.insert(torch.tensor(ids), torch.full((len(ids), 2), 2.0))
+
+
+def upserts(source: DeltaSource) -> dict[int, float]:
+    """Read all rows of a delta: id -> its first value."""
+    rows = np.arange(source.n_rows)
+    ids, embeddings, marks = np.empty(len(rows), np.int64), np.empty((len(rows), 2), np.float32), np.empty_like(rows)
+    source.read(
+        rows, [ids.view(np.uint8), embeddings.reshape(-1).view(np.uint8), marks.view(np.uint8)[: 4 * len(rows)]]
+    )
+    return dict(zip(ids.tolist(), embeddings[:, 0].tolist(), strict=True))
+
+
+def test_a_table_that_nobody_tracks_marks_nothing():
+    table, tracker = tracked(100)
+    assert len(table.store._mark_sets()) == 1
+    del tracker
+    gc.collect()
+    assert table.store._mark_sets() == []
+    write(table, 1, 2)
+
+
+def test_a_delta_holds_what_was_written_and_erased_since_the_base():
+    table, tracker = tracked(100)
+    table(torch.arange(100))  # a look-up of what is there
+    write(table, 3, 200)
+    table.erase(torch.tensor([5, 3, 7, 1000]))
+    write(table, 7)
+    source = tracker.freeze(table).delta("base")
+    assert upserts(source) == {200: 2.0, 7: 2.0}
+    assert sorted(source.deletes()) == [3, 5]
+
+
+def test_nothing_is_known_before_the_first_commit_and_everything_after():
+    table, tracker = table_of(10), Tracker()
+    frozen = tracker.freeze(table)
+    assert frozen.is_replaced("a")
+    write(table, 4)
+    frozen.committed("a")
+    write(table, 5)
+    after = tracker.freeze(table)
+    assert not after.is_replaced("a")
+    assert upserts(after.delta("a")) == {4: 2.0, 5: 2.0}
+
+
+@pytest.mark.parametrize("end", ["failed", "nobody ends it"])
+def test_a_save_that_fails_forgets_nothing(end):
+    table, tracker = tracked(10)
+    write(table, 1)
+    frozen = tracker.freeze(table)
+    write(table, 2)
+    if end == "failed":
+        frozen.failed()
+    again = tracker.freeze(table)
+    assert upserts(again.delta("base")) == {1: 2.0, 2: 2.0}
+
+
+def test_the_late_end_of_a_save_after_which_another_has_begun_moves_no_base():
+    table, tracker = tracked(10)
+    write(table, 1)
+    late = tracker.freeze(table)
+    write(table, 2)
+    tracker.freeze(table).committed("b")
+    late.committed("late")
+    write(table, 3)
+    frozen = tracker.freeze(table)
+    assert frozen.is_replaced("late")
+    assert upserts(frozen.delta("b")) == {3: 2.0}
+
+
+@pytest.mark.parametrize("ends", [("committed", "committed"), ("failed", "committed"), ("committed", "failed")])
+def test_the_first_end_of_a_save_counts(ends):
+    table, tracker = tracked(10)
+    write(table, 1)
+    frozen = tracker.freeze(table)
+    write(table, 2)
+    for end in ends:
+        frozen.committed("b") if end == "committed" else frozen.failed()
+    write(table, 3)
+    base, rows = ("b", {2, 3}) if ends[0] == "committed" else ("base", {1, 2, 3})
+    assert upserts(tracker.freeze(table).delta(base)).keys() == rows
+
+
+def test_marks_since_another_base_are_of_no_use():
+    table, tracker = tracked(10)
+    frozen = tracker.freeze(table)
+    assert frozen.is_replaced("another")
+    with pytest.raises(RuntimeError, match="'t': no marks since 'another', only since 'base'"):
+        frozen.delta("another")
+
+
+def test_a_table_of_which_half_is_erased_is_replaced_and_keeps_no_ids():
+    table, tracker = tracked(100)
+    table.erase(torch.arange(33))
+    assert not tracker.freeze(table).is_replaced("base")
+    table.erase(torch.arange(33, 40))
+    assert tracker.freeze(table).is_replaced("base")
+    first, second = table.store._mark_sets()
+    assert first.erased == []
+    assert second.erased == []
+
+
+def test_a_store_that_is_no_longer_used_is_not_kept():
+    table, tracker = tracked(10)
+    before = weakref.ref(table.store)
+    table._store = table.store.to(table.device)
+    gc.collect()
+    assert before() is None
+    assert tracker.freeze(table).is_replaced("base")
+
+
+def test_only_rows_that_the_delta_has_yet_to_write_are_copied_aside():
+    table, tracker = tracked(1000)
+    write(table, *range(10))
+    source = tracker.freeze(table).delta("base")
+    write(table, *range(5, 1000))
+    table.erase(torch.arange(900, 1000))
+    assert source.n_kept == 5
+    assert upserts(source).keys() == set(range(10))
+    write(table, *range(10))
+    assert source.n_kept == 5
+
+
+def test_a_delta_of_rows_that_change_meanwhile_has_their_values_of_the_moment():
+    table, tracker = tracked(100)
+    write(table, *range(10))
+    source = tracker.freeze(table).delta("base")
+    table.insert(torch.arange(100), torch.full((100, 2), 9.0))
+    table.erase(torch.arange(3))
+    write(table, *range(500, 510))
+    assert upserts(source) == dict.fromkeys(range(10), 2.0)
+    assert source.deletes().tolist() == []
+
+
+def test_the_saver_writes_a_delta_like_a_table(memory_url):
+    table, tracker = tracked(5000)
+    changed = set(range(0, 5000, 7))
+    write(table, *changed)
+    storage = open_storage(memory_url)
+    storage.prepare()
+    source = tracker.freeze(table).delta("base")
+    saver = SparseSaver(2, batch_bytes=1000, order_bytes=400)
+    catalog = saver.save([source], storage, "d", save_id="a", shard=0, shards=1, advance=lambda n: None)
+    found = []
+    for part in catalog.parts:
+        reader = PartReader(storage, "d", part, source.slots)
+        for number in range(len(part.batches)):
+            found += np.frombuffer(column_buffer(reader.read(number)[ID]), np.int64).tolist()
+    assert sorted(found) == sorted(changed)
+
+
+def test_threads_that_write_other_rows_of_one_byte_of_marks_lose_none():
+    table, tracker = tracked(800)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda first: [write(table, i) for i in range(first, 800, 4)], range(4)))
+    assert tracker.freeze(table).delta("base").n_rows == 800
+
+
+OPERATIONS = {
+    "insert": lambda table: write(table, 3, 100, 101, 44),
+    "look up": lambda table: table(torch.arange(40, 60)),
+    "erase": lambda table: table.erase(torch.tensor([0, 7, 20, 44])),
+    "clear": lambda table: table.clear(),
+    "add_slot": lambda table: table.add_slot("late", (), initial=3),
+}
+
+
+def rows_of(table: HashTable) -> dict[int, float]:
+    return dict(zip(table.ids().tolist(), table.embeddings()[:, 0].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_after_an_exception_at_any_line_the_marks_cover_what_has_changed(name):
+    number, is_reached = 0, True
+    while is_reached:
+        table, tracker = tracked(45)
+        write(table, 1, 30)
+        base = rows_of(table_of(45))
+        saving = tracker.freeze(table)
+        with RaisingAt(number, KeyboardInterrupt, "sparse") as raising, suppress(KeyboardInterrupt):
+            OPERATIONS[name](table)
+        OPERATIONS["erase"](table)
+        write(table, 2, 20, 300)
+        saving.failed()
+        frozen = tracker.freeze(table)
+        if not frozen.is_replaced("base"):
+            source = frozen.delta("base")
+            gone = set(source.deletes().tolist())
+            found = {i: value for i, value in base.items() if i not in gone} | upserts(source)
+            assert found == rows_of(table), raising.where
+        is_reached, number = raising.n_lines > number, number + 3
+    assert number > 10
