@@ -93,9 +93,6 @@ def check_loadable(content: BinaryIO, path: str) -> None:
     """Check that a file is a zip of torch.save, with a pickle of a dict that names nothing but tensors and plain data.
 
     The opcodes of the pickle are only read, not run. A file that was crafted to be well-formed and not loadable passes.
-
-    Raises:
-        CorruptCheckpointError: it is not such a file.
     """
     try:
         with zipfile.ZipFile(content) as archive:

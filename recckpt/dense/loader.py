@@ -23,11 +23,7 @@ Found = Tensor | StoredTensor
 
 
 def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, Any]:
-    """Return the dict in a ``.pt`` file, on the CPU.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, not a torch file, or needs code to run.
-    """
+    """Return the dict in a ``.pt`` file, checked, on the CPU; :func:`loaded` has the errors."""
     data, path = read_checked(storage, directory, entry), layout.join(directory, entry.name)
     return loaded(io.BytesIO(data), path, "cpu")
 
@@ -35,9 +31,7 @@ def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, An
 def loaded(file: BinaryIO, path: str, device: str) -> dict[Any, Any]:
     """Return the dict in a file of torch.save, without running any code from it; messages call it ``path``.
 
-    Raises:
-        CorruptCheckpointError: it is not a torch file, or needs code to run.
-        OSError: it cannot be read.
+    A CorruptCheckpointError says that it is not a torch file, or needs code to run.
     """
     try:
         state = torch.load(file, map_location=device, weights_only=True)
@@ -64,11 +58,7 @@ def _reason(error: Exception) -> str:
 def check_indexed(
     state: Mapping[str, Any], tensors: Mapping[str, StoredTensor], names: Iterable[str], path: str
 ) -> None:
-    """Check that ``model.pt`` holds what the index lists, and of plain values what the manifest names, and no more.
-
-    Raises:
-        CorruptCheckpointError: it does not; names what differs.
-    """
+    """Check that ``model.pt`` holds what the index lists, and of plain values what the manifest names, and no more."""
     expected = {name: _described(tensors.get(name)) for name in names if not _is_elsewhere(tensors.get(name))}
     found = {name: _described(value) for name, value in state.items()}
     for name in (*expected, *found):
@@ -92,9 +82,6 @@ def as_live(found: Found, live: Tensor | None, reader: DenseTensors, dtype: torc
 
     Where sizes differ the values are cut, or padded by those of the model. Without ``live`` all values come as a plain
     tensor; without ``dtype`` they get that of ``live``.
-
-    Raises:
-        CorruptCheckpointError: the bytes are damaged.
     """
     if live is None:
         return _box(found, (0,) * len(found.shape), tuple(found.shape), reader)
@@ -116,9 +103,6 @@ def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
     """Return the state of a registered object with the tensors in it that are sharded, there or here, as here.
 
     ``like`` is state of the same form whose tensors are laid out as wanted; what it lacks comes as plain tensors.
-
-    Raises:
-        CorruptCheckpointError: the bytes are damaged, or a tensor is not there.
     """
     if stands_in(saved):
         stored = reader.of_extra(saved[STAND_IN])

@@ -17,10 +17,7 @@ class NamedOptimizer:
     """Wraps an optimizer for checkpoints: torch's own state dict, with ``param_names`` beside the indices.
 
     An optimizer whose state is of another form, such as TorchRec's KeyedOptimizer, keeps that form.
-
-    Args:
-        optimizer: any dense optimizer of torch.
-        named_parameters: gives (name, parameter) of the model as it is now, of a tied parameter each of its names.
+    ``named_parameters`` gives (name, parameter) of the model as it is now, of a tied parameter each of its names.
     """
 
     def __init__(self, optimizer: Optimizer, named_parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
@@ -41,11 +38,7 @@ class NamedOptimizer:
         return {**state, "param_groups": groups}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`composed` has made, or a state without names, as the optimizer does.
-
-        Raises:
-            ValueError: a state without names does not fit, as torch says.
-        """
+        """Load what :meth:`composed` has made, or a state without names, which torch refuses where it does not fit."""
         if is_named(state):
             groups = zip(self.optimizer.param_groups, state["param_groups"], strict=True)
             state = {**state, "param_groups": [{**live, **_without_names(group)} for live, group in groups]}

@@ -32,15 +32,10 @@ _A_GENERATOR = (
 class Registry:
     """Named objects that are saved beside the model.
 
-    An object has one of the pairs ``dump_io_state``/``load_io_state`` (dataset positions only) and
-    ``state_dict``/``load_state_dict``, or is a plain value, which is its own state. A load never asks an object for its
-    state: a data loader may begin to read when it is asked, and then not go where it is told.
-
-    Args:
-        what: what the objects are, for messages.
-        methods: (dump, load) names of methods, tried in order.
-        plain: whether plain values are taken.
-        adapter: gives what stands for an object when its state is taken or given; by default itself.
+    An object has one of the pairs of ``methods``, (dump, load), tried in order; or, where ``plain``, it is a plain
+    value, which is its own state. ``adapter`` gives what stands for an object when its state is taken or given. A load
+    never asks an object for its state: a data loader may begin to read when it is asked, and then not go where it is
+    told.
     """
 
     def __init__(
@@ -58,12 +53,7 @@ class Registry:
         self._has_warned = False
 
     def add(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
-        """Register an object.
-
-        Args:
-            name: unique name.
-            obj: the object.
-            per_rank: whether each rank saves a state of its own; so it is of an optimizer that ZeRO spreads over them.
+        """Register an object; with ``per_rank`` each rank saves a state of its own, as of what ZeRO spreads over them.
 
         Raises:
             ValueError: the name is empty, reserved or taken, or the object has no state to take.
@@ -110,14 +100,10 @@ class Registry:
         return name in self._objects and isinstance(self._adapter(self._objects[name]), ZeroOptimizer)
 
     def dump(self, copy: Copy = as_it_is, *, of_ranks: bool = False) -> dict[str, Any]:
-        """Return the state of all objects as portable data.
+        """Return the state of all objects as portable data; or of those of which each rank has a state of its own.
 
-        Args:
-            of_ranks: take those of which each rank has a state of its own, in place of the others.
-            copy: what the tensors in it pass through, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`.
-
-        Raises:
-            ValueError: a state holds something that could not be loaded back safely; names the key.
+        ``copy`` is what the tensors in it pass through, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`.
+        A ValueError names the key of what could not be loaded back safely.
         """
         return {
             name: portable(f"{self._what} {name!r}", copy((self._what, name), self._state(obj)))
@@ -126,11 +112,7 @@ class Registry:
         }
 
     def merged(self, name: str, states: list[Any], index: int, count: int) -> Any:
-        """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards.
-
-        Raises:
-            StateMismatchError: the object refused to; names it.
-        """
+        """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards."""
         obj = self._objects[name]
         with _refusals_named(name, obj, "merge_io_state"):
             return obj.merge_io_state(states, index, count)

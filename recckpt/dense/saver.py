@@ -29,11 +29,7 @@ _STEP_BYTES = 1 << 20
 
 
 def save_state(state: Mapping[str, Any], storage: NewFiles, directory: str, name: str) -> FileEntry:
-    """Write a dict, as :func:`recckpt.dense.state_copy.portable` returns it, and return its entry for the manifest.
-
-    Raises:
-        OSError: the storage failed; the file is not there then.
-    """
+    """Write a dict, as :func:`recckpt.dense.state_copy.portable` returns it; return its entry for the manifest."""
     return _save_state(state, storage, directory, name)[0]
 
 
@@ -50,9 +46,6 @@ def save_tensors(
     """Write the model's state, the chunks that are this rank's own, and the index of both; return the files.
 
     The state goes to ``model.pt``, as :func:`save_state` takes it; it is None where another rank writes that.
-
-    Raises:
-        OSError: the storage failed.
     """
     files: list[FileEntry] = []
     chunks: list[Chunk] = []
@@ -121,9 +114,6 @@ def write_state(
 
     The state is as :func:`recckpt.dense.state_copy.portable` returns it, and may hold tensors that come :class:`Later`,
     of which one at a time is in memory. ``advance`` counts bytes of tensors.
-
-    Raises:
-        OSError: the storage failed.
     """
     records, checksums = _Records(), []
 

@@ -65,8 +65,7 @@ class Pieces:
     def of(self, name: str, value: Tensor) -> list[Piece]:
         """Return what this rank has of a tensor, sharded or not; the values are the tensor's own.
 
-        Raises:
-            ValueError: the values are partial sums, or fewer or more than the layout gives this rank; names it.
+        A ValueError names a tensor of partial sums, or one that has more or fewer values here than its layout says.
         """
         one = cast(Any, value)
         kind = (value.shape, one.device_mesh, one.placements) if hasattr(value, "device_mesh") else None
@@ -174,11 +173,7 @@ def is_whole(summaries: Sequence[Summary]) -> bool:
 
 
 def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
-    """Check that the ranks agree on each tensor, and together write it once.
-
-    Raises:
-        ValueError: they do not; names it.
-    """
+    """Check that the ranks agree on each tensor, and together write it once, or raise ValueError by its name."""
     kinds: dict[str, tuple[int, Share]] = {}
     written: Counter[str] = Counter()
     for rank, own in enumerate(shares):
@@ -222,11 +217,7 @@ class ShardedTensors:
         return lambda place, state: copy(place, self._without(str(place[-1]), state) if may_be_sharded() else state)
 
     def staged(self, copy: Copy) -> ShardedState:
-        """Return what this rank writes of the tensors, copied.
-
-        Raises:
-            ValueError: a tensor cannot be saved; names it.
-        """
+        """Return what this rank writes of the tensors, copied; a ValueError names one that cannot be saved."""
         chunks: list[OwnChunk] = []
         shares: dict[str, Share] = {}
         pieces = Pieces()

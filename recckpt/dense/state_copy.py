@@ -28,14 +28,11 @@ class _EmptyBytes(bytes):
 
 
 def portable(name: str, value: Any) -> Any:
-    """Return ``value`` as data that loads back without running code.
+    """Return ``value`` as data that loads back without running code; a ValueError names the place of what does not.
 
     Tensors come detached, on the CPU, in row-major order and without the rest of the storage they are a view of; numpy
-    arrays and scalars become tensors and numbers.
-
-    Raises:
-        ValueError: it holds something other than tensors, numbers, strings, bytes, None, and lists, tuples, sets and
-            dicts of these; names the place, which begins with ``name``.
+    arrays and scalars become tensors and numbers. Beside these there may be numbers, strings, bytes, None, and lists,
+    tuples, sets and dicts.
     """
     try:
         return _portable(name, value)

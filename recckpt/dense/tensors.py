@@ -52,11 +52,7 @@ class StoredTensor:
 
 
 def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str, str], StoredTensor]:
-    """Return the tensors that the chunks of all shards make up, by (of, name).
-
-    Raises:
-        CorruptCheckpointError: of a tensor there is too little or too much.
-    """
+    """Return the tensors that the chunks of all shards make up, by (of, name), each whole."""
     found: dict[tuple[str, str], list[tuple[TensorIndex, Chunk]]] = {}
     for index in indexes:
         for chunk in index.chunks:
@@ -65,11 +61,7 @@ def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str
 
 
 def _whole(directory: str, pieces: list[tuple[TensorIndex, Chunk]]) -> StoredTensor:
-    """Return the tensor that chunks of one name make up.
-
-    Raises:
-        CorruptCheckpointError: they are of different tensors, overlap, or leave something out.
-    """
+    """Return the tensor that chunks of one name make up, if they tile it."""
     first = pieces[0][1]
     covered = 0
     for index, chunk in pieces:
@@ -139,16 +131,12 @@ class _Slab:
 
 
 class DenseTensors:
-    """Reads the dense tensors of one checkpoint. Not thread-safe.
+    """Reads the dense tensors of one checkpoint; damage is a CorruptCheckpointError. Not thread-safe.
 
     Attributes:
         tensors: (of, name) -> tensor.
         model: name -> tensor of the model.
         bytes_read: from files so far.
-
-    Raises:
-        CorruptCheckpointError: an index is damaged, or its tensors are not whole.
-        FormatVersionError: written by a newer format.
     """
 
     def __init__(self, files: Files, directory: str, manifest: Manifest) -> None:
@@ -171,21 +159,13 @@ class DenseTensors:
         self._open = {}
 
     def named(self, name: str) -> StoredTensor:
-        """Return a tensor of the model.
-
-        Raises:
-            KeyError: no tensor has this name; names the nearest one.
-        """
+        """Return a tensor of the model; a KeyError names the nearest one."""
         if name not in self.model:
             raise KeyError(f"{self._directory} has no dense tensor {name!r}{nearest(name, self.model)}")
         return self.model[name]
 
     def of_extra(self, name: str) -> StoredTensor:
-        """Return a sharded tensor that ``extra.pt`` names.
-
-        Raises:
-            CorruptCheckpointError: no index lists it.
-        """
+        """Return a sharded tensor that ``extra.pt`` names."""
         found = self.tensors.get((EXTRA, name))
         if found is None:
             path = layout.join(self._directory, layout.EXTRA)
@@ -193,11 +173,7 @@ class DenseTensors:
         return found
 
     def read(self, tensor: StoredTensor) -> npt.NDArray[Any]:
-        """Return a whole tensor, contiguous and writable; a dtype that numpy lacks comes as bit patterns.
-
-        Raises:
-            CorruptCheckpointError: the bytes are damaged.
-        """
+        """Return a whole tensor, contiguous and writable; a dtype that numpy lacks comes as bit patterns."""
         whole = [
             Read(number, (0,) * len(chunk.sizes), chunk.offsets, chunk.sizes)
             for number, (_, chunk) in enumerate(tensor.chunks)

@@ -42,11 +42,7 @@ class OtherState:
 def read_other_state(
     live: LiveState, items: Sequence[Planned], sources: Sequence[OpenSource], *, rng: bool
 ) -> OtherState:
-    """Read what is planned; with ``rng`` also the random generators, from the last source.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged.
-    """
+    """Read and check what is planned; with ``rng`` also the random generators, from the last source."""
     taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
     for item in items:
         if item.offer is not None and item.name.group in taken:

@@ -159,11 +159,7 @@ class Renames:
     rules: tuple[tuple[str, str], ...] = ()
 
     def source(self, name: Name) -> str:
-        """Return what ``name`` is called in the checkpoint; itself where no rule speaks of it.
-
-        Raises:
-            ValueError: it is given different names.
-        """
+        """Return what ``name`` is called in the checkpoint, or raise ValueError where rules give it different names."""
         if not name.is_slot:
             return _only(name.text, self._found(name.text, self._starred))
         found = self._found(name.text, self._for_slots)
@@ -205,11 +201,7 @@ class Renames:
 
 
 def parse_renames(value: Any) -> Renames:
-    """Return the rules of an ``oname`` value.
-
-    Raises:
-        ValueError: not a dict or list of dicts of strings, or different wildcards on the two sides.
-    """
+    """Return the rules of an ``oname`` value, or raise ValueError where it has none."""
     dicts = [value] if isinstance(value, Mapping) else value
     if not is_list(dicts) or not all(isinstance(d, Mapping) for d in dicts):
         raise ValueError(f"found {value!r}, expected a dict or a list of dicts, model name -> name in the checkpoint")

@@ -32,9 +32,6 @@ def dense_optimizer_states(live: LiveState, items: Iterable[Planned], sources: S
 
     A parameter that is loaded takes the state it has there; where it has none, its state starts fresh. All others
     keep what they have, and so do the settings of the groups, where they are not planned.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged.
     """
     planned = {item.name: item for item in items}
     states = {name: _Composer(name, one, live, planned, sources).state() for name, one in live.optimizers.items()}

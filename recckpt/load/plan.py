@@ -211,11 +211,7 @@ class Match:
         return self.offer.inventory.get(self.there[name])
 
     def fit(self, name: Name) -> tuple[str, str]:
-        """Return (conversion, why it is left out) of a name that the checkpoint has.
-
-        Raises:
-            ValueError: it does not fit, and nothing is said of that: (found, expected).
-        """
+        """Return (conversion, why it is left out) of a name that is there; a ValueError says (found, expected)."""
         found, live = self.offer.inventory[self.there[name]], self._model[name]
         takes_anything = "" in (found.dtype, live.dtype) or name.text.endswith(_EXTRA_STATE)
         if not takes_anything and (found.dtype, found.shape) != (live.dtype, live.shape):
@@ -251,11 +247,7 @@ def _source(name: Name, tied: tuple[str, ...], offer: Offer) -> Name:
 
 
 def _conversion(found: Thing, live: Thing, action: str) -> str:
-    """Say how ``found`` becomes ``live``.
-
-    Raises:
-        ValueError: the action does not allow it: (found, expected).
-    """
+    """Say how ``found`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it."""
     steps = []
     if found.dtype != live.dtype:
         allowed = action in ("cast", "resize") and PLAIN not in (found.dtype, live.dtype)

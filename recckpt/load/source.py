@@ -182,11 +182,7 @@ class OpenSource:
         self._states = {}
 
     def value(self, name: str, key: str) -> Any:
-        """Return what a ``.pt`` file has under a key.
-
-        Raises:
-            CorruptCheckpointError: nothing, though the manifest says that it has.
-        """
+        """Return what a ``.pt`` file has under a key, which the manifest says that it has."""
         state = self.state(name)
         if key not in state:
             raise self.corrupt(name, repr(key), found="nothing", expected="its state, as the manifest says")
