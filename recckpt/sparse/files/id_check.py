@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,14 @@ def repeats(ids: Int64s) -> Iterator[tuple[str, str]]:
         yield f"id {twice[0]}{others} twice", "every id once"
 
 
+def is_among(keys: npt.NDArray[Any], ordered: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return a mask of the keys that are among others, which are sorted."""
+    if not len(ordered):
+        return np.zeros(len(keys), np.bool_)
+    found: npt.NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)] == keys
+    return found
+
+
 def repeated_between_shards(
     storage: Files, directory: str, table: TableEntry, catalogs: Sequence[Catalog]
 ) -> Iterator[CorruptCheckpointError]:
@@ -119,7 +128,7 @@ class FormerShards:
         mask = np.zeros(len(ids), np.bool_)
         if self._may_repeat:
             for known in self._before:
-                mask |= known[np.minimum(np.searchsorted(known, ids), len(known) - 1)] == ids
+                mask |= is_among(ids, known)
             self._own.append(ids.copy())
         return mask
 

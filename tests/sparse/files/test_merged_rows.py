@@ -1,0 +1,257 @@
+"""The rows of a table merged from the links of a chain, held against a dict."""
+
+import tracemalloc
+from collections import Counter
+from itertools import count
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from forge import filled, save_tables
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format.buckets import N_BUCKETS, bucket_of
+from recckpt.format.catalog import Catalog
+from recckpt.format.manifest import TableEntry
+from recckpt.output_dir.listing import locate
+from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter, column_values
+from recckpt.sparse.files.catalogs import read_catalogs
+from recckpt.sparse.files.merged_rows import Link, merged_rows
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.storage import Storage, open_storage
+from recckpt.types import SlotSpec
+
+SLOTS = (SlotSpec("embedding", "float32", (2,)), SlotSpec("sparse_m", "bfloat16", (2, 2)), SlotSpec("step", "int8", ()))
+UNIVERSE = [0, -1, 2**63 - 1, -(2**63), *range(1, 20), *(np.arange(1 << 20)[bucket_of(np.arange(1 << 20)) == 7][:9])]
+IDS = st.sampled_from([int(id_) for id_ in UNIVERSE])
+
+
+def values_of(spec: SlotSpec, versions: np.ndarray) -> np.ndarray:
+    """Give each row bytes that tell which version of it they are."""
+    return np.repeat(versions.astype(np.uint8)[:, None], spec.row_bytes, axis=1).reshape(-1)
+
+
+class Writer:
+    """Writes links by hand: what the saver does not do yet."""
+
+    _numbers = count()  # of files
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def catalog(self, rows: dict[int, int], slots, batch_rows: int, part_batches: int) -> Catalog:
+        """Write rows, id -> version, in bucket order."""
+        ids = np.array(list(rows), np.int64)
+        ids = ids[np.argsort(bucket_of(ids), kind="stable")] if len(ids) else ids
+        batches = [ids[at : at + batch_rows] for at in range(0, len(ids), batch_rows)]
+        cut = [batches[at : at + part_batches] for at in range(0, len(batches), part_batches)]
+        return Catalog("save", 0, 1, tuple(self._part(part, rows, slots) for part in cut))
+
+    def link(self, n_rows, upserts, deletes=(), *, is_whole=False, slots=SLOTS, batch_rows=3, part_batches=2) -> Link:
+        sizes = batch_rows, part_batches
+        rows = [self.catalog(shard, slots, *sizes) for shard in upserts]
+        gone = [self.catalog(dict.fromkeys(shard, 0), (), *sizes) for shard in deletes]
+        return Link(self._storage, "link", TableEntry("t", n_rows, slots), rows, gone, is_whole)
+
+    def _part(self, batches, rows, slots):
+        name = str(next(self._numbers))
+        with self._storage.create(f"link/{name}") as sink:
+            writer = PartWriter(sink, name, ["other", "t"], slots)
+            for ids in batches:
+                versions, buckets = np.array([rows[int(id_)] for id_ in ids]), bucket_of(ids)
+                columns = [ColumnBytes(ID_SPEC, ids.view(np.uint8))]
+                columns += [ColumnBytes(spec, values_of(spec, versions)) for spec in slots]
+                writer.write("t", (int(buckets[0]), int(buckets[-1]) + 1), columns)
+            return writer.finish()
+
+
+@pytest.fixture
+def writer(memory_url) -> Writer:
+    storage = open_storage(memory_url)
+    storage.prepare()
+    return Writer(storage)
+
+
+def rows_in(batches) -> dict[int, int]:
+    """Return id -> version; checks the order, that no id is twice, and that all bytes of a row are of one version."""
+    found = pa.Table.from_batches(batches).combine_chunks().to_batches() if batches else []
+    rows: dict[int, int] = {}
+    for batch in found:
+        ids = batch.column("id").to_numpy()
+        assert (np.diff(bucket_of(ids)) >= 0).all()
+        steps = column_values(batch.column("step"), SLOTS[2])
+        for spec in SLOTS:
+            expected = values_of(spec, steps.view(np.uint8))
+            bits = column_values(batch.column(spec.name), spec)
+            bits = (bits.view(np.uint32) >> 16).astype(np.uint16) if spec.dtype == "bfloat16" else bits
+            assert np.array_equal(np.ascontiguousarray(bits).view(np.uint8).reshape(-1), expected)
+        assert len({*ids.tolist()}) == len(ids)
+        rows |= zip(ids.tolist(), steps.tolist(), strict=True)
+    return rows
+
+
+SHARDS = st.lists(st.sets(IDS, max_size=25), min_size=1, max_size=3)
+LINKS = st.lists(st.tuples(SHARDS, SHARDS, st.integers(0, 9), st.integers(1, 9), st.integers(1, 3)), max_size=6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(LINKS, st.sampled_from([2000, 6000, 1 << 20]))
+def test_the_rows_of_a_chain_are_those_of_a_dict(links, budget_bytes):
+    storage = open_storage("memory://merged-rows")
+    storage.prepare()
+    writer, model, chain = Writer(storage), {}, []
+    for number, (upserts, deletes, chance, batch_rows, part_batches) in enumerate(links):
+        is_whole = number == 0 or chance == 0  # full, or replaced
+        seen: set[int] = set()
+        shards = [{id_: number for id_ in shard if not (id_ in seen or seen.add(id_))} for shard in upserts]
+        model = {} if is_whole else {id_: row for id_, row in model.items() if id_ not in set().union(*deletes)}
+        for shard in shards:
+            model |= shard
+        sizes = {"batch_rows": batch_rows, "part_batches": part_batches}
+        chain.insert(0, writer.link(len(model), shards, deletes, is_whole=is_whole, **sizes))
+    if chain:
+        assert rows_in(list(merged_rows(chain, budget_bytes))) == model
+
+
+def test_a_full_checkpoint_is_a_chain_of_one(tmp_path):
+    storage = open_storage(str(tmp_path))
+    storage.prepare()
+    save_tables(storage, [filled("t", range(0, 500)), filled("u", range(9))], [filled("t", range(500, 900))])
+    checkpoint = locate(storage, "ckpt_1")
+    entry = next(entry for entry in checkpoint.manifest.tables if entry.name == "t")
+    link = Link(storage, checkpoint.directory, entry, read_catalogs(checkpoint, storage), [], True)
+    found = pa.Table.from_batches(merged_rows([link], 4000))
+    assert sorted(found["id"].to_pylist()) == list(range(900))
+    assert found["embedding"].to_pylist() == [[float(id_)] * 2 for id_ in found["id"].to_pylist()]
+
+
+def test_a_row_in_any_shard_of_a_link_beats_a_delete_in_any(writer):
+    full = writer.link(3, [{1: 0, 2: 0, 3: 0}], is_whole=True)
+    delta = writer.link(2, [{}, {1: 1}], [[1, 2], []])
+    assert rows_in(list(merged_rows([delta, full], 1 << 20))) == {1: 1, 3: 0}
+
+
+def test_what_is_older_than_a_replaced_table_is_not_even_read(writer):
+    gone = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
+    for part in gone.rows[0].parts:
+        gone.storage.remove(f"link/{part.file}")
+    replaced = writer.link(1, [{5: 1}], is_whole=True)
+    delta = writer.link(2, [{6: 2}], [[1]])
+    assert rows_in(list(merged_rows([delta, replaced, gone], 1 << 20))) == {5: 1, 6: 2}
+
+
+def refusal(*chain) -> CorruptCheckpointError:
+    with pytest.raises(CorruptCheckpointError) as caught:
+        list(merged_rows(chain, 1 << 20))
+    return caught.value
+
+
+def test_an_id_in_two_shards_of_one_link_is_damage(writer):
+    error = refusal(writer.link(3, [{1: 0, 2: 0}, {2: 0}], is_whole=True))
+    assert (error.where, error.found) == ("table 't', between shards", "id 2 twice")
+
+
+def test_rows_that_are_not_as_many_as_the_newest_link_says_are_damage(writer):
+    full = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
+    assert refusal(writer.link(3, [{2: 1}]), full).found == "2 rows in the chain"
+    assert refusal(writer.link(2, [{2: 1}])).found == "1 rows in the chain", "its base is missing"
+
+
+def test_links_of_other_slots_are_damage_but_behind_a_replaced_table(writer):
+    other = writer.link(1, [{1: 0}], is_whole=True, slots=SLOTS[::2])
+    assert refusal(writer.link(2, [{2: 1}]), other).where == "table 't', its slots"
+    assert rows_in(list(merged_rows([writer.link(1, [{2: 1}], is_whole=True), other], 1 << 20))) == {2: 1}
+
+
+def test_batches_out_of_their_order_are_damage(writer):
+    link = writer.link(9, [dict.fromkeys(range(9), 0)], is_whole=True, part_batches=1)
+    (catalog,) = link.rows
+    backwards = Catalog("save", 0, 1, catalog.parts[::-1])
+    assert "behind one of" in refusal(Link(link.storage, "link", link.entry, [backwards], [], True)).found
+
+
+def test_a_flipped_bit_in_any_part_is_damage(writer):
+    first, second, third = (10**17 + n for n in range(3))
+    full = writer.link(3, [{first: 0, second: 0, third: 0}], is_whole=True)
+    delta = writer.link(2, [{third: 1}], [[second]])
+    assert rows_in(list(merged_rows([delta, full], 1 << 20))) == {first: 0, third: 1}
+    for catalog, id_ in ((full.rows[0], first), (delta.rows[0], third), (delta.deletes[0], second)):
+        name = f"link/{catalog.parts[0].file}"
+        data = full.storage.read(name, 1 << 20)
+        at = data.index(np.int64(id_).tobytes())
+        for change in (4, 0):
+            full.storage.remove(name)
+            with full.storage.create(name) as sink:
+                sink.write(data[:at] + bytes([data[at] ^ change]) + data[at + 1 :])
+            if change:
+                assert "checksum" in refusal(delta, full).found
+
+
+def long_chain(writer, n_rows=20_000, n_links=30, slots=SLOTS) -> tuple[list[Link], dict[int, int]]:
+    """A full link and deltas of one in fifty rows each, in two shards."""
+    model = {int(id_): 0 for id_ in np.random.default_rng(0).permutation(1 << 40 >> 20)[:n_rows]}
+    sizes = {"slots": slots, "batch_rows": 500, "part_batches": 100}
+    chain = [writer.link(n_rows, [model], is_whole=True, **sizes)]
+    for number in range(1, n_links):
+        changed = np.random.default_rng(number).choice(list(model), n_rows // 50, replace=False).tolist()
+        upserts, gone = dict.fromkeys(changed[:-9], number), changed[-9:]
+        model = {id_: upserts.get(id_, row) for id_, row in model.items() if id_ not in gone}
+        shards = [{id_: number for id_ in upserts if id_ % 2 == odd} for odd in (0, 1)]
+        chain.insert(0, writer.link(len(model), shards, [gone, []], **sizes))
+    return chain, model
+
+
+def test_every_batch_is_read_once_and_again_only_where_a_border_between_ranges_cuts_it(writer, monkeypatch):
+    chain, model = long_chain(writer)
+    n_reads, read = Counter(), PartReader.read
+    monkeypatch.setattr(PartReader, "read", lambda self, n: (n_reads.update([(self.path, n)]), read(self, n))[1])
+    assert rows_in(list(merged_rows(chain, 1 << 30))) == model
+    assert {*n_reads.values()} == {1}
+    n_batches = len(n_reads)
+    n_reads.clear()
+    for _ in merged_rows(chain, 1 << 20):
+        pass
+    n_cursors, n_ranges = sum(len(link.rows) + len(link.deletes) for link in chain), 4
+    assert len(n_reads) == n_batches < n_reads.total() <= n_batches + n_cursors * n_ranges
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A chain of rows of a kilobyte: 20 MB, and the links 31 MB together."""
+    storage = open_storage("memory://merged-rows-wide")
+    storage.prepare()
+    return long_chain(Writer(storage), slots=(SlotSpec("embedding", "float32", (256,)),))
+
+
+def peak_of(chain, budget_bytes) -> int:
+    """Return the most bytes that numpy, Arrow and Python held during a merge."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        assert sum(batch.num_rows for batch in merged_rows(chain, budget_bytes)) == chain[0].entry.rows
+        return tracemalloc.get_traced_memory()[1] + pool.max_memory()
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
+
+
+@pytest.mark.parametrize("budget_bytes", [4 << 20, 12 << 20])
+def test_memory_stays_within_the_budget_and_one_batch(wide, budget_bytes):
+    chain, _ = wide
+    batch_bytes, books_bytes = 500 * 1032, 3 * 8 * N_BUCKETS
+    assert peak_of(chain, budget_bytes) < budget_bytes + 2 * batch_bytes + books_bytes
+
+
+def test_memory_does_not_grow_with_the_number_of_links(wide):
+    chain, _ = wide
+    few = peak_of(chain[-1:], 2 << 20)
+    assert peak_of(chain, 2 << 20) < few + (1 << 20)
+
+
+def test_a_range_is_a_bucket_where_there_is_no_memory_for_more(writer):
+    full = writer.link(9, [dict.fromkeys(map(int, UNIVERSE[-9:]), 0)], is_whole=True)
+    assert [batch.num_rows for batch in merged_rows([full], 1)] == [1] * 9
