@@ -27,10 +27,10 @@ _HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
 class Intent:
     """One try at a checkpoint, as the file ``INTENT`` in its directory tells it."""
 
-    directory: str  # that nobody else writes
+    directory: str  # written by this attempt alone
     epoch: int  # of the writer
     save_id: str  # 32 hex digits, fresh for each attempt
-    step: int | None  # None where the writer counts none
+    step: int | None  # None where the writer does not count
 
 
 def write_intent(storage: Storage, intent: Intent) -> None:
@@ -53,9 +53,9 @@ def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> 
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:
-    """Return the manifest in a directory, None where there is none of ours; its files are not looked at.
+    """Return the manifest in a directory, None if there is none of ours; does not look at its files.
 
-    Raises CorruptCheckpointError where it is damaged or no file, FormatVersionError where a newer format wrote it.
+    Raises CorruptCheckpointError where it is damaged or not a file, FormatVersionError where a newer format wrote it.
     """
     path = layout.join(directory, layout.MANIFEST)
     try:
@@ -98,9 +98,9 @@ def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
 
 
 class Manifests:
-    """The manifests that a writer has read: each is read once, since none is ever changed. Not thread-safe.
+    """The manifests that a writer has read: each is read once, since manifests never change. Not thread-safe.
 
-    What was put in the place of one by hand has another size or stamp in the listing, and is read. Damage that changes
+    A file that somebody put in its place has another size or stamp in the listing, and is read. Damage that changes
     neither is not seen here; readers keep nothing, so they see it.
     """
 
@@ -118,12 +118,12 @@ class Manifests:
         return record, listed
 
     def forget_others(self, directories: Collection[str]) -> None:
-        """Drop what is known of other directories than these."""
+        """Forget all directories but these."""
         self._known = {name: known for name, known in self._known.items() if name in directories}
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
-    """Return the files that one listing shows, {} where it cannot be made: each has to be asked for then."""
+    """Return the files that one listing shows, {} where it cannot be made; each has to be asked for then."""
     try:
         return storage.listed(directory)
     except OSError:  # of a bucket or directory that may be entered but not listed

@@ -50,11 +50,11 @@ class Takeover:
         )
 
 
-NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset())  # nobody took over, or the checkpoint was copied: all count
+NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset())  # no owners, or a copied checkpoint: all count
 
 
 def claimed_epochs(storage: Storage) -> list[int]:
-    """Return the epochs that any claim or list names, ascending: a list whose claim is gone excludes commits, too."""
+    """Return the epochs of all claims and lists, ascending; a list excludes commits even when its claim is gone."""
     epochs = map(layout.parse_owner_file, storage.list_files(layout.OWNER_DIR))
     return sorted({epoch for epoch in epochs if epoch is not None})
 

@@ -1,4 +1,4 @@
-"""The beginning and the end of a save: a directory nobody else writes, and the manifest that makes it count.
+"""The beginning and the end of a save: a directory of its own, and the manifest that makes it count.
 
 Follows the commit protocol of docs/format.md, section 7.
 """
@@ -32,7 +32,7 @@ def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, ove
     fence.hold()
     listing = fence.listing
     if listing.next_seq >= MAX_COUNT:
-        found = f"a manifest of number {listing.highest_seq}, after which there is none"
+        found = f"a manifest of number {listing.highest_seq}, the last there is"
         raise CorruptCheckpointError(storage.url, "seq", found=found, expected="one that a next commit can follow")
     present = listing.find(ckpt_id)
     if present and not overwrite:
@@ -54,16 +54,16 @@ def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, ove
 
 
 def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, visible: RetryPolicy) -> Manifest:
-    """Make a checkpoint visible and return its manifest; it is durable then, by the owner of the output dir.
+    """Make a checkpoint visible and durable, as the owner of the output dir, and return its manifest.
 
     Raises:
         CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
-        OSError: a file has not the size that was written, or the manifest could not be put; nothing is committed.
+        OSError: a file does not have the size that was written, or the manifest could not be put; nothing is committed.
         CommitNotDurableError: the manifest is there, but the storage would not say that it is durable.
         WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
-    manifest.decode(data, path)  # what no reader would take must not count
+    manifest.decode(data, path)  # never commit what no reader would accept
     check_files(storage, directory, record, visible)
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))
@@ -73,10 +73,10 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
         storage.sync_dir("")
         fence.check()
     except FileExistsError:
-        raise  # a manifest that is not of this call
+        raise  # the manifest there is of another call
     except OSError as error:
         if _is_absent(storage, directory, record):
-            fence.check()  # whoever has taken over has removed this attempt: that is the reason then
+            fence.check()  # if a new owner removed this attempt, that is the reason to give
             raise
         raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
     fence.listing = fence.listing.plus(Checkpoint(directory, record))
@@ -93,7 +93,7 @@ def check_files(storage: Storage, directory: str, record: Manifest, visible: Ret
 
 
 def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:
-    """Say whether a manifest that failed to be put is surely not there."""
+    """Say whether a manifest whose put failed is certainly not there."""
     try:
         found = read_manifest(storage, directory)
     except (OSError, CorruptCheckpointError, FormatVersionError):

@@ -1,4 +1,4 @@
-"""One writer at a time: the last to claim an output dir owns it, and those before it write nothing more.
+"""One writer at a time: the last to claim an output dir owns it, and earlier ones stop writing.
 
 Follows steps 0 and 1 of the commit protocol (docs/format.md, section 8).
 """
@@ -51,7 +51,7 @@ class Fence:
 
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
-        is_resumed: whether what is saved goes on from a checkpoint of the output dir, or nobody asks for that.
+        is_resumed: False for a run that began anew: it is warned when it takes over a dir with checkpoints.
     """
 
     listing = Listing((), {}, {})
@@ -99,8 +99,8 @@ class Fence:
         self._takeover = _publish(self._storage, claim, listing)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
-        self._claim = claim  # only now: a claim without a list is harmless, and is followed by another
-        self.check()  # whoever has taken over since may have listed what was committed too late for this list
+        self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
+        self.check()  # a later owner may have listed what was committed too late for this list
         for intent in left:
             rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
         if is_first and listing.current and not self.is_resumed:
@@ -116,14 +116,14 @@ class Fence:
         self.listing = listing
 
     def is_spent(self, directory: str) -> bool:
-        """Say whether an earlier writer may be at work in a directory of this name, though it is gone by now."""
+        """Say whether an earlier writer may still write to a directory of this name, though it is gone."""
         step = layout.parse_step(directory)
         if step is None:
             return directory in self._takeover.directories
         return directory == layout.step_id(step) and step <= self._takeover.highest_step
 
     def write_index(self) -> None:
-        """Bring the index file up to date with the listing; that of RecIS is left as it is."""
+        """Replace the index file by the listing, unless it is one of RecIS."""
         if not self._is_of_recis:
             self._storage.replace(layout.INDEX_FILE, layout.encode_index(self.listing.ckpt_ids))
 
@@ -144,7 +144,7 @@ class Fence:
         is_there, own = False, layout.claim(self._claim.epoch)
         with suppress(FileNotFoundError):
             is_there = self._storage.read(own, 1 << 20) == encode_claim(self._claim)
-        last = max(claimed_epochs(self._storage), default=0)  # last: nothing lies between this and what it allows
+        last = max(claimed_epochs(self._storage), default=0)  # asked last, right before the caller acts on the answer
         if last > self._claim.epoch:
             return _fenced(self._storage, self._claim, last)
         if is_there:
@@ -173,16 +173,16 @@ def _claim_next(storage: Storage, known: Manifests, above: int) -> Claim:
             storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
         except FileExistsError:
             continue  # another was faster
-        for directory in (layout.OWN_DIR, ""):  # whoever made them may have died before they were durable
+        for directory in (layout.OWN_DIR, ""):  # the process that made them may have died before it synced them
             storage.sync_dir(directory)
         return claim
 
 
 def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
-    """Say what is committed: from now on late commits of older writers are ignored."""
+    """Publish what is committed: from now on late commits of older writers are ignored."""
     steps = {directory: layout.parse_step(directory) for directory in listing.directories}
     before = NO_TAKEOVER
-    with suppress(CorruptCheckpointError):  # what the list before this one knew of directories is lost then
+    with suppress(CorruptCheckpointError):  # then the directories that the list before this one named are lost
         before = last_takeover(storage)
     takeover = Takeover(
         claim.epoch,

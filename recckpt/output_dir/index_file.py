@@ -1,4 +1,4 @@
-"""The index file: a hint for people and scripts, compared with the manifests and made anew, and never relied on.
+"""The index file: a hint for people and scripts, compared with the manifests, written again, and never relied on.
 
 RecIS has a file of this name too: its output dirs are told apart, said to be so, and left alone.
 """
@@ -18,7 +18,7 @@ NOTE = "this is an output dir of RecIS, whose checkpoints recckpt does not read"
 _FILES = ("tensorkey.json", "index")  # in every checkpoint of RecIS, and in none of ours
 _MAX_BYTES = 1 << 20
 
-_MISSING, _STALE = "missing", "stale"  # what a death between two steps of a save leaves, or a save that is under way
+_MISSING, _STALE = "missing", "stale"  # as a crash in a save leaves it, or a save that still runs
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
@@ -56,7 +56,7 @@ def warn_of_index(
         log.warning("%s: %s; its file %r is left alone", storage.url, NOTE, layout.INDEX_FILE)
     elif problem and problem != _MISSING and not (look_again and problem == _STALE):
         log.warning(
-            "%s/%s is %s; the manifests are what counts, and the next save, or `recckpt repair`, makes it anew",
+            "%s/%s is %s; only the manifests count; the next save, or `recckpt repair`, writes it again",
             storage.url,
             layout.INDEX_FILE,
             problem,

@@ -1,4 +1,4 @@
-"""What is committed: found by looking at the manifests, the only truth there is."""
+"""What is committed, by the manifests, which alone decide it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Listing:
     committed: tuple[Checkpoint, ...]  # all of them, superseded ones included
     damaged: dict[str, CorruptCheckpointError | FormatVersionError]  # directory -> what is wrong with it
     fenced: dict[str, str]  # directory -> why a late commit is ignored
-    highest_seq: int = 0  # that was seen, even in a damaged checkpoint
+    highest_seq: int = 0  # seen in any manifest, of a damaged checkpoint too
     highest_epoch: int = 0
     save_ids: frozenset[str] = frozenset()  # of all whose manifest counts, whether their files are whole or not
     directories: tuple[str, ...] = ()  # committed or not, but for recckpt's own
@@ -51,7 +51,7 @@ class Listing:
 
     @property
     def uncommitted(self) -> list[str]:
-        """The directories of which no manifest is known: attempts that died or still run, and what is not ours."""
+        """The directories without a known manifest: attempts that died or still run, and what is not ours."""
         known = {checkpoint.directory for checkpoint in self.committed}
         known |= self.damaged.keys() | self.fenced.keys() | self.unreadable.keys()
         return sorted(set(self.directories) - known)
@@ -84,7 +84,7 @@ class Listing:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is none, not even a damaged one."""
+        """Whether there are no checkpoints, not even damaged ones."""
         return not self.committed and not self.damaged
 
     @property
@@ -100,7 +100,7 @@ class Listing:
 def list_checkpoints(storage: Storage, known: Manifests | None = None) -> Listing:
     """Read all manifests of an output dir, but those its writer knows, and check that their files are there.
 
-    Raises OSError where the storage failed, or does not let a checkpoint be read.
+    Raises OSError where the storage failed, or refuses to read a checkpoint.
     """
     listing = look_around(storage, known)
     for error in listing.unreadable.values():
@@ -142,7 +142,7 @@ def _list(storage: Storage, directories: Sequence[str], known: Manifests | None)
             unreadable[directory] = error
         else:
             found += [Checkpoint(directory, record)] if record is not None else []
-    takeover = _takeover(storage, damaged)  # after the manifests: what is committed meanwhile is only not seen yet
+    takeover = _takeover(storage, damaged)  # after the manifests: a commit in between is only missed, never miscounted
     fenced = {c.directory: reason for c in found if (reason := takeover.excludes(c.manifest))}
     counted, committed = [c for c in found if c.directory not in fenced], []
     for checkpoint in counted:
@@ -168,7 +168,7 @@ def _list(storage: Storage, directories: Sequence[str], known: Manifests | None)
 
 
 def _takeover(storage: Storage, damaged: dict[str, CorruptCheckpointError | FormatVersionError]) -> Takeover:
-    """Return the last takeover; where its list is damaged, a late commit counts rather than a good one is lost."""
+    """Return the last takeover; with a damaged list, late commits count: better than losing good ones."""
     try:
         return last_takeover(storage)
     except (CorruptCheckpointError, FormatVersionError) as error:

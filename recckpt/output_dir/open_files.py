@@ -1,4 +1,4 @@
-"""Reading what its writer may remove: files are opened before they are read, what is gone is looked for again."""
+"""Reading what a writer may remove meanwhile: files are opened first, and lost checkpoints are looked for again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def until_whole(find: Callable[[], _Found], use: Callable[[_Found], _T], first: 
         except CheckpointRemovedError as error:
             removed = error
         except CheckpointNotFoundError:
-            continue  # there is none at this moment, or the one that was asked for by name is gone for good
+            continue  # none at this moment, or the one asked for is gone for good
     raise removed
 
 
@@ -84,7 +84,7 @@ class HeldFiles:
         return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), partial(self._missing, name)))
 
     def map(self, name: str) -> memoryview | None:
-        """Return a file's bytes as a memory map, None where the storage has no such thing."""
+        """Return a file's bytes as a memory map, None where the storage has no maps."""
         held = self._maps.get(name)
         return self._reached(name, self._storage.map) if held is None else held
 
@@ -101,7 +101,7 @@ class HeldFiles:
         return bytes(held[:max_bytes])
 
     def threads(self, asked: int) -> int:
-        """Return how many threads are worth having of those that were asked for."""
+        """Return how many of the ``asked`` threads make it faster."""
         return self._storage.threads(asked)
 
     def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:
@@ -130,7 +130,7 @@ class HeldFiles:
             raise self._missing(path, error) from error
 
     def _missing(self, path: str, error: OSError) -> RecckptError:
-        """Say why a file is not there: rotation removes the manifest first, so that one without it was removed."""
+        """Say why a file is not there; a checkpoint without a manifest was removed, since rotation begins with it."""
         try:
             if not isinstance(error, NotPlainError):
                 self._storage.size(layout.join(self._directory, layout.MANIFEST))
@@ -170,7 +170,7 @@ class _MappedFile(io.RawIOBase):
 
 
 class _RemovableFile(io.RawIOBase):
-    """A file of a storage that may be gone in the middle of it."""
+    """A file of a storage that may vanish while it is read."""
 
     def __init__(self, file: BinaryIO, missing: Callable[[OSError], RecckptError]) -> None:
         self._file, self._missing = file, missing

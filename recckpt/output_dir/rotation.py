@@ -1,4 +1,4 @@
-"""Which checkpoints go, and how they go: the manifest first, so that a crash leaves nothing that anybody trusts.
+"""Which checkpoints go, and how they go: the manifest first, so that no reader trusts what a crash leaves.
 
 Pinned ones stay, by a small file each, so that any process may pin.
 """
@@ -19,7 +19,7 @@ from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
-THREADS = 8  # that remove files for a caller who was not told how many
+THREADS = 8  # to remove files with, where the caller has no number of its own
 
 
 def expired(
@@ -58,12 +58,12 @@ def pin(storage: Storage, ckpt_id: str) -> None:
 
 
 def unpin(storage: Storage, ckpt_id: str) -> None:
-    """Let rotation have a checkpoint again, at the next save; unpinning what is not pinned is no error."""
+    """Let rotation have a checkpoint again, at the next save; it need not be pinned."""
     storage.remove(layout.pin(ckpt_id))
 
 
 def pinned_ids(storage: Storage) -> set[str]:
-    """Return the ids that are pinned, of checkpoints that are gone, it may be."""
+    """Return the ids that are pinned, even of checkpoints that are gone."""
     names = map(layout.parse_pin, storage.list_files(layout.PINS_DIR))
     return {ckpt_id for ckpt_id in names if ckpt_id is not None}
 
@@ -79,13 +79,13 @@ def leftovers(storage: Storage, listing: Listing, epoch: int) -> list[Intent]:
 
 
 def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
-    """Remove what recckpt wrote of a checkpoint, with several threads, and say whether it is a checkpoint no more.
+    """Remove what recckpt wrote of a checkpoint, with several threads, and say whether its manifest is gone.
 
     A failure is logged and never fails a save.
     """
     is_gone = False
     try:
-        storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: a crash leaves what nobody trusts
+        storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: readers trust nothing without it
         is_gone = True
         storage.sync_dir(checkpoint.directory)
         _remove_files(storage, checkpoint.directory, {file.name for file in checkpoint.manifest.files}, concurrency)

@@ -160,7 +160,7 @@ class ObjectStorage(RemoteStorage):
 
 
 class _FirstAnswer(Retries):
-    """Attempts that end at once where nobody listens at an address that has never answered."""
+    """Attempts that end at once where an address that has never answered refuses the connection."""
 
     def __init__(self, policy: RetryPolicy, url: str, storage: ObjectStorage) -> None:
         super().__init__(policy, url)

@@ -43,7 +43,7 @@ class Outbox:
         return copy
 
     def threads(self, asked: int) -> int:
-        """Return how many threads are worth having of those that were asked for."""
+        """Return how many of the ``asked`` threads make it faster."""
         return (self._work_dir or self._storage).threads(asked)
 
     def publish(self, concurrency: int) -> None:

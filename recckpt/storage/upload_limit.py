@@ -53,7 +53,7 @@ class UploadSlots:
         while True:
             with suppress(FileExistsError):
                 self.directory.mkdir(mode=0o700)
-            with suppress(FileNotFoundError):  # whoever has given the last slot back has removed the directory
+            with suppress(FileNotFoundError):  # the process that gave back the last slot has removed it
                 self._check_owner()
                 for number in range(self._count):
                     slot = self._try(self.directory / str(number))
@@ -65,7 +65,7 @@ class UploadSlots:
             time.sleep(_LOOK_SEC)
 
     def free(self, slot: int) -> None:
-        """Give a slot back, and remove the files that nobody has locked."""
+        """Give a slot back, and remove the files that no process has locked."""
         try:
             with suppress(OSError):  # what is left takes no room to speak of
                 for path in self.directory.iterdir():
@@ -106,7 +106,7 @@ class UploadSlots:
         if not _is_at(slot, path):  # it was given back and removed meanwhile: another may have locked a new one
             os.close(slot)
             return None
-        with suppress(OSError):  # a full disk is no reason not to lock
+        with suppress(OSError):  # a lock works on a full disk too
             os.pwrite(slot, f"{os.getpid():<20}".encode(), 0)
         return slot
 
