@@ -18,8 +18,7 @@ from recckpt.load.loader import Loader
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.one_process import OneProcess
-from recckpt.parallel.process_group import DEFAULT_TIMEOUT_SEC
-from recckpt.parallel.ranks import RanksNow
+from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
 from recckpt.policies.keep import Keep
 from recckpt.save.arguments import check_moment, check_name, check_options, check_parts, check_registered, tables_in
 from recckpt.save.background_save import SaveHandle, SaveRunner

@@ -12,7 +12,8 @@ from recckpt.checkpointer.process import CheckpointProcess
 from recckpt.checkpointer.reader import StateReader
 from recckpt.checkpointer.stager import SharedMemoryStager
 from recckpt.checkpointer.writer import CheckpointWriter, RankInfo, WriterHook
-from recckpt.parallel import process_group
+from recckpt.parallel.process_group import shared_store
+from recckpt.parallel.ranks import rank_and_size
 from recckpt.types import positive_number
 
 BARRIER_TIMEOUT_SEC = 600.0
@@ -91,7 +92,7 @@ def _rank(rank_info: RankInfo | None, commit_hook: WriterHook | None) -> RankInf
 
 
 def _own_rank() -> RankInfo:
-    return RankInfo(*process_group.rank_and_size())
+    return RankInfo(*rank_and_size())
 
 
 def _barrier(rank_info: RankInfo, timeout_sec: float) -> Barrier:
@@ -103,5 +104,5 @@ def _barrier(rank_info: RankInfo, timeout_sec: float) -> Barrier:
             f"{rank_info} is not this process for torch.distributed, over which ranks agree: call "
             "init_process_group on every rank, and leave rank_info away"
         )
-    store = process_group.shared_store(f"recckpt/checkpointer/{next(_made)}")
+    store = shared_store(f"recckpt/checkpointer/{next(_made)}")
     return StoreBarrier(store, rank_info.global_rank, rank_info.global_world_size, timeout_sec)

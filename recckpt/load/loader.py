@@ -21,7 +21,7 @@ from recckpt.load.source import OpenSource, Source, locate_bank, opened
 from recckpt.output_dir.at_path import locate_path, open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
 from recckpt.output_dir.open_files import until_whole
-from recckpt.parallel.process_group import this_rank
+from recckpt.parallel.ranks import this_rank
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import WorkDir
 

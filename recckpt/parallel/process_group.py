@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 from recckpt.parallel.lost_ranks import RollCall, within
 
-DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
 _made = count()  # the same on all ranks, which make groups together
 
@@ -44,25 +43,6 @@ class Group(Protocol):
         """Return another group of the same ranks, for another thread. Collective."""
 
 
-class SoloGroup:
-    """One rank, alone."""
-
-    rank, size = 0, 1
-    is_lost = is_over = False
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the one value."""
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-    def twin(self) -> SoloGroup:
-        """Return itself: nobody can be met."""
-        return self
-
-
 class ProcessGroup:
     """The ranks of ``torch.distributed``, over a gloo group of their own, so that no training collective is met.
 
@@ -79,7 +59,7 @@ class ProcessGroup:
         RankLostError: here as in all methods: a rank is dead or did not answer in time.
     """
 
-    def __init__(self, timeout_sec: float = DEFAULT_TIMEOUT_SEC, call: RollCall | None = None) -> None:
+    def __init__(self, timeout_sec: float, call: RollCall | None = None) -> None:
         import torch.distributed as dist
 
         self._dist, self.timeout_sec, self._world = dist, timeout_sec, dist.group.WORLD
@@ -146,36 +126,13 @@ class ProcessGroup:
         return self._world is not self._dist.group.WORLD
 
 
-def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
-    """Return the number of this rank and of all: as given, else of the process group, else of RANK and WORLD_SIZE.
-
-    Args:
-        shard_id: None for that of this process; 0 where it is one of one.
-        shard_num: None for those of this job; 1 for a process that works for itself.
+def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
+    """Return the group of several ranks, of which this is one. Collective.
 
     Raises:
-        ValueError: the numbers do not fit each other, or those of the environment are needed and are no numbers, or
-            one of the two is missing.
-    """
-    is_told = shard_num == 1 or None not in (shard_id, shard_num)
-    rank, size = (0, 1) if is_told else rank_and_size()
-    size = size if shard_num is None else shard_num
-    rank = (0 if size == 1 else rank) if shard_id is None else shard_id
-    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
-        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={rank}, shard_num={size}")
-    return rank, size
-
-
-def group_of(shard_id: int, shard_num: int, timeout_sec: float = DEFAULT_TIMEOUT_SEC) -> Group:
-    """Return the group for a save of ``shard_num`` shards. Collective where there are several.
-
-    Raises:
-        ValueError: the numbers do not fit each other, or not the process group.
+        ValueError: there is no process group, or the numbers are not those of this process in it.
         RankLostError: not all ranks came in time.
     """
-    shard_id, shard_num = this_rank(shard_id, shard_num)
-    if shard_num == 1:
-        return SoloGroup()
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -197,32 +154,6 @@ def _disconnect(group: Any) -> None:
 
     with suppress(Exception):  # gone already
         dist.destroy_process_group(group)
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
-
-    Raises:
-        ValueError: one of the two variables is no number, or is missing where the other speaks of several ranks.
-    """
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    text = ", ".join(f"{name}={value!r}" for name, value in found.items())
-    try:
-        rank, size = int(found.get("RANK", 0)), int(found.get("WORLD_SIZE", 1))
-    except ValueError as error:
-        raise ValueError(f"{text}: expected a number each, or neither") from error
-    if len(found) == 1 and (rank, size) != (0, 1):
-        raise ValueError(
-            f"found {text} in the environment without {'RANK' if 'RANK' not in found else 'WORLD_SIZE'}, and no "
-            "process group: this may be one of several processes, which would fight over one output dir; set both, as "
-            "torchrun does, or call init_process_group, or give shard_id and shard_num (0 and 1 where this one works "
-            "for itself)"
-        )
-    return rank, size
 
 
 def shared_store(name: str) -> Any:

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from recckpt.errors import RankLostError, RecckptError
-from recckpt.parallel.process_group import Group, group_of, this_rank
+from recckpt.parallel.process_group import Group, group_of
 
+DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
 
 Failed = Callable[[int, str], RecckptError]
 Lost = Callable[[RankLostError], RecckptError]
+
+
+class SoloGroup:
+    """One rank, alone; its own twin."""
+
+    rank, size = 0, 1
+    is_lost = is_over = False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the one value."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def twin(self) -> SoloGroup:
+        """Return itself."""
+        return self
 
 
 class Connection:
@@ -174,13 +195,62 @@ class RanksNow(dict[tuple[int, int], Ranks]):
         """
         rank, size = key = this_rank(shard_id, shard_num)
         if key not in self or self[key].is_over:
-            self[key] = Ranks(rank, size, Connection(lambda: group_of(rank, size, self._timeout_sec)))
+            self[key] = Ranks(rank, size, Connection(lambda: self._connected(rank, size)))
         return self[key]
+
+    def _connected(self, rank: int, size: int) -> Group:
+        return SoloGroup() if size == 1 else group_of(rank, size, self._timeout_sec)
 
     @property
     def has_lost(self) -> bool:
         """Whether a rank is known to be missing, so that nothing collective can be done any more."""
         return any(ranks.has_lost for ranks in self.values())
+
+
+def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
+    """Return the number of this rank and of all: as given, else of the process group, else of RANK and WORLD_SIZE.
+
+    Args:
+        shard_id: None for that of this process; 0 where it is one of one.
+        shard_num: None for those of this job; 1 for a process that works for itself.
+
+    Raises:
+        ValueError: the numbers do not fit each other, or those of the environment are needed and are no numbers, or
+            one of the two is missing.
+    """
+    is_told = shard_num == 1 or None not in (shard_id, shard_num)
+    rank, size = (0, 1) if is_told else rank_and_size()
+    size = size if shard_num is None else shard_num
+    rank = (0 if size == 1 else rank) if shard_id is None else shard_id
+    if not (type(size) is int and type(rank) is int and 0 <= rank < size):
+        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={rank}, shard_num={size}")
+    return rank, size
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
+
+    Raises:
+        ValueError: one of the two variables is no number, or is missing where the other speaks of several ranks.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    text = ", ".join(f"{name}={value!r}" for name, value in found.items())
+    try:
+        rank, size = int(found.get("RANK", 0)), int(found.get("WORLD_SIZE", 1))
+    except ValueError as error:
+        raise ValueError(f"{text}: expected a number each, or neither") from error
+    if len(found) == 1 and (rank, size) != (0, 1):
+        raise ValueError(
+            f"found {text} in the environment without {'RANK' if 'RANK' not in found else 'WORLD_SIZE'}, and no "
+            "process group: this may be one of several processes, which would fight over one output dir; set both, as "
+            "torchrun does, or call init_process_group, or give shard_id and shard_num (0 and 1 where this one works "
+            "for itself)"
+        )
+    return rank, size
 
 
 def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

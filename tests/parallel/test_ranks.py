@@ -13,8 +13,7 @@ from paths import PYTHONPATH, SUPPORT
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError, StateMismatchError
-from recckpt.parallel.process_group import SoloGroup, group_of, this_rank
-from recckpt.parallel.ranks import Connection, Ranks, RanksNow
+from recckpt.parallel.ranks import Connection, Ranks, RanksNow, this_rank
 from recckpt.sparse import ShardedHashTable
 
 
@@ -52,9 +51,8 @@ def ranks_beside(other):
 
 
 def test_alone_there_is_nobody_to_ask():
-    group = group_of(0, 1)
-    assert isinstance(group, SoloGroup)
-    assert (group.all_gather(3), group.broadcast(4), this_rank()) == ([3], 4, (0, 1))
+    alone = RanksNow(1.0).of(0, 1)
+    assert (alone.gather(3), alone.on_first(lambda: 4), this_rank()) == ([3], 4, (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_alone_there_is_nobody_to_ask():
 )
 def test_numbers_that_do_not_fit_each_other_are_refused(shard, shards):
     with pytest.raises(ValueError, match="shard_id must be 0 to shard_num - 1, found"):
-        group_of(shard, shards)
+        RanksNow(1.0).of(shard, shards)
 
 
 def test_without_a_process_group_the_environment_says_which_rank_this_is(monkeypatch):
@@ -121,7 +119,7 @@ def test_under_torchrun_without_a_process_group_a_save_is_refused_and_a_load_tak
 
 def test_several_shards_need_a_process_group():
     with pytest.raises(ValueError, match="call init_process_group on every rank"):
-        group_of(0, 2)
+        RanksNow(1.0).of(0, 2).gather(None)
 
 
 def test_all_ranks_get_all_results():

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from recckpt.errors import LookupFailedError
-from recckpt.parallel.process_group import rank_and_size
+from recckpt.parallel.ranks import rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
