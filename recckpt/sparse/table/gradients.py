@@ -24,12 +24,7 @@ _MAX_ENTRIES = 64
 
 @dataclass(frozen=True)
 class _Entry:
-    """The gradients of different ids.
-
-    Attributes:
-        era: of the store when they came; they end with it.
-        used: 1 once a step has used them.
-    """
+    """The gradients of different ids, which end with the era of the store; a step that uses them sets ``used[0]``."""
 
     ids: Int64s
     grads: Tensor

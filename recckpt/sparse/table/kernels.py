@@ -41,7 +41,10 @@ def compiled(function: _Loop) -> _Loop:
                 errors.append(error)
 
         thread = threading.Thread(target=work, name="recckpt-compile")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # at the end of the interpreter, where a last save may still be made
+            return compile_for(*args)
         thread.join()  # left by an exception, the thread goes on to its end
         if errors:
             raise errors[0]

@@ -29,11 +29,7 @@ _PIECE_ROWS = 1 << 17  # ids read at a time: 1 MiB
 
 
 class Log:
-    """Rows that were copied aside, each at the next place, on the CPU; its memory may serve one snapshot after another.
-
-    Args:
-        specs: what is copied of a row.
-    """
+    """Rows that were copied aside, each at the next place, on the CPU; its memory serves one snapshot after another."""
 
     def __init__(self, specs: Sequence[SlotSpec]) -> None:
         self.columns = {spec.name: Column(spec, torch.device("cpu")) for spec in specs}
@@ -64,12 +60,7 @@ class PreImages:
     """Columns of one moment. Training copies aside before it writes; readers lay that over what they read.
 
     A reader takes the live values first, and only then looks which of its rows were copied aside: whatever it may
-    have read of a row while that was changing is overwritten. Thread-safe.
-
-    Args:
-        n_rows: rows of this moment.
-        columns: the live columns.
-        log: an empty one of the same columns.
+    have read of a row while that was changing is overwritten. Thread-safe. The log is empty and of the same columns.
     """
 
     def __init__(self, n_rows: int, columns: Mapping[str, Column], log: Log) -> None:
@@ -97,16 +88,9 @@ class PreImages:
             self.n_kept = len(log.places)
 
     def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes], *, for_good: bool) -> None:
-        """Copy rows into a target a column.
+        """Copy rows into a target a column; those read for good may change from now on, and are not read again.
 
-        Args:
-            rows: of this moment.
-            targets: contiguous bytes.
-            for_good: these rows are not read again, so they may change from now on.
-
-        Raises:
-            RuntimeError: they have been read for good already, or this is closed.
-            MemoryError: there was none to copy rows to.
+        Raises RuntimeError where they were read for good, or this is closed; MemoryError where keeping rows failed.
         """
         columns, _ = self._opened()
         for column, target in zip(columns.values(), targets, strict=True):
@@ -154,15 +138,8 @@ class Snapshot:
     """Rows 0 to ``n_rows - 1`` of a table at the moment this is made.
 
     Reading is thread-safe, also beside the one thread that changes the table; that one calls :meth:`keep_rows` and
-    :meth:`keep_ids` before it writes.
-
-    Args:
-        name: the table.
-        n_rows: rows of this moment.
-        ids: their ids.
-        columns: slot name -> column, in the order in which they are read.
-        logs: where values are copied to, for the ids and for these columns; empty.
-        on_close: called once when the logs serve no longer, maybe from another thread; must not refer to this.
+    :meth:`keep_ids` before it writes. Columns are read in their order. When the logs serve no longer ``on_close`` is
+    called once, maybe from another thread; it must not refer to this.
     """
 
     def __init__(
@@ -201,12 +178,7 @@ class Snapshot:
         self._ids.keep(rows)
 
     def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
-        """Copy rows, each of which is read once in the life of a snapshot, into a target each for id and slots.
-
-        Raises:
-            RuntimeError: a row is read for the second time, or the snapshot is closed.
-            MemoryError: there was none to copy rows to that changed.
-        """
+        """Copy rows, each of which is read once in the life of a snapshot, into a target each for id and slots."""
         self.read_ids(rows, targets[0])
         self._slots.read(rows, targets[1:], for_good=True)
 

@@ -1,12 +1,13 @@
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 from paths import PYTHONPATH
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.sparse.table.kernels import add_rows, count_buckets, gather_rows, place_rows, scatter_rows
+from recckpt.sparse.table.kernels import add_rows, compiled, count_buckets, gather_rows, place_rows, scatter_rows
 
 RNG = np.random.default_rng(0)
 
@@ -108,3 +109,14 @@ def test_an_interrupt_while_a_loop_is_compiled_for_the_first_time_breaks_nothing
     command = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout == "True [0, 1, 2, 3, 4, -1]\n", done.stderr
+
+
+def test_where_no_thread_can_be_started_a_loop_is_compiled_all_the_same(monkeypatch):
+    def double(number):
+        return 2 * number
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert compiled(double)(3) == 6
