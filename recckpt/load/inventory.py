@@ -28,7 +28,7 @@ class Thing:
         shape: of one row of a slot, or of a tensor.
         rows: rows of the table; 0 for what is not a slot.
         n_bytes: bytes to read, 0 where that is not known.
-        tied: other names of the parameter whose state in a dense optimizer this is.
+        tied: other names of the parameter whose state in a dense optimizer this is, or of a tensor in a checkpoint.
     """
 
     dtype: str = ""
@@ -75,8 +75,13 @@ def checkpoint_inventory(
             thing = Thing(slot.dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
             things[slot_name(table.name, slot.name)] = thing
     dense = dict.fromkeys(manifest.names.dense, Thing(PLAIN))
-    dense |= {name: Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes) for name, tensor in tensors.items()}
     here = names_here(dense, model_dense)
+    tied: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        tied.setdefault((tensor.place, tensor.shape), []).append(here[name])
+    for name, tensor in tensors.items():
+        others = tuple(other for other in tied[tensor.place, tensor.shape] if other != here[name])
+        dense[name] = Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes, others)
     things |= {Name("dense", here[name]): thing for name, thing in dense.items()}
     things |= _registered(checkpoint, here)
     if manifest.step is not None:

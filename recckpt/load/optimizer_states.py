@@ -85,6 +85,10 @@ class _Composer:
         called = [set(source.under_names_of(self._live.dense, dict.fromkeys(group[NAMES]))) for group in groups]
         known = set().union(*called)
         there = {first: [_source(name, source) for name in names] for first, names in self._names.items()}
+        for first, names in there.items():
+            item = self._planned[state_name(first, self._name)]
+            if item.offer is not None and self._sources[item.offer] is source:
+                names.append(item.source.rpartition("@")[0])  # it may be tied there alone
         found = {parameter: next((name for name in names if name in known), "") for parameter, names in there.items()}
         return [
             {**group, NAMES: [parameter for parameter, name in found.items() if name in names]}

@@ -238,12 +238,17 @@ def _source(name: Name, tied: tuple[str, ...], offer: Offer) -> Name:
     renames = offer.entry.renames
     text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
     if name.parameter:
-        names = (state_name(renames.source(Name("dense", one)), text) for one in (name.parameter, *tied))
-        first = next(names)
-        return first if first in offer.inventory else next((n for n in names if n in offer.inventory), first)
+        names = _names_there([renames.source(Name("dense", one)) for one in (name.parameter, *tied)], text, offer)
+        return next((found for found in names if found in offer.inventory), names[0])
     if name.group == "dense_opt" and Name("dense_opt", text) not in offer.inventory:
         return Name("extra", text)  # saved without the names of its parameters
     return slot_name(*text.rsplit("@", 1)) if name.is_slot and "@" in text else Name(name.group, text)
+
+
+def _names_there(parameters: Sequence[str], optimizer: str, offer: Offer) -> list[Name]:
+    """Return the names that the state of a parameter may have there, where it may be tied to others."""
+    things = [offer.inventory.get(Name("dense", parameter), Thing()) for parameter in parameters]
+    return [state_name(one, optimizer) for one in dict.fromkeys([*parameters, *(n for t in things for n in t.tied)])]
 
 
 def _conversion(found: Thing, live: Thing, action: str) -> str:
