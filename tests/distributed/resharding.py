@@ -4,6 +4,7 @@
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Job:
         model = nn.ModuleDict({**self.tables, "top": self.top})
         optim = SparseAdam(list(self.tables.values()))
         self.saver = Saver(model, optim, str(url), concurrency=2)
-        self.saver._runner._sparse_saver = SparseSaver(2, batch_bytes=batch_bytes)
+        self.saver._to = replace(self.saver._to, sparse_saver=SparseSaver(2, batch_bytes=batch_bytes))
         if connect:
             connect(self.saver)
         self.manager = CheckpointManager(self.saver, 10**9, shard_id=rank, shard_num=size)
