@@ -17,6 +17,8 @@ from gate import Gate
 from hypothesis import settings
 from servers.process import ServerProcess
 
+from recckpt.storage import open_storage
+
 torch.set_num_threads(1)  # the tests' tensors are tiny: threads that wait for each other would cost the most
 settings.register_profile("untimed", deadline=None)  # machines are shared: a slow example is no failure
 settings.load_profile("untimed")
@@ -64,6 +66,24 @@ def s3_url(s3_options, s3_buckets, monkeypatch):
 def url(request, tmp_path):
     """An output dir on each kind of storage."""
     return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue("memory_url")
+
+
+@pytest.fixture
+def storage(url):
+    """An empty output dir on each kind of storage, opened."""
+    return _opened(url)
+
+
+@pytest.fixture
+def local(tmp_path):
+    """An empty output dir on the disk, opened."""
+    return _opened(str(tmp_path / "runs"))
+
+
+def _opened(url):
+    storage = open_storage(url)
+    storage.prepare()
+    return storage
 
 
 @pytest.fixture

@@ -18,18 +18,9 @@ from recckpt.storage import Storage, open_storage
 
 
 @pytest.fixture
-def storage(url) -> Storage:
-    storage = open_storage(url)
-    storage.prepare()
-    return storage
-
-
-@pytest.fixture
-def local(tmp_path) -> Storage:
-    storage = open_storage(str(tmp_path / "runs"))
-    storage.prepare()
-    storage.make_dir("d")
-    return storage
+def local(local):
+    local.make_dir("d")
+    return local
 
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16), "n": 3, "nested": {"a": [None]}}

@@ -11,20 +11,6 @@ from recckpt.output_dir.listing import describe, list_checkpoints, locate, newes
 from recckpt.storage import Storage, open_storage
 
 
-@pytest.fixture
-def storage(url) -> Storage:
-    storage = open_storage(url)
-    storage.prepare()
-    return storage
-
-
-@pytest.fixture
-def local(tmp_path) -> Storage:
-    storage = open_storage(str(tmp_path / "runs"))
-    storage.prepare()
-    return storage
-
-
 def save(storage: Storage, *ids: str, **options) -> None:
     for ckpt_id in ids:
         save_tables(storage, [filled("item", range(3))], ckpt_id=ckpt_id, **options)

@@ -13,22 +13,7 @@ from recckpt.output_dir.listing import locate
 from recckpt.output_dir.rotation import remove
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.sparse.files import part_reader
-from recckpt.storage import Storage, open_storage
 from recckpt.text import Progress
-
-
-@pytest.fixture
-def storage(url) -> Storage:
-    storage = open_storage(url)
-    storage.prepare()
-    return storage
-
-
-@pytest.fixture
-def local(tmp_path) -> Storage:
-    storage = open_storage(str(tmp_path / "runs"))
-    storage.prepare()
-    return storage
 
 
 def test_the_rows_of_the_checkpoint_replace_those_of_the_table(storage):

@@ -69,9 +69,13 @@ class Writer:
 
 @pytest.fixture
 def writer(memory_url) -> Writer:
-    storage = open_storage(memory_url)
+    return Writer(opened(memory_url))
+
+
+def opened(url) -> Storage:
+    storage = open_storage(url)
     storage.prepare()
-    return Writer(storage)
+    return storage
 
 
 def rows_in(batches) -> dict[int, int]:
@@ -99,9 +103,7 @@ LINKS = st.lists(st.tuples(SHARDS, SHARDS, st.integers(0, 9), st.integers(1, 9),
 @settings(deadline=None, max_examples=50)
 @given(LINKS, st.sampled_from([2000, 6000, 1 << 20]))
 def test_the_rows_of_a_chain_are_those_of_a_dict(links, budget_bytes):
-    storage = open_storage("memory://merged-rows")
-    storage.prepare()
-    writer, model, chain = Writer(storage), {}, []
+    writer, model, chain = Writer(opened("memory://merged-rows")), {}, []
     for number, (upserts, deletes, chance, batch_rows, part_batches) in enumerate(links):
         is_whole = number == 0 or chance == 0  # full, or replaced
         seen: set[int] = set()
@@ -115,13 +117,11 @@ def test_the_rows_of_a_chain_are_those_of_a_dict(links, budget_bytes):
         assert rows_in(list(merged_rows(chain, budget_bytes))) == model
 
 
-def test_a_full_checkpoint_is_a_chain_of_one(tmp_path):
-    storage = open_storage(str(tmp_path))
-    storage.prepare()
-    save_tables(storage, [filled("t", range(0, 500)), filled("u", range(9))], [filled("t", range(500, 900))])
-    checkpoint = locate(storage, "ckpt_1")
+def test_a_full_checkpoint_is_a_chain_of_one(local):
+    save_tables(local, [filled("t", range(0, 500)), filled("u", range(9))], [filled("t", range(500, 900))])
+    checkpoint = locate(local, "ckpt_1")
     entry = next(entry for entry in checkpoint.manifest.tables if entry.name == "t")
-    link = Link(storage, checkpoint.directory, entry, read_catalogs(checkpoint, storage), [], True)
+    link = Link(local, checkpoint.directory, entry, read_catalogs(checkpoint, local), [], True)
     found = pa.Table.from_batches(merged_rows([link], 4000))
     assert sorted(found["id"].to_pylist()) == list(range(900))
     assert found["embedding"].to_pylist() == [[float(id_)] * 2 for id_ in found["id"].to_pylist()]
@@ -219,10 +219,9 @@ def test_every_batch_is_read_once_and_again_only_where_a_border_between_ranges_c
 
 @pytest.fixture(scope="module")
 def wide():
-    """A chain of rows of a kilobyte: 20 MB, and the links 31 MB together."""
-    storage = open_storage("memory://merged-rows-wide")
-    storage.prepare()
-    return long_chain(Writer(storage), slots=(SlotSpec("embedding", "float32", (256,)),))
+    """A chain of rows of a kilobyte: 8 MB in the full link, and half as many in the others."""
+    slots = (SlotSpec("embedding", "float32", (256,)),)
+    return long_chain(Writer(opened("memory://merged-rows-wide")), n_rows=8000, n_links=25, slots=slots)[0]
 
 
 def peak_of(chain, budget_bytes) -> int:
@@ -239,17 +238,14 @@ def peak_of(chain, budget_bytes) -> int:
         pa.set_memory_pool(before)
 
 
-@pytest.mark.parametrize("budget_bytes", [4 << 20, 12 << 20])
+@pytest.mark.parametrize("budget_bytes", [2 << 20, 5 << 20])
 def test_memory_stays_within_the_budget_and_one_batch(wide, budget_bytes):
-    chain, _ = wide
     batch_bytes, books_bytes = 500 * 1032, 3 * 8 * N_BUCKETS
-    assert peak_of(chain, budget_bytes) < budget_bytes + 2 * batch_bytes + books_bytes
+    assert peak_of(wide, budget_bytes) < budget_bytes + 2 * batch_bytes + books_bytes
 
 
 def test_memory_does_not_grow_with_the_number_of_links(wide):
-    chain, _ = wide
-    few = peak_of(chain[-1:], 2 << 20)
-    assert peak_of(chain, 2 << 20) < few + (1 << 20)
+    assert peak_of(wide, 2 << 20) < peak_of(wide[-1:], 2 << 20) + (1 << 20)
 
 
 def test_a_range_is_a_bucket_where_there_is_no_memory_for_more(writer):

@@ -15,17 +15,14 @@ from recckpt.format.buckets import bucket_of
 from recckpt.output_dir.listing import locate
 from recckpt.sparse.files.arrow_format import column_array, column_buffer, part_schema, slot_field
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.storage import open_storage
 from recckpt.types import ITEM_BYTES, SlotSpec
 
 SLOTS = (SlotSpec("embedding", "float32", (2,)),)
 
 
 @pytest.fixture
-def storage(tmp_path):
-    storage = open_storage(str(tmp_path / "runs"))
-    storage.prepare()
-    return storage
+def storage(local):
+    return local
 
 
 def reader_of(storage, columns=None, part=None) -> PartReader:

@@ -12,24 +12,9 @@ from forge import empty, filled, load, parts_of, rows_of, save_tables
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.storage import Storage, open_storage
 from recckpt.types import ITEM_BYTES
 
 ANY_IDS = [0, -1, 2**63 - 1, -(2**63), 1, 2**32, -(2**32)]
-
-
-@pytest.fixture
-def storage(url) -> Storage:
-    storage = open_storage(url)
-    storage.prepare()
-    return storage
-
-
-@pytest.fixture
-def local(tmp_path) -> Storage:
-    storage = open_storage(str(tmp_path / "runs"))
-    storage.prepare()
-    return storage
 
 
 def random_table(name: str, n_rows: int, dtype: torch.dtype, shape=(3,), slots=(), seed=0) -> HashTable:
