@@ -7,8 +7,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -33,22 +32,8 @@ class UploadSlots:
         name = f"recckpt-{os.getuid()}-{xxhash.xxh3_128_hexdigest(url.encode())}"
         self.directory = Path(tempfile.gettempdir(), name)
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Wait for a slot and hold it for as long as the block takes."""
-        slot = self.take()
-        try:
-            yield
-        finally:
-            self.free(slot)
-
     def take(self) -> int:
-        """Wait for a slot and return it.
-
-        Raises:
-            TimeoutError: there was none for all that time; names the processes that hold them.
-            OSError: the locks cannot be reached.
-        """
+        """Wait for a slot and return it, for :meth:`free`; TimeoutError, which names the holders, if none gets free."""
         deadline = time.monotonic() + self._timeout_sec
         while True:
             with suppress(FileExistsError):

@@ -6,11 +6,23 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 
 import pytest
 from crowd import crowd
 
 from recckpt.storage.upload_limit import UploadSlots
+
+
+@contextmanager
+def taken(slots):
+    """Hold a slot for as long as the block takes."""
+    slot = slots.take()
+    try:
+        yield
+    finally:
+        slots.free(slot)
+
 
 HOLD = """
 import os, sys
@@ -80,14 +92,14 @@ def test_there_are_as_many_slots_as_were_asked_for(own_tmp):
     ):
         two.take()
     two.free(held[0])
-    with two.taken():
+    with taken(two):
         assert not is_free(two)
     assert is_free(two)
     two.free(held[1])
 
 
 def test_slots_of_another_url_are_others(own_tmp):
-    with slots().taken():
+    with taken(slots()):
         assert not is_free(slots(timeout_sec=0))
         assert is_free(slots(timeout_sec=0, url="s3://bucket/other"))
 
@@ -96,10 +108,10 @@ def test_whoever_waits_gets_a_slot_once_one_is_free(own_tmp):
     one, order = slots(), []
 
     def wait():
-        with one.taken():
+        with taken(one):
             order.append("second")
 
-    with one.taken():
+    with taken(one):
         thread = threading.Thread(target=wait)
         thread.start()
         order.append("first")
