@@ -3,7 +3,8 @@
 A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at each save::
 
     frozen = [tracker.freeze(table) for table in tables]     # the moment of the save; training may go on
-    replaced = [some.is_replaced(base) for some in frozen]   # then all ranks agree: replaced on one is on all
+    replaced = [some.is_replaced(base) for some in frozen]   # then all ranks agree: replaced on one is on all;
+                                                             # some.n_changed tells whether a delta is worth it
     sources = [some.snapshot or some.delta(base) ...]        # all rows, or what has changed; to be closed as ever
     frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else it ends,
     frozen[i].failed()                                       # also with an ephemeral commit: the base stays
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -156,12 +158,23 @@ class Frozen:
         """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
         return self._base != base
 
+    @property
+    def n_changed(self) -> int:
+        """Rows and erased ids that a delta would hold, ids that are there again included: for the choice of a full."""
+        return self.snapshot.n_rows if self._base is None else len(self._rows) + sum(map(len, self._erased))
+
+    @cached_property
+    def _rows(self) -> Int64s:
+        """The rows that have changed."""
+        rows: Int64s = _marked_rows(self._bits, self.snapshot.n_rows)
+        return rows
+
     def delta(self, base: str) -> DeltaSource:
         """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
         self.snapshot.narrow(self._bits)
-        return DeltaSource(self.snapshot, _marked_rows(self._bits, self.snapshot.n_rows), self._erased)
+        return DeltaSource(self.snapshot, self._rows, self._erased)
 
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""

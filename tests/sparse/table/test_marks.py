@@ -8,6 +8,7 @@ import pytest
 import torch
 from raising import RaisingAt
 
+from recckpt import Saver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.part_reader import PartReader
@@ -61,6 +62,30 @@ def test_a_delta_holds_what_was_written_and_erased_since_the_base():
     source = tracker.freeze(table).delta("base")
     assert upserts(source) == {200: 2.0, 7: 2.0}
     assert sorted(source.deletes()) == [3, 5]
+
+
+def test_what_a_delta_would_hold_is_known_before_it_is_chosen():
+    table, tracker = tracked(100)
+    write(table, 3, 200)
+    table.erase(torch.tensor([5, 3]))
+    frozen = tracker.freeze(table)
+    assert frozen.n_changed == 3
+    assert frozen.delta("base").n_rows == 1
+    table.clear()
+    write(table, 1, 2)
+    assert tracker.freeze(table).n_changed == 2
+
+
+def test_a_load_that_replaces_all_rows_is_more_than_marks_can_say(tmp_path):
+    table, tracker = tracked(10)
+    saver = Saver(torch.nn.ModuleList([table]), output_dir=str(tmp_path))
+    saver.save("a")
+    assert not tracker.freeze(table).is_replaced("base")
+    saver.load(ckpt_id="a")
+    assert tracker.freeze(table).is_replaced("base")
+    tracker.begin(table, "a")
+    write(table, 3)
+    assert upserts(tracker.freeze(table).delta("a")) == {3: 2.0}
 
 
 def test_nothing_is_known_before_the_first_commit_and_everything_after():

@@ -145,8 +145,8 @@ class Training(RuleBasedStateMachine):
         self.owner: dict[int, int] = {}  # rank of each id
         self.clock = 0.0
 
-    @initialize(n_rows=st.integers(0, 90), n_ranks=st.integers(1, 2))
-    def make(self, n_rows, n_ranks):
+    @initialize(n_rows=st.integers(0, 90), n_ranks=st.integers(1, 2), n_saved=st.integers(0, 2))
+    def make(self, n_rows, n_ranks, n_saved):
         self.tables = [HashTable(2, name="t", initializer=Constant(0.5)) for _ in range(n_ranks)]
         for table in self.tables:
             table.add_slot("count", ())
@@ -155,6 +155,8 @@ class Training(RuleBasedStateMachine):
         self.writers = [Writer(name, n_ranks) for name in "ab"]
         self.checkpoints: dict[str, Content] = {}
         self.insert(list(range(n_rows)), 0)
+        for writer in range(n_saved):
+            self.save_at_once(writer, "committed")
 
     def fresh(self, value: float) -> tuple[float, ...]:
         """Return a new row with this embedding."""
@@ -210,7 +212,7 @@ class Training(RuleBasedStateMachine):
         for id_ in ids:
             del self.model[id_], self.owner[id_]
 
-    @rule(what=st.sampled_from(["clear", "move", "add_slot", "load"]), rank=st.integers(0, 1), often=st.integers(0, 2))
+    @rule(what=st.sampled_from(["clear", "move", "add_slot", "load"]), rank=st.integers(0, 1), often=st.integers(0, 4))
     def something_rare(self, what, rank, often):
         if not often:
             getattr(self, f"_{what}")(rank % len(self.tables))
@@ -259,7 +261,7 @@ class Training(RuleBasedStateMachine):
         if self.writers[writer].save is not None:
             self.writers[writer].finish(self.checkpoints, outcome)
 
-    @rule(writer=st.integers(0, 1), outcome=st.sampled_from(["committed", "failed", "ephemeral"]))
+    @rule(writer=st.integers(0, 1), outcome=st.sampled_from(["committed"] * 3 + ["failed", "ephemeral"]))
     def save_at_once(self, writer, outcome):
         self.stage(writer, 1)
         self.finish(writer, outcome)
