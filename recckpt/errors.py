@@ -130,7 +130,7 @@ class StateMismatchError(RecckptError, ValueError):
 
 
 class LoadConfError(RecckptError, ValueError):
-    """A ``load_conf`` or model bank asks for what does not exist, or is no such thing; says all that is wrong.
+    """A ``load_conf`` or model bank asks for what does not exist, or is malformed; says all that is wrong.
 
     Attributes:
         problems: one text each.
@@ -190,7 +190,7 @@ class SaveFailedError(RecckptError):
     Attributes:
         ckpt_id: the checkpoint that was being written.
         rank: the first shard that failed, or that is missing.
-        step: the step that was to be saved, None where nobody counts.
+        step: the step that was to be saved, None where no steps are counted.
         cause: what went wrong there.
     """
 

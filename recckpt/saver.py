@@ -176,7 +176,7 @@ class Saver(OneProcess):
                 otherwise. Where a rank is missing, so is it for all saves and restores to come: restart the job.
             CommitNotDurableError: committed, but the storage failed before that was surely durable.
             WriterFencedError: another process has taken the output dir over by saving to it.
-            The error of an earlier save in the background that nobody has been told of; this one is not begun then.
+            The error of an earlier save in the background, if it was not raised yet; this one is not begun then.
         """
         info = SaveInfo(ckpt_id, step, ephemeral=ephemeral)
         return self._save(info, shard_id, shard_num, state, overwrite).wait()
@@ -200,13 +200,13 @@ class Saver(OneProcess):
         return self._save(info, shard_id, shard_num, state, overwrite)
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the save that is under way, if there is one, and say whether none is any more.
+        """Wait for the save that is under way, if there is one, and say whether it is over.
 
         Args:
             timeout_sec: how long to wait; 0 only looks, None waits until the end.
 
         Raises:
-            RecckptError: that of the save, where nobody has been told yet.
+            RecckptError: the save failed, and its error was not raised yet.
         """
         with self.turn():
             return self._runner.settle(timeout_sec)

@@ -1,4 +1,4 @@
-"""The saves of a run: begun when they are due, or a signal asks for one, and never two at a time."""
+"""The saves of a run: begun when they are due or a signal asks for one, never two at a time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,10 @@ _Metrics = Mapping[str, float] | None
 
 
 class Autosave:
-    """Saves a run when its schedule says so. Collective where there are several ranks; not thread-safe.
+    """Saves a run when its schedule says so; see :class:`recckpt.CheckpointManager`. Collective; not thread-safe.
 
     Args:
-        saver: what is saved, and where.
-        run: where the run is.
         ranks: returns those that save together, as they are now.
-        schedule: says when.
-        signals: that let the next step save.
-        async_save: whether training goes on while a checkpoint is written that a step began.
-        grace_sec: how long a save for a signal may take.
         reload: called after a save was begun: looks for what is new in a model bank.
     """
 
@@ -71,7 +65,7 @@ class Autosave:
     def step(self, state: _State, metrics: _Metrics, event_time: float | None) -> None:
         """Count a step, and save if it is time."""
         run = self._run
-        is_time = event_time is not None and _is_finite(event_time)  # first, so that a step that is refused counts not
+        is_time = event_time is not None and _is_finite(event_time)  # first: a step that is refused is not counted
         if self._ranks.size == 1:
             check_scalars(state, metrics)
         run.global_step += 1
@@ -121,8 +115,7 @@ class Autosave:
     def close(self, error: BaseException | None = None) -> None:
         """Make the save that was put off, wait for what is under way, and give signals back what they did before.
 
-        Args:
-            error: what is being raised already: then the error of the save is only logged, and none is made.
+        Where an ``error`` is being raised already, no save is made, and the error of one is only logged.
         """
         try:
             if error is None:
@@ -238,7 +231,7 @@ class Autosave:
         try:
             is_over = self.settle(left())
         except Exception as error:
-            log.error("%s", error)  # this step is saved all the more
+            log.error("%s", error)  # one more reason to save this step
             is_over = True
         is_over = all(self._ranks.gather(is_over))  # of one rank it may end as the grace does
         if is_over:

@@ -51,8 +51,8 @@ class CheckpointManager(OneProcess):
         clock: seconds, for policies of time.
 
     Raises:
-        TypeError: ``saver`` is none.
-        ValueError: another argument is none of these.
+        TypeError: ``saver`` is not a :class:`recckpt.Saver`.
+        ValueError: another argument is invalid.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CheckpointManager(OneProcess):
         if backpressure != "wait" and backpressure in get_args(Backpressure) and not async_save:
             raise ValueError(
                 f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
-                "each step waits for its own save: leave it away, or give async_save=True"
+                "each step waits for its own save: omit it, or give async_save=True"
             )
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, save_at_start
         regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
@@ -141,8 +141,8 @@ class CheckpointManager(OneProcess):
             event_time: the latest time of an event in this batch, in seconds since 1970.
 
         Raises:
-            TypeError: ``event_time`` is no number, or ``state`` or ``metrics`` no mapping.
-            ValueError: an entry of ``state`` is neither number nor string, or a metric no number. One rank alone has
+            TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
+            ValueError: an entry of ``state`` is neither number nor string, or a metric not a number. One rank alone has
                 not counted a step that is refused; of several, where a save is due, all raise ``SaveFailedError``.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
@@ -207,7 +207,7 @@ class CheckpointManager(OneProcess):
         """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
 
         Raises:
-            TypeError: ``step`` is no int.
+            TypeError: ``step`` is not an int.
             CheckpointNotFoundError: this step is not committed.
         """
         self._check_process()

@@ -27,7 +27,7 @@ class Run:
 
 
 def pinned_id(step: Any) -> str:
-    """Return the id of the checkpoint of a step, or raise TypeError where it is none, such as an id."""
+    """Return the id of the checkpoint of a step, or raise TypeError where it is not an int."""
     try:
         return layout.step_id(index(step))
     except TypeError:

@@ -36,7 +36,7 @@ class SignalWatch:
         signals: which ones, by number or name; none leaves all as they are.
 
     Raises:
-        ValueError: one of them is no signal that can be caught, or this is not the main thread.
+        ValueError: one of them is not a signal that can be caught, or this is not the main thread.
     """
 
     def __init__(self, signals: Signals) -> None:
@@ -105,7 +105,7 @@ class _Note:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self.noted.append(number)
-        else:  # in a fork, such as a worker that loads data: nobody there would answer
+        else:  # in a fork, such as a data loader's worker, which does not answer signals
             self.give_back()
             signal.raise_signal(number)
 
@@ -120,6 +120,6 @@ class _Note:
 
     def _handler_before(self, number: int) -> Any:
         handler = self.before[number]
-        while isinstance(handler, _Note) and handler.is_over:  # nobody would read what that notes
+        while isinstance(handler, _Note) and handler.is_over:  # what that notes is not read
             handler = handler.before[number]
         return signal.SIG_DFL if handler is None else handler

@@ -1,4 +1,4 @@
-"""Finds out which rank is missing when ranks that work together cannot reach each other any more (no torch here)."""
+"""Finds out which rank is missing when ranks that work together no longer reach each other (no torch here)."""
 
 from __future__ import annotations
 

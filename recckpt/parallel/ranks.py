@@ -38,7 +38,7 @@ class SoloGroup:
 
 
 class Connection:
-    """How ranks reach each other, twice; made when it is used first. Thread-safe.
+    """Two ways for ranks to reach each other, made when first used: for the caller and for a thread. Thread-safe.
 
     Args:
         connect: makes the group of the caller. Collective where there are several ranks.
@@ -203,7 +203,7 @@ class RanksNow(dict[tuple[int, int], Ranks]):
 
     @property
     def has_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that nothing collective can be done any more."""
+        """Whether a rank is known to be missing, so that all that is collective raises."""
         return any(ranks.has_lost for ranks in self.values())
 
 
@@ -215,8 +215,8 @@ def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tupl
         shard_num: None for those of this job; 1 for a process that works for itself.
 
     Raises:
-        ValueError: the numbers do not fit each other, or those of the environment are needed and are no numbers, or
-            one of the two is missing.
+        ValueError: the numbers do not fit each other, or those of the environment are needed and are
+            not numbers, or one of the two is missing.
     """
     is_told = shard_num == 1 or None not in (shard_id, shard_num)
     rank, size = (0, 1) if is_told else rank_and_size()
@@ -231,7 +231,7 @@ def rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
 
     Raises:
-        ValueError: one of the two variables is no number, or is missing where the other speaks of several ranks.
+        ValueError: one of the two variables is not a number, or is missing where the other means several ranks.
     """
     import torch.distributed as dist
 

@@ -32,7 +32,7 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
     if min(concurrency, len(items)) <= 1:
         return [work(item) for item in items]
     crew = _Crew(work, items)
-    # Plain threads: an executor takes no work any more while the interpreter waits for a save at its end.
+    # Plain threads: an executor refuses work while the interpreter waits for a save at its end.
     threads = [threading.Thread(target=crew.run, name=f"recckpt-{n}") for n in range(min(concurrency, len(items)))]
     started: list[threading.Thread] = []
     try:
@@ -76,7 +76,7 @@ class _Crew(Generic[_T, _R]):
             self._next = len(self._items)
 
     def wait(self) -> None:
-        """Wait until all items are done, or one has failed and nothing runs any more."""
+        """Wait until all items are done, or one has failed and nothing runs."""
         with self._changed:
             self._changed.wait_for(lambda: self._next >= len(self._items) and not self._n_running)
 

@@ -186,7 +186,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _age_sec(written: str, now: datetime) -> float:
-    """Return the age of what was written then; that of the unborn where the time or its zone cannot be read."""
+    """Return the age of what was written then; less than any where the time or its zone cannot be read."""
     try:
         time = datetime.fromisoformat(written.replace("Z", "+00:00"))  # Python 3.10 does not know Z
     except ValueError:

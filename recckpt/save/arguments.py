@@ -49,8 +49,8 @@ def check_options(max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_by
     """Refuse options of a saver that are not what it takes.
 
     Raises:
-        ValueError: a number is not one, or not in its range.
-        TypeError: ``max_keep`` is no policy, or ``on_save`` cannot be called.
+        ValueError: a number is not in its range, or ``max_keep`` is not a policy.
+        TypeError: ``on_save`` cannot be called.
     """
     as_keep(max_keep)
     positive_int("concurrency", concurrency)
@@ -128,7 +128,7 @@ def check_scalars(state: Mapping[str, Scalar] | None, metrics: Mapping[str, floa
 
     Raises:
         TypeError: one of the two is neither mapping nor None.
-        ValueError: an entry of ``state`` is neither number nor string, or one of ``metrics`` no number; names it.
+        ValueError: an entry of ``state`` is neither number nor string, or one of ``metrics`` is not a number; names it.
     """
     for name, value in _mapping("state", state).items():
         if not _is_number_tensor(value):
@@ -161,7 +161,7 @@ def as_scalar(name: Any, value: Any) -> Scalar:
 
 
 def as_number(name: Any, value: Any) -> float:
-    """Return a metric as a number of Python's: tensors and numpy's numbers too."""
+    """Return a metric as a Python number, from a tensor or a number of numpy too."""
     try:
         return float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:

@@ -49,7 +49,7 @@ class SaveHandle:
         Raises:
             TimeoutError: that takes longer; the save goes on.
             RecckptError: the save failed; the saver does not raise this again.
-            ForkedError: this is a forked child, in which nobody saves.
+            ForkedError: this is a forked child, which has no save.
         """
         self.committed.check_process()
         futures.wait([self.committed], timeout_sec)
@@ -59,9 +59,9 @@ class SaveHandle:
         return self.committed.result()
 
 
-_untold: set[SaveHandle] = set()  # of saves that failed: somebody has to be told, or else the exit says it
+_untold: set[SaveHandle] = set()  # saves that failed, whose error is yet to be raised: at the latest at exit
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_untold.clear)  # they are the parent's to tell
+    os.register_at_fork(after_in_child=_untold.clear)  # the parent raises their errors
 
 
 class SaveRunner:
@@ -131,7 +131,7 @@ class SaveRunner:
         """Wait for the save that is under way, and say whether it has ended.
 
         Raises:
-            RecckptError: it failed, and nobody has been told yet; once.
+            RecckptError: it failed, and its error was not raised yet.
         """
         handle, thread = self._handle, self._thread
         if handle is None or thread is None:

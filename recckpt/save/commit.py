@@ -92,7 +92,7 @@ def rotate(job: Job, to: Destination) -> None:
                 log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             for victim in _expired(listing, job.max_keep, rotation.pinned_ids(storage)):
                 if not layout.is_attempt(victim.directory, victim.ckpt_id):
-                    continue  # what somebody has moved or copied to another name is that one's
+                    continue  # a copy that a person made under another name is theirs
                 fence.check()
                 if rotation.remove(storage, victim, to.concurrency):
                     fence.listing = fence.listing.minus([victim.directory])

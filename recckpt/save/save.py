@@ -30,7 +30,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     """Check and stage, and do the rest in the thread that the runner chooses. Collective.
 
     Raises:
-        RecckptError: the save before has failed, and nobody has been told yet.
+        RecckptError: the save before has failed, and its error was not raised yet.
         Exception: the state of this rank cannot be saved.
         SaveFailedError: that of another cannot, or a rank is missing, or the ranks are not at the same save.
     """

@@ -61,7 +61,7 @@ class Staged:
         return state_names({**self.extra, **self.own_extra})
 
     def close(self) -> None:
-        """Let go of the tables, so that training copies no rows aside any more."""
+        """Let go of the tables: training need not copy rows aside for them."""
         for table in self.tables:
             table.close()
 
