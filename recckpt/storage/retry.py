@@ -131,9 +131,10 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Say whether nobody listens at an address, or its name is unknown."""
+    """Say whether nobody listens at an address, or its name is unknown; a name server may fail for a moment."""
     return any(
-        isinstance(link, ConnectionRefusedError | socket.gaierror)
+        isinstance(link, ConnectionRefusedError)
+        or (isinstance(link, socket.gaierror) and link.errno != socket.EAI_AGAIN)
         or (isinstance(link, OSError) and link.errno == errno.ECONNREFUSED)
         for link in _chain(error)
     )

@@ -1,4 +1,5 @@
 import logging
+import socket
 
 import pytest
 
@@ -157,6 +158,12 @@ def test_an_address_at_which_nobody_has_ever_answered_is_given_up_at_once(host):
         storage.read("x", 10)
     with pytest.raises(OSError, match="nobody answers"):
         storage.open("x")
+
+
+def test_a_name_server_that_fails_for_a_moment_is_asked_again(storage, monkeypatch):
+    storage._fs.pipe_file(storage._path("x"), b"data")
+    spoil(monkeypatch, storage, "cat_file", socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"))
+    assert storage.read("x", 10) == b"data"
 
 
 def test_a_server_that_has_answered_before_is_waited_for(storage, monkeypatch):
