@@ -41,14 +41,9 @@ def may_be_sharded() -> bool:
     return bool(_kinds())
 
 
-def n_values(value: Tensor) -> int:
-    """Return the number of values of a tensor, over all ranks."""
-    return math.prod(value.shape)
-
-
 def local_bytes(value: Tensor) -> int:
     """Return about how many bytes of a tensor this rank writes."""
-    n_bytes = n_values(value) * value.dtype.itemsize
+    n_bytes = math.prod(value.shape) * value.dtype.itemsize  # of all ranks
     mesh = getattr(value, "device_mesh", None)
     if mesh is not None:
         return n_bytes // int(mesh.size()) if mesh.get_coordinate() is not None else 0

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from recckpt.dense.loader import as_live, fitted, has_stand_ins
-from recckpt.dense.sharded import is_sharded, may_be_sharded
+from recckpt.dense.loader import as_live
+from recckpt.dense.sharded import is_sharded
 from recckpt.dense.state_copy import check_rng
 from recckpt.dense.tensors import StoredTensor
 from recckpt.format import layout
 from recckpt.load.inventory import registered_names
 from recckpt.load.live_state import LiveState
-from recckpt.load.optimizer_states import dense_optimizer_states, sparse_optimizer_state
+from recckpt.load.optimizer_states import as_here, dense_optimizer_states, sparse_optimizer_state
 from recckpt.load.report import Planned
 from recckpt.load.source import OpenSource
 
@@ -89,12 +89,7 @@ def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
         saved = source.own_state(layout.extra_of, item.source, live.shard)
     else:
         saved = source.value(layout.EXTRA, item.source)
-    try:
-        if not (may_be_sharded() or has_stand_ins(saved)):
-            return saved
-        return fitted(*live.extra.beside(item.name.text, saved), source.tensors)
-    except RecursionError:  # nested without end: the object may refuse it
-        return saved
+    return as_here(saved, lambda: live.extra.beside(item.name.text, saved), source)
 
 
 def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class _Composer:
             source = self._sources[settings.offer]
             saved = self._value(source, settings.source)
             if not is_named(saved):  # by the places of the parameters, as torch has it
-                return _fitted(saved, partial(self._live.extra.beside, self._name, saved), source)
+                return as_here(saved, partial(self._live.extra.beside, self._name, saved), source)
             groups = self._renamed(saved["param_groups"], source)
         states: dict[str, Mapping[str, Any]] = {}
         for parameter in self._parameters:
@@ -107,7 +107,7 @@ class _Composer:
         if shape != tuple(self._parameters[parameter].shape):  # only of those that are not in the state dict
             log.warning("%s: %r has another shape here: its state in %r starts fresh", source.at.label, there, name)
             return {}
-        values = _fitted(values, lambda: (values, self._optimizer.like(parameter, values)), source)
+        values = as_here(values, lambda: (values, self._optimizer.like(parameter, values)), source)
         return deepcopy(values) if self._uses[offer, item.source] > 1 else values  # torch takes the tensors over
 
     def _read(self, offer: int, name: str) -> _States:
@@ -139,11 +139,11 @@ class _Composer:
         return source.under_names_of(self._live.dense, states_by_name(saved))
 
 
-def _fitted(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource) -> Any:
-    """Return state with its sharded tensors as they lie here; what is beside it here is asked for where it matters."""
+def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource) -> Any:
+    """Return state, its sharded tensors as they lie here; where there are any, ``beside`` gives live state."""
     try:
         return fitted(*beside(), source.tensors) if may_be_sharded() or has_stand_ins(saved) else saved
-    except RecursionError:  # nested without end: the optimizer may refuse it
+    except RecursionError:  # nested without end: whoever gets it may refuse it
         return saved
 
 
