@@ -4,11 +4,12 @@ import logging
 
 import pytest
 import torch
-from bank_runs import INITIAL, live_bytes, run, saved, slots_of, table, values_of
+from bank_runs import INITIAL, Model, live_bytes, run, saved, slots_of, table, values_of
 from torch import nn
 
+from recckpt import Saver
 from recckpt.errors import LoadConfError, StateMismatchError
-from recckpt.sparse import HashTable
+from recckpt.sparse import HashTable, SparseAdam
 
 FRESH = {"sparse_adam_exp_avg": [0.0] * 3, "sparse_adam_exp_avg_sq": [0.0] * 3}
 
@@ -157,10 +158,8 @@ def test_tables_of_two_groups_come_from_one_and_settings_without_a_home_stay(tmp
     source.sparse_optim.param_groups[0]["lr"] = 0.5
     source.save("c")
     c, d, e = table("c"), table("d"), table("e")
-    saver = run(tmp_path / "own", c, d, e)
-    from recckpt.sparse import SparseAdam
-
-    saver.sparse_optim = SparseAdam([{"tables": [c], "lr": 0.1}, {"tables": [d, e], "lr": 0.2}])
+    groups = SparseAdam([{"tables": [c], "lr": 0.1}, {"tables": [d, e], "lr": 0.2}])
+    saver = Saver(Model(c, d, e), groups, str(tmp_path / "own"))
     bank = [{"path": str(tmp_path / "a"), "oname": {"c": "a", "d": "b"}, "load": ["*", "sparse_optim"]}]
     saver.load_by_config(bank)
     assert saver.sparse_optim.state_dict()["state"] == {"c": {"step": 3}, "d": {"step": 3}}

@@ -16,7 +16,9 @@ BACKENDS, CASES = ["eager", "aot_eager", "inductor"], ["table", "sharded", "coll
 SWEEP = list(itertools.product(BACKENDS, CASES))[:: min(SWEEP_STRIDE, 4)]  # with four, each of them once
 
 
-def run(backend, case, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "case"), SWEEP)
+def test_a_compiled_model_and_a_compiled_step_train_as_plain_ones_with_cold_kernels(backend, case, tmp_path):
     script = Path(__file__).with_name("compiled_run.py")
     environ = {
         **os.environ,
@@ -29,17 +31,6 @@ def run(backend, case, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "recompile_limit" not in done.stderr
     assert any((tmp_path / "numba").rglob("*.nbi"))  # compiled there, and not before
-
-
-@pytest.mark.parametrize(("backend", "case"), [("eager", "table"), ("aot_eager", "collection")])
-def test_a_compiled_model_and_a_compiled_step_train_as_plain_ones_with_cold_kernels(backend, case, tmp_path):
-    run(backend, case, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "case"), SWEEP)
-def test_all_tables_train_compiled_by_all_backends(backend, case, tmp_path):
-    run(backend, case, tmp_path)
 
 
 def test_what_else_a_table_does_is_done_in_a_compiled_function_too():

@@ -95,7 +95,7 @@ def _load(run):
 
 
 def _reserve(run):
-    run.table.reserve(5000)
+    run.table.reserve(1000)
 
 
 def _add_slot(run):
