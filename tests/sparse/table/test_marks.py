@@ -1,4 +1,5 @@
 import gc
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +15,7 @@ from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.table.marks import DeltaSource, Tracker
+from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.storage import open_storage
 
 
@@ -34,8 +36,8 @@ def write(table: HashTable, *ids: int) -> None:
     table.insert(torch.tensor(ids), torch.full((len(ids), 2), 2.0))
 
 
-def upserts(source: DeltaSource) -> dict[int, float]:
-    """Read all rows of a delta: id -> its first value."""
+def upserts(source: DeltaSource | Snapshot) -> dict[int, float]:
+    """Read all rows: id -> its first value."""
     rows = np.arange(source.n_rows)
     ids, embeddings, marks = np.empty(len(rows), np.int64), np.empty((len(rows), 2), np.float32), np.empty_like(rows)
     source.read(
@@ -211,6 +213,43 @@ def test_threads_that_write_other_rows_of_one_byte_of_marks_lose_none():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda first: [write(table, i) for i in range(first, 800, 4)], range(4)))
     assert tracker.freeze(table).delta("base").n_rows == 800
+
+
+def test_deltas_beside_several_writers_are_of_their_moment():
+    table, tracker = tracked(3000)
+    base, content, stop, is_frozen = "base", rows_of(table), [], threading.Event()
+
+    def change(seed):
+        is_frozen.wait(60)
+        generator = torch.Generator().manual_seed(seed)
+        for value in range(60):
+            ids = torch.randint(4000, (60,), generator=generator)
+            table.insert(ids, torch.full((60, 2), float(value)))
+            table.erase(ids[::3])
+        stop.append(seed)
+
+    with ThreadPoolExecutor(2) as pool:
+        changing = [pool.submit(change, seed) for seed in range(2)]
+        number = n_deltas = 0
+        while len(stop) < 2 and number < 1000:
+            with table.store.lock:
+                expected, frozen = rows_of(table), tracker.freeze(table)
+            is_frozen.set()
+            is_delta = not frozen.is_replaced(base)
+            source = frozen.delta(base) if is_delta else frozen.snapshot
+            found = upserts(source)
+            gone = set(source.deletes().tolist()) if is_delta else content.keys()
+            assert {i: value for i, value in content.items() if i not in gone} | found == expected
+            source.close()
+            number, n_deltas = number + 1, n_deltas + is_delta
+            if number % 3:
+                base, content = f"save {number}", expected
+                frozen.committed(base)
+            else:
+                frozen.failed()
+        for one in changing:
+            one.result()
+    assert n_deltas > 0
 
 
 OPERATIONS = {
