@@ -1,3 +1,5 @@
+"""Dense state from ``.pt`` files: what comes back, and what is refused as damage."""
+
 import os
 import pickle
 import random
