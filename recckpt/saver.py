@@ -104,6 +104,11 @@ class Saver(OneProcess):
         self._runner, self._tables = SaveRunner(), tables_in(model)
         self._step_now: Callable[[], int | None] = lambda: None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in {"model", "sparse_optim", "storage"} and name in vars(self):
+            raise AttributeError(f"a saver keeps the {name} that it was made with: make another Saver for another one")
+        super().__setattr__(name, value)
+
     @property
     def output_dir(self) -> str:
         """Where checkpoints go."""
@@ -140,10 +145,7 @@ class Saver(OneProcess):
             self._io_state.add(name, obj)
 
     def get_extra_data(self, name: str) -> Any:
-        """Return what is registered under a name: a plain value as it was last loaded, or the object.
-
-        Without it, return the state that was last loaded for the name, or None with a warning.
-        """
+        """Return the object of this name, a plain value as last loaded; else its last loaded state, or None and warn."""
         return self._extra.get(name)
 
     def save(
@@ -228,8 +230,7 @@ class Saver(OneProcess):
         """Load a checkpoint into the model and what is registered.
 
         Args:
-            ckpt_path: the id of a checkpoint of the own output dir, as ``save`` takes it; else an output dir, or a
-                checkpoint itself; None for the own output dir.
+            ckpt_path: an id of the own output dir, an output dir, or a checkpoint itself; None for the own output dir.
             ckpt_id: which checkpoint in it; None for the newest.
             load_conf: what to take: an entry of a bank without ``path``; None for everything.
             shard_id: number of this rank, whose dataset positions are taken; None as in :meth:`save`.
@@ -237,8 +238,7 @@ class Saver(OneProcess):
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
-            LoadConfError, StateMismatchError: what ``load_conf`` asks for does not exist, or does not fit the model;
-                nothing has been changed.
+            LoadConfError, StateMismatchError: what is asked for does not exist or does not fit; nothing has changed.
             CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
             PartlyLoadedError: reading failed when tables that had rows had been changed.
         """

@@ -102,6 +102,15 @@ def test_the_optimizer_of_dense_parameters_is_refused_as_that_of_the_tables(tmp_
     assert not (tmp_path / "new").exists()
 
 
+def test_a_part_cannot_be_replaced_for_it_would_be_saved_and_not_loaded(tmp_path):
+    model, optim = trained()
+    saver = Saver(model, optim, str(tmp_path))
+    for name in ("model", "sparse_optim", "storage"):
+        with pytest.raises(AttributeError, match=f"keeps the {name} that it was made with: make another Saver"):
+            setattr(saver, name, None)
+    assert (saver.model, saver.sparse_optim) == (model, optim)
+
+
 def test_an_output_dir_that_is_a_file_is_refused_when_the_saver_is_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
