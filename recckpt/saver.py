@@ -145,7 +145,7 @@ class Saver(OneProcess):
             self._io_state.add(name, obj)
 
     def get_extra_data(self, name: str) -> Any:
-        """Return the object of this name, a plain value as last loaded; else its last loaded state, or None and warn."""
+        """Return the object of a name, a plain value as last loaded; else the state last loaded, or None and warn."""
         return self._extra.get(name)
 
     def save(
