@@ -22,7 +22,16 @@ from recckpt.format import layout
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import Retries, RetryPolicy
-from recckpt.storage.sftp_files import SftpDraft, SftpSink, check_no_link, file_size, is_there, taken, temporary_name
+from recckpt.storage.sftp_files import (
+    SftpDraft,
+    SftpSink,
+    check_no_link,
+    file_size,
+    is_there,
+    real_path,
+    taken,
+    temporary_name,
+)
 
 _T = TypeVar("_T")
 
@@ -108,11 +117,20 @@ class SftpStorage(RemoteStorage):
             return False
 
         def leads_out() -> bool:
-            root, target = self._fs.ftp.normalize(self._root or "/"), self._fs.ftp.normalize(self._path(entry.filename))
-            is_lost = not is_there(self._fs, target) or is_there(self._fs, f"{target}/{layout.MANIFEST}")
+            root, target = self._fs.ftp.normalize(self._root or "/"), real_path(self._fs, self._path(entry.filename))
+            is_lost = not self._is_seen(target) or self._is_seen(f"{target}/{layout.MANIFEST}")
             return is_lost and not target.startswith(f"{root.rstrip('/')}/")
 
         return self._call("looking up", entry.filename, leads_out)
+
+    def _is_seen(self, path: str) -> bool:
+        """Say whether a name is taken, as far as this user may look."""
+        try:
+            return is_there(self._fs, path)
+        except OSError:
+            if not self.is_connected:
+                raise
+            return False
 
     def list_files(self, directory: str) -> list[str]:
         return sorted(name for name, entry in self._walk(directory) if not stat.S_ISDIR(entry.st_mode))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import posixpath
 import secrets
 import stat
 from contextlib import suppress
@@ -12,6 +13,7 @@ from recckpt.storage.base import Draft, Sink, kind_of, refused
 from recckpt.storage.retry import Retries
 
 _EXTENDED = 200  # SSH_FXP_EXTENDED of the protocol
+_MOST_LINKS = 40  # on the way to a file, as on Linux
 
 
 class SftpSink(Sink):
@@ -90,6 +92,23 @@ def is_there(fs: Any, path: str) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def real_path(fs: Any, path: str, links_left: int = _MOST_LINKS) -> str:
+    """Return where a path leads, past what is missing too, which servers refuse to say; links in a circle end it."""
+    try:
+        return str(fs.ftp.normalize(path))
+    except OSError:
+        if not path.strip("/"):
+            raise
+    parent, last = posixpath.split(path)
+    try:
+        target = fs.ftp.readlink(path) if links_left else None
+    except OSError:  # no link
+        target = None
+    if target is not None:
+        return real_path(fs, posixpath.join(parent, target), links_left - 1)
+    return posixpath.normpath(posixpath.join(real_path(fs, parent, links_left), last))
 
 
 def check_no_link(fs: Any, path: str) -> None:

@@ -102,6 +102,24 @@ def test_a_directory_that_is_a_link_is_neither_read_nor_written(storage, root):
     assert [path.name for path in elsewhere.iterdir()] == ["manifest.json"]
 
 
+def test_links_that_lead_nowhere_are_listed_as_those_of_a_local_file_system(storage, root):
+    outside = root.parent
+    (outside / "alias").symlink_to(root)
+    (outside / "round").symlink_to("round")
+    (outside / "moved_again").symlink_to(outside / "gone" / "deep" / "ckpt_1")
+    links = {"deep": f"{outside}/gone/deep/ckpt_1", "relative": "../gone/deep/ckpt_1", "twice": "../moved_again"}
+    links |= {"below_a_file": "/dev/null/x/y", "long": f"{outside}/{'x' * 300}"}
+    inside = {"rotated": "ckpt_1/deep/x", "by_alias": f"{outside}/alias/gone/x", "up": "../runs/gone/x"}
+    inside |= {"loop": "loop", "round": f"{root}/trip", "trip": "round", "longer": "longer/x", "loop_out": "../round"}
+    for name, target in (links | inside).items():
+        (root / name).symlink_to(target)
+    storage.make_dir("d")
+    assert storage.list_dirs() == sorted(["d", *links])
+    assert open_storage(str(root)).list_dirs() == storage.list_dirs()
+    lose(storage)
+    assert storage.list_dirs() == sorted(["d", *links])
+
+
 def test_a_file_that_is_replaced_within_a_second_never_looks_unchanged(storage, root):
     storage.make_dir("d")
     storage.replace("d/x", b"one")
