@@ -20,7 +20,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
 from recckpt.policies.keep import Keep
-from recckpt.save.arguments import check_moment, check_name, check_options, check_parts, check_registered, tables_in
+from recckpt.save import arguments
 from recckpt.save.background_save import SaveHandle, SaveRunner
 from recckpt.save.job import Destination, Job, Live, OnSave
 from recckpt.save.save import save
@@ -81,7 +81,7 @@ class Saver(OneProcess):
         on_save: OnSave | None = None,
     ) -> None:
         super().__init__()
-        check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save)
+        arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save)
         transfers = transfers_of(
             output_dir,
             max_uploads=max_uploads,
@@ -90,7 +90,7 @@ class Saver(OneProcess):
             visible_sec=visible_sec,
             timeout_sec=timeout_sec,
         )
-        check_parts(model, sparse_optim)
+        arguments.check_parts(model, sparse_optim)
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
         storage.prepare()  # last of what may be refused: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
@@ -101,12 +101,11 @@ class Saver(OneProcess):
         self._live = Live(model, sparse_optim, extra, io_state)
         fence, sparse_saver = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse_saver, concurrency, min_free_bytes, on_save)
-        self._runner, self._tables = SaveRunner(), tables_in(model)
+        self._runner, self._tables = SaveRunner(), arguments.tables_in(model)
         self._step_now: Callable[[], int | None] = lambda: None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in {"model", "sparse_optim", "storage"} and name in vars(self):
-            raise AttributeError(f"a saver keeps the {name} that it was made with: make another Saver for another one")
+        arguments.check_change(vars(self), name, value)
         super().__setattr__(name, value)
 
     @property
@@ -127,7 +126,7 @@ class Saver(OneProcess):
         Raises:
             ValueError: the name or the object cannot be registered; says why.
         """
-        check_registered(name, obj, self.sparse_optim)
+        arguments.check_registered(name, obj, self.sparse_optim)
         with self.turn():
             self._extra.add(name, obj, per_rank=per_rank)
 
@@ -280,7 +279,7 @@ class Saver(OneProcess):
         """Return the lock of the saver and its manager; refuse a fork, and a caller that might wait for itself."""
         lock = self._turn()
         self._runner.check_caller()
-        check_moment(self._tables)
+        arguments.check_moment(self._tables)
         return lock
 
     def count_steps_by(self, step_now: Callable[[], int | None]) -> None:
@@ -290,8 +289,8 @@ class Saver(OneProcess):
     def _save(
         self, info: SaveInfo, shard_id: int | None, shard_num: int | None, state: _State, overwrite: bool
     ) -> SaveHandle:
-        check_name(info.ckpt_id, info.step)
-        self._tables = tables_in(self.model)  # there may be new ones
+        arguments.check_save(info.ckpt_id, info.step, overwrite=overwrite, ephemeral=info.ephemeral)
+        self._tables = arguments.tables_in(self.model)  # there may be new ones
         with self.turn(), self._runner.one_save():
             info.step = self._step_now() if info.step is None else info.step
             ranks = info.telling(self.ranks.of(shard_id, shard_num))

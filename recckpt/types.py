@@ -117,6 +117,13 @@ def positive_int(name: str, value: Any) -> int:
     return value
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return ``value``, or raise ValueError where it is neither True nor False: others would count as one."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be True or False, found {value!r:.100}")
+    return value
+
+
 def positive_number(name: str, value: Any) -> float:
     """Return ``value``, or raise ValueError where it is not a finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

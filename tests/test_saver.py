@@ -111,6 +111,47 @@ def test_a_part_cannot_be_replaced_for_it_would_be_saved_and_not_loaded(tmp_path
     assert (saver.model, saver.sparse_optim) == (model, optim)
 
 
+def test_a_table_that_took_the_place_of_a_trained_one_is_refused_at_the_save_and_the_older_checkpoint_stays(tmp_path):
+    table = HashTable(2, name="t")
+    model = nn.ModuleDict({"t": table})
+    table(torch.tensor([1])).sum().backward()
+    saver = Saver(model, SparseAdagrad([table]), str(tmp_path))
+    saver.save("good")
+    model["t"] = HashTable(2, name="t")
+    with pytest.raises(ValueError, match=r"tables that are not in the model: 't'.*others of the same name"):
+        saver.save("next")
+    assert checkpoints(tmp_path) == ["good"]
+
+
+@pytest.mark.parametrize("flag", ["overwrite", "ephemeral"])
+def test_a_flag_of_a_save_is_true_or_false(tmp_path, flag):
+    with pytest.raises(ValueError, match=f"{flag} must be True or False, found 1"):
+        Saver(nn.Linear(1, 1), None, str(tmp_path)).save("c", **{flag: 1})
+    assert checkpoints(tmp_path) == []
+
+
+def test_no_checkpoint_has_the_name_of_a_manifest_for_the_output_dir_would_be_one(tmp_path):
+    with pytest.raises(ValueError, match=r"'manifest\.json' is a name of the format"):
+        Saver(nn.Linear(1, 1), None, str(tmp_path)).save("manifest.json")
+
+
+def test_what_is_registered_the_wrong_way_round_is_told_the_order(tmp_path):
+    saver = Saver(nn.Linear(1, 1), None, str(tmp_path))
+    for register in (saver.register_for_checkpointing, saver.register_io_state):
+        with pytest.raises(ValueError, match="a SGD cannot be registered as a name: the name, a string, comes first"):
+            register(torch.optim.SGD(saver.model.parameters()), "x")
+    with pytest.raises(ValueError, match="per_rank must be True or False, found 'no'"):
+        saver.register_for_checkpointing("x", [1], per_rank="no")
+
+
+def test_max_keep_is_checked_when_it_is_set(tmp_path):
+    saver = Saver(nn.Linear(1, 1), None, str(tmp_path))
+    saver.max_keep = 3
+    with pytest.raises(ValueError, match="'x'"):
+        saver.max_keep = "x"
+    assert saver.max_keep == 3
+
+
 def test_an_output_dir_that_is_a_file_is_refused_when_the_saver_is_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):

@@ -19,6 +19,7 @@ from recckpt.dense.state_copy import Copy, as_it_is, portable
 from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM, is_encodable
 from recckpt.text import nearest
+from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
 
@@ -58,8 +59,12 @@ class Registry:
         Raises:
             ValueError: the name is empty, reserved or taken, or the object has no state to take.
         """
-        if not isinstance(name, str) or not name or name == SPARSE_OPTIM or not is_encodable(name):
+        if not isinstance(name, str):
+            kind = type(name).__name__
+            raise ValueError(f"{self._what}: a {kind} cannot be registered as a name: the name, a string, comes first")
+        if not name or name == SPARSE_OPTIM or not is_encodable(name):
             raise ValueError(f"{self._what}: {name!r} cannot be registered; choose another name")
+        flag("per_rank", per_rank)
         if name in self._objects:
             raise ValueError(f"{self._what}: the name {name!r} is registered already; names are unique")
         if isinstance(obj, torch.Generator):

@@ -20,7 +20,7 @@ from recckpt.parallel.one_process import OneProcess
 from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule
 from recckpt.policies.when import When, as_when, check_ephemeral
 from recckpt.saver import Saver
-from recckpt.types import positive_number
+from recckpt.types import flag, positive_number
 
 
 class CheckpointManager(OneProcess):
@@ -79,7 +79,11 @@ class CheckpointManager(OneProcess):
                 f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
                 "each step waits for its own save: omit it, or give async_save=True"
             )
-        self._saver, self._save_interval, self._save_at_start = saver, save_interval, save_at_start
+        self._saver, self._save_interval, self._save_at_start = (
+            saver,
+            save_interval,
+            flag("save_at_start", save_at_start),
+        )
         regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
         if between is not None:
             check_ephemeral(between, regular)
@@ -92,7 +96,7 @@ class CheckpointManager(OneProcess):
             ranks,
             Schedule(regular, between, clock, backpressure),
             SignalWatch(save_on_signal),
-            async_save=async_save,
+            async_save=flag("async_save", async_save),
             grace_sec=grace,
             reload=self._restorer.reload_dynamic,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, RecckptError
@@ -25,6 +26,7 @@ from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import Ranks
+from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
 
@@ -88,6 +90,10 @@ class Restorer:
         required: bool = False,
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
+        flag("rng", rng)
+        flag("required", required)
+        if isinstance(global_step, bool) or not isinstance(global_step, Integral | None):
+            raise TypeError(f"global_step must be an int or None, found {global_step!r}: 300 for 'ckpt_300'")
         entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
         candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required))
         if not candidates:

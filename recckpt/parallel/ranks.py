@@ -223,7 +223,7 @@ def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tupl
     size = size if shard_num is None else shard_num
     rank = (0 if size == 1 else rank) if shard_id is None else shard_id
     if not (type(size) is int and type(rank) is int and 0 <= rank < size):
-        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={rank}, shard_num={size}")
+        raise ValueError(f"shard_id must be 0 to shard_num - 1, found shard_id={rank!r}, shard_num={size!r}")
     return rank, size
 
 

@@ -17,7 +17,7 @@ from recckpt.policies.keep import as_keep
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import state_of
 from recckpt.sparse.table.table import HashTable as OurTable
-from recckpt.types import HashTable, positive_int, positive_number
+from recckpt.types import HashTable, flag, positive_int, positive_number
 
 
 def check_parts(model: object, sparse_optim: object) -> None:
@@ -41,8 +41,7 @@ def check_parts(model: object, sparse_optim: object) -> None:
             f"sparse_optim must be an optimizer of tables, found {type(sparse_optim).__name__} of the dense parameter "
             f"{name!r}; save it by register_for_checkpointing"
         )
-    if isinstance(sparse_optim, SparseOptimizer):
-        _check_trained(sparse_optim, tables)
+    check_trained(sparse_optim, tables)
 
 
 def check_options(max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_bytes: Any, on_save: Any) -> None:
@@ -61,6 +60,19 @@ def check_options(max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_by
         raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
 
 
+def check_change(parts: Mapping[str, Any], name: str, value: Any) -> None:
+    """Refuse to set what a saver has been made with, but for ``max_keep``.
+
+    Raises:
+        AttributeError: it is one of the parts that saves and loads go on with.
+        ValueError: ``max_keep`` is not a policy.
+    """
+    if name in {"model", "sparse_optim", "storage"} and name in parts:
+        raise AttributeError(f"a saver keeps the {name} that it was made with: make another Saver for another one")
+    if name == "max_keep":
+        as_keep(value)
+
+
 def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> None:
     """Refuse an optimizer that is saved otherwise, or whose states could not be named.
 
@@ -72,12 +84,18 @@ def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> 
         raise ValueError(f"{what}, which the saver has and saves already: do not register it")
     if isinstance(obj, SparseOptimizer):
         raise ValueError(f"{what}, which is saved with them: give it to Saver(model, sparse_optim) instead")
-    if "@" in name and isinstance(obj, Optimizer):
+    if isinstance(name, str) and "@" in name and isinstance(obj, Optimizer):
         raise ValueError(f"register_for_checkpointing: a dense optimizer has no '@' in its name, found {name!r}")
 
 
-def _check_trained(sparse_optim: SparseOptimizer, tables: Mapping[str, HashTable]) -> None:
-    """Refuse an optimizer of tables that would not be saved, since the model does not have them."""
+def check_trained(sparse_optim: Optimizer | None, tables: Mapping[str, HashTable]) -> None:
+    """Refuse an optimizer of tables that would not be saved, since the model does not have them.
+
+    Raises:
+        ValueError: there are such tables; names them.
+    """
+    if not isinstance(sparse_optim, SparseOptimizer):
+        return
     others = [name for name, table in sparse_optim.tables.items() if tables.get(name) is not table]
     if others:
         raise ValueError(
@@ -87,13 +105,15 @@ def _check_trained(sparse_optim: SparseOptimizer, tables: Mapping[str, HashTable
         )
 
 
-def check_name(ckpt_id: str, step: int | None) -> None:
-    """Refuse what no directory can be called, and what no manifest can hold as its step.
+def check_save(ckpt_id: str, step: int | None, *, overwrite: bool, ephemeral: bool) -> None:
+    """Refuse what no directory can be called, what no manifest can hold as its step, and flags that are not one.
 
     Raises:
-        ValueError: the id cannot be one, or the step is not an int between 0 and 10^18.
+        ValueError: the id cannot be one, the step is not an int between 0 and 10^18, or a flag neither True nor False.
     """
     layout.encode_id(ckpt_id)
+    flag("overwrite", overwrite)
+    flag("ephemeral", ephemeral)
     if step is not None and (type(step) is not int or not 0 <= step < MAX_COUNT):
         raise ValueError(f"step must be an int of at least 0, below 10^18, or None, found {step!r}")
 

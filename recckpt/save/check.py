@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from recckpt.dense.sharded import is_sharded, local_bytes
 from recckpt.errors import RecckptError
 from recckpt.format.buckets import Slice
 from recckpt.parallel.ranks import Ranks
-from recckpt.save.job import Destination, Job
+from recckpt.save.arguments import check_trained
+from recckpt.save.job import Destination, Job, Live
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.split import state_of
@@ -37,11 +38,11 @@ class _Told:
     device: tuple[str, int] | None
 
 
-def check(model: nn.Module, job: Job, to: Destination) -> tuple[dict[str, HashTable], dict[str, Any]]:
+def check(live: Live, job: Job, to: Destination) -> tuple[dict[str, HashTable], dict[str, Any]]:
     """Refuse what cannot be saved, and return the tables of a model and its dense state. Collective.
 
     Raises:
-        ValueError: two tables share a name, or several ranks own the same ids of one.
+        ValueError: two tables share a name, several ranks own the same ids of one, or the optimizer trains others.
         SaveFailedError: the ranks are not at the same save, or it does not fit, or another rank failed.
     """
     info, ranks, work_dir = job.info, job.ranks, to.transfers.work_dir
@@ -50,7 +51,12 @@ def check(model: nn.Module, job: Job, to: Destination) -> tuple[dict[str, HashTa
         n_bytes = estimated_bytes(*parts, ranks.rank)
         return _Told(info.ckpt_id, info.step, _owned(parts[0]), n_bytes, work_dir.device if work_dir else None)
 
-    parts, told = agreed(lambda: state_of(model), info, ranks, tell)
+    def take() -> tuple[dict[str, HashTable], dict[str, Any]]:
+        parts = state_of(live.model)
+        check_trained(live.sparse_optim, parts[0])  # tables may be others than when the saver was made
+        return parts
+
+    parts, told = agreed(take, info, ranks, tell)
     _check_same_save(told, info)
     if ranks.size > 1:
         _check_owners([each.owned for each in told])

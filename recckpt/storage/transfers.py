@@ -14,7 +14,7 @@ from recckpt.storage.local import LocalStorage
 from recckpt.storage.retry import RetryPolicy
 from recckpt.storage.upload_limit import UploadSlots
 from recckpt.text import size
-from recckpt.types import positive_int
+from recckpt.types import flag, positive_int
 
 VISIBLE_SEC = 90.0  # an NFS client may use a listing for 60
 VISIBLE = RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=VISIBLE_SEC)
@@ -71,8 +71,7 @@ def transfers_of(
         ValueError: an option is invalid.
         OSError: the work dir cannot be written.
     """
-    if type(pre_download) is not bool:
-        raise ValueError(f"pre_download must be True or False, found {pre_download!r}")
+    flag("pre_download", pre_download)
     if type(visible_sec) not in (int, float) or not 0 <= visible_sec < float("inf"):
         raise ValueError(f"visible_sec must be a finite number of at least 0, found {visible_sec!r}")
     if not isinstance(work_dir, str | os.PathLike | None) or "://" in str(work_dir) or work_dir == "":

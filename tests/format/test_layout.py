@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 
-ANY_TEXT = st.text(min_size=1, max_size=15).filter(lambda text: text not in ("checkpoint", "timeline.jsonl"))
+RESERVED = ["checkpoint", "timeline.jsonl", "manifest.json"]
+ANY_TEXT = st.text(min_size=1, max_size=15).filter(lambda text: text not in RESERVED)
 
 
 @given(ANY_TEXT)
@@ -45,7 +46,7 @@ def test_ids_are_percent_encoded(ckpt_id, encoded):
     assert layout.encode_id(ckpt_id) == encoded
 
 
-@pytest.mark.parametrize("ckpt_id", ["", "x" * 201, "ü" * 40, "checkpoint", "timeline.jsonl", None, 7, "\ud800"])
+@pytest.mark.parametrize("ckpt_id", ["", "x" * 201, "ü" * 40, *RESERVED, None, 7, "\ud800"])
 def test_what_cannot_be_an_id_is_refused(ckpt_id):
     with pytest.raises(ValueError):  # noqa: PT011  # of several reasons
         layout.encode_id(ckpt_id)

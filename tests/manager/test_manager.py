@@ -42,6 +42,23 @@ def test_what_is_no_saver_is_refused_when_the_manager_is_made():
         CheckpointManager(nn.Linear(1, 1), 1)
 
 
+@pytest.mark.parametrize("flag", ["async_save", "save_at_start"])
+def test_a_flag_is_true_or_false(tmp_path, flag):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=f"{flag} must be True or False, found 'no'"):
+        CheckpointManager(saver, 1, **{flag: "no"})
+    for flag in ("rng", "required"):
+        with pytest.raises(ValueError, match=f"{flag} must be True or False, found 'no'"):
+            CheckpointManager(saver, 1).restore(**{flag: "no"})
+
+
+@pytest.mark.parametrize("step", ["3", True, 3.0, "runs/clicks"])
+def test_what_is_no_step_is_not_restored(tmp_path, step):
+    manager, _ = small(tmp_path)
+    with pytest.raises(TypeError, match="global_step must be an int or None, found"):
+        manager.restore(step)
+
+
 @pytest.mark.parametrize("backpressure", ["skip", "latest"])
 def test_what_to_do_while_a_save_is_under_way_is_no_question_where_training_waits_for_each(tmp_path, backpressure):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))

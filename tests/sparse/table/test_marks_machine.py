@@ -455,4 +455,4 @@ BUGS = {
 def test_the_machine_finds_what_is_planted(monkeypatch, bug):
     monkeypatch.setattr(*BUGS[bug])
     with pytest.raises((AssertionError, RuntimeError)):
-        run(seed(3)(Training), 1000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
+        run(seed(3)(Training), 5000, phases=[Phase.generate], database=None, report_multiple_bugs=False)
