@@ -28,7 +28,7 @@ from recckpt.output_dir.claims import (
     last_takeover,
     read_claim,
 )
-from recckpt.output_dir.index_file import is_of_recis, warn_of_index
+from recckpt.output_dir.index_file import is_of_recis, warn_of_index, warn_of_recis
 from recckpt.output_dir.listing import Listing, list_checkpoints
 from recckpt.storage import Storage
 from recckpt.text import plural
@@ -123,7 +123,11 @@ class Fence:
         return directory == layout.step_id(step) and step <= self._takeover.highest_step
 
     def write_index(self) -> None:
-        """Replace the index file by the listing, unless it is one of RecIS."""
+        """Replace the index file by the listing, unless RecIS has one there, as a run of it may from any time on."""
+        if self._is_of_recis or self.listing.uncommitted:  # one of its checkpoints would be there
+            was_of_recis, self._is_of_recis = self._is_of_recis, is_of_recis(self._storage)
+            if self._is_of_recis and not was_of_recis:
+                warn_of_recis(self._storage)
         if not self._is_of_recis:
             self._storage.replace(layout.INDEX_FILE, layout.encode_index(self.listing.ckpt_ids))
 

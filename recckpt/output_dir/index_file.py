@@ -53,7 +53,7 @@ def warn_of_index(
     except OSError as error:
         problem = f"not readable ({error})"
     if problem.startswith("naming") and is_of_recis(storage):
-        log.warning("%s: %s; its file %r is left alone", storage.url, NOTE, layout.INDEX_FILE)
+        warn_of_recis(storage)
     elif problem and problem != _MISSING and not (look_again and problem == _STALE):
         log.warning(
             "%s/%s is %s; only the manifests count; the next save, or `recckpt repair`, writes it again",
@@ -61,6 +61,11 @@ def warn_of_index(
             layout.INDEX_FILE,
             problem,
         )
+
+
+def warn_of_recis(storage: Storage) -> None:
+    """Log whose output dir it is."""
+    log.warning("%s: %s; its file %r is left alone", storage.url, NOTE, layout.INDEX_FILE)
 
 
 def is_of_recis(storage: Storage) -> bool:

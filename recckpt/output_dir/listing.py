@@ -69,7 +69,11 @@ class Listing:
 
     def minus(self, directories: Collection[str]) -> Listing:
         """Return the listing without checkpoints that were removed since."""
-        return replace(self, committed=tuple(c for c in self.committed if c.directory not in directories))
+        return replace(
+            self,
+            committed=tuple(c for c in self.committed if c.directory not in directories),
+            directories=tuple(directory for directory in self.directories if directory not in directories),
+        )
 
     @property
     def current(self) -> list[Checkpoint]:

@@ -1,5 +1,7 @@
 """An output dir of RecIS is told from ours, and its file ``checkpoint`` is left alone."""
 
+import shutil
+
 import pytest
 from bank_runs import run, table
 
@@ -9,12 +11,16 @@ from recckpt.errors import CheckpointNotFoundError
 
 @pytest.fixture
 def recis(tmp_path):
-    directory = tmp_path / "recis" / "ckpt_100"
+    return saved_by_recis(tmp_path / "recis")
+
+
+def saved_by_recis(output_dir):
+    directory = output_dir / "ckpt_100"
     directory.mkdir(parents=True)
     for name in ("index", "tensorkey.json"):
         (directory / name).write_text("{}")
-    (tmp_path / "recis" / "checkpoint").write_text("ckpt_50\nckpt_100\n")
-    return tmp_path / "recis"
+    (output_dir / "checkpoint").write_text("ckpt_50\nckpt_100\n")
+    return output_dir
 
 
 def test_a_load_from_it_says_what_it_is(tmp_path, recis):
@@ -40,7 +46,28 @@ def test_saves_there_leave_its_index_alone_and_are_found(recis, caplog):
     assert len(again) == 1
 
 
-def test_a_writer_looks_once_in_its_life_whether_it_is_one(tmp_path, monkeypatch):
+def test_the_index_of_a_run_that_begins_there_later_is_left_alone_until_its_checkpoints_are_gone(tmp_path, caplog):
+    saver = run(tmp_path, table("t", [1]))
+    saver.save("a")
+    before = (saved_by_recis(tmp_path) / "checkpoint").read_bytes()
+    for ckpt_id in ("b", "c"):
+        saver.save(ckpt_id)
+        assert (tmp_path / "checkpoint").read_bytes() == before
+    assert caplog.text.count("an output dir of RecIS") == 1
+    shutil.rmtree(tmp_path / "ckpt_100")
+    saver.save("d")
+    assert (tmp_path / "checkpoint").read_text() == "d\n"
+
+
+def test_a_dir_that_was_its_when_it_was_taken_over_gets_our_index_once_its_checkpoints_are_gone(recis):
+    saver = run(recis, table("t", [1]))
+    saver.save("a")
+    shutil.rmtree(recis / "ckpt_100")
+    saver.save("b")
+    assert (recis / "checkpoint").read_text() == "b\n"
+
+
+def test_a_writer_does_not_look_again_whether_it_is_one_while_all_directories_are_its_own(tmp_path, monkeypatch):
     saver = run(tmp_path, table("t", [1]))
     saver.save("a")
     asked, read, size = [], saver.storage.read, saver.storage.size
