@@ -111,17 +111,23 @@ class OpenSource:
         self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
         sizes = {file.name: file.n_bytes for file in self._manifest.files}
         common = [name for name in sizes if not layout.is_of_rank(name)]
-        self._files = HeldFiles(at.storage, self._directory, sizes, common)
         self._n_bytes = 0
         self._states: dict[str, dict[str, Any]] = {}
-        self._parts = self._hold(needs) if needs is not None else []
-        self.tensors = DenseTensors(self._files, self._directory, self._manifest)
+        with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
+            self._files = HeldFiles(at.storage, self._directory, sizes, ())
+            closed_on_error.callback(self._files.close)
+            self._files.hold(common)
+            self._parts = self._hold(needs) if needs is not None else []
+            self.tensors = DenseTensors(self._files, self._directory, self._manifest)
+            closed_on_error.pop_all()
 
     def __enter__(self) -> OpenSource:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.tensors.close()  # the maps of other files end with the object
+        self.tensors.close()
+        self._files.close()
+        self._states, self._parts = {}, []
 
     def _hold(self, needs: Needs) -> list[Part]:
         """Open the files of ranks that are needed, and return the parts that may have rows for this rank."""

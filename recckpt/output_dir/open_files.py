@@ -76,6 +76,10 @@ class HeldFiles:
                 break
             self._maps[path] = found
 
+    def close(self) -> None:
+        """Let go of all files; a map ends once nobody has a view of it."""
+        self._maps = {}
+
     def open(self, name: str) -> BinaryIO:
         """Open a file for seeking and reading."""
         held = self._maps.get(name)

@@ -13,6 +13,7 @@ from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.open_files import until_whole
 from recckpt.storage.objects import ObjectStorage
 
+DAMAGED = ("model.pt", "io_state_0.pt", "dense/00000-of-00001.json", "sparse/00000-of-00001.json")
 REMOVED = CheckpointRemovedError("runs/ckpt_1")
 
 
@@ -258,3 +259,32 @@ def test_files_that_are_mapped_are_let_go_after_a_load(tmp_path):
     followed.manager.load_model_bank([{"path": str(tmp_path), "is_dynamic": True}])
     gc.collect()
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_files_that_are_mapped_are_let_go_where_a_restore_passes_over_a_damaged_checkpoint(tmp_path, damaged):
+    run = Run(str(tmp_path))
+    run.save()
+    run.manager.pin(1)
+    run.save()
+    path = tmp_path / "ckpt_2" / damaged
+    path.write_bytes(bytes(path.stat().st_size))
+    gc.collect()
+    gc.disable()  # what is let go is let go without it
+    try:
+        assert run.manager.restore() == 1
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_files_that_are_mapped_are_let_go_by_a_load_whose_error_is_kept(tmp_path, damaged):
+    run = Run(str(tmp_path))
+    run.save()
+    path = tmp_path / "ckpt_1" / damaged
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(CorruptCheckpointError) as kept:
+        run.manager.restore()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert kept.tb
