@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
@@ -14,7 +15,15 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
-from recckpt.storage.retry import NobodyAnswersError, Retries, RetryPolicy, TryAgainError, is_conflict, is_unreachable
+from recckpt.storage.retry import (
+    NobodyAnswersError,
+    Retries,
+    RetryPolicy,
+    TryAgainError,
+    is_answer,
+    is_conflict,
+    is_unreachable,
+)
 from recckpt.storage.upload import Put, Upload, UploadDraft
 
 log = logging.getLogger("recckpt")
@@ -167,13 +176,16 @@ class _FirstAnswer(Retries):
         self._storage = storage
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
+        handled = sys.exc_info()[1]
+
         def reached() -> _T:
             try:
                 result = work()
             except Exception as error:
-                if not self._storage.is_reached and is_unreachable(error):
+                if not self._storage.is_reached and is_unreachable(error, handled):
                     problem = f"nobody answers there ({error}); check the URL"
                     raise NobodyAnswersError(errno.ECONNREFUSED, problem) from error
+                self._storage.is_reached |= is_answer(error, handled)
                 raise
             self._storage.is_reached = True
             return result

@@ -41,10 +41,8 @@ _TRANSIENT_NAMES = frozenset(  # of botocore, aiohttp, azure-core, paramiko and 
     | {"ClientPayloadError", "ClientConnectionError", "ServiceRequestError", "ServiceResponseError"}
     | {"SSHException", "EOFError", "IncompleteRead", "TimeoutError", "FSTimeoutError"}
 )
-_FINAL = (
-    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
-    NobodyAnswersError,
-)
+_REFUSALS = (FileNotFoundError, FileExistsError, PermissionError)
+_FINAL = (*_REFUSALS, IsADirectoryError, NotADirectoryError, NobodyAnswersError)
 _MOST_LINKS = 16  # of a chain of causes
 _ERRNO_OF_STATUS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT, 429: errno.EBUSY}
 _ERRNO_OF_TYPE = (
@@ -130,14 +128,22 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
     return False
 
 
-def is_unreachable(error: BaseException) -> bool:
+def is_unreachable(error: BaseException, handled: BaseException | None = None) -> bool:
     """Say whether nobody listens at an address, or its name is unknown; a name server may fail for a moment."""
     return any(
         isinstance(link, ConnectionRefusedError)
         or (isinstance(link, socket.gaierror) and link.errno != socket.EAI_AGAIN)
         or (isinstance(link, OSError) and link.errno == errno.ECONNREFUSED)
-        for link in _chain(error)
+        for link in _chain(error, handled)
     )
+
+
+def is_answer(error: BaseException, handled: BaseException | None = None) -> bool:
+    """Say whether a server is there that answered; backends call a file missing as well that they cannot ask for."""
+    links = list(_chain(error, handled))
+    if any(_answer(link)[0] is not None for link in links):
+        return True
+    return isinstance(error, _REFUSALS) and not any(_is_of_the_network(link) for link in links)
 
 
 def is_conflict(error: BaseException) -> bool:

@@ -172,6 +172,27 @@ def test_a_server_that_has_answered_before_is_waited_for(storage, monkeypatch):
     assert storage.read("x", 10) == b"data"
 
 
+@pytest.mark.parametrize(
+    "answer", [FileNotFoundError(2, "Not Found"), FileExistsError("conflict"), PermissionError(13, "Forbidden")]
+)
+def test_a_server_whose_only_answer_was_a_refusal_is_waited_for_too(storage, monkeypatch, answer):
+    storage._fs.pipe_file(storage._path("x"), b"data")
+    spoil(monkeypatch, storage, "info", answer)
+    with pytest.raises(type(answer)):
+        storage.size("x")
+    spoil(monkeypatch, storage, "cat_file", ConnectionRefusedError(111, "Connection refused"))
+    assert storage.read("x", 10) == b"data"
+
+
+def test_an_answer_counts_while_a_refused_connection_is_being_handled(storage):
+    try:
+        raise ConnectionRefusedError(111, "of another storage")
+    except ConnectionRefusedError:
+        with pytest.raises(FileNotFoundError):
+            storage.size("x")
+    assert storage.is_reached
+
+
 def test_a_write_that_the_network_spoils_is_made_again(storage, monkeypatch):
     spoil(monkeypatch, storage, "pipe_file", ConnectionResetError("reset"))
     with storage.create("d/x") as sink:
