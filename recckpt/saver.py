@@ -267,7 +267,7 @@ class Saver(OneProcess):
             return self.loader.plan(bank, conf, shard_id)
 
     def names(self) -> list[str]:
-        """Return the names that can be loaded, one a line with group, dtype and shape, for ``recckpt plan``."""
+        """Return the names that can be loaded, for ``recckpt plan``, each in a line with what is known of it."""
         with self.turn():
             return self.loader.names()
 

@@ -130,14 +130,15 @@ def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
 def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
-    A line is one name, as a JSON string where it begins with ``"``; group, dtype and shape may follow it, behind tabs.
+    A line is one name; group, dtype, shape and the other names of a tied parameter may follow it, behind tabs. Names
+    that begin with ``"`` are JSON strings.
 
     Raises:
         LoadConfError: a group that does not exist, a shape that is not one, or a string that does not end.
     """
     things: dict[Name, Thing] = {}
     for line in lines:
-        text, group, dtype, shape = [*line.rstrip("\r\n").split("\t"), "", "", ""][:4]
+        text, group, dtype, shape, *others = [*line.rstrip("\r\n").split("\t"), "", "", ""]
         if not text:
             continue
         text = _unescaped(text)
@@ -147,17 +148,18 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
             sizes = tuple(int(size) for size in shape.split(",") if size)
         except ValueError as error:
             raise LoadConfError([f"model names: {text!r} has no shape {shape!r}; write 3,4"]) from error
-        if "@" in text and group in ("", "sparse", "sparse_opt"):
-            things[slot_name(*text.rsplit("@", 1))] = Thing(dtype, sizes)
-        else:
-            things[Name(group or "dense", text)] = Thing(dtype, sizes)
+        is_slot = "@" in text and group in ("", "sparse", "sparse_opt")
+        name = slot_name(*text.rsplit("@", 1)) if is_slot else Name(group or "dense", text)
+        things[name] = Thing(dtype, sizes, tied=tuple(_unescaped(other) for other in others if other))
     return things
 
 
 def list_inventory(inventory: Inventory) -> list[str]:
     """Return the lines that :func:`listed_inventory` reads."""
     return [
-        f"{escaped(name.text)}\t{name.group}\t{thing.dtype}\t{','.join(map(str, thing.shape))}".rstrip("\t")
+        "\t".join(
+            (escaped(name.text), name.group, thing.dtype, ",".join(map(str, thing.shape)), *map(escaped, thing.tied))
+        ).rstrip("\t")
         for name, thing in sorted(inventory.items())
     ]
 

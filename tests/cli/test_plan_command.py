@@ -9,6 +9,8 @@ import torch
 from bank_runs import run, table
 from torch import nn
 
+from recckpt import Saver
+
 
 def with_optimizer(saver):
     saver.register_for_checkpointing("dense_optim", torch.optim.Adam(saver.model.top.parameters()))
@@ -48,6 +50,25 @@ def test_a_bank_is_planned_as_the_saver_would(recckpt, tmp_path, names, source):
     assert ["top.weight@dense_optim", f"{source}/c"] in answer.lines
     answer = recckpt("plan", "--model-names", names, bank_file(tmp_path, bank), "--json")
     assert answer.json == expected.to_dict()
+
+
+def test_a_tied_parameter_is_planned_as_the_saver_would(recckpt, tmp_path):
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(2)).sum().backward()
+    untied, tied = (nn.ModuleDict(names) for names in ({"b": layer}, {"a": layer, "b": layer}))
+    savers = {}
+    for name, model in (("untied", untied), ("tied", tied)):
+        savers[name] = Saver(model, None, str(tmp_path / name))
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.step()
+        savers[name].register_for_checkpointing("adam", optimizer)
+    savers["untied"].save("c")
+    bank = [{"path": str(tmp_path / "untied"), "strict": False}]
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(savers["tied"].names()))
+    expected = savers["tied"].plan(bank)
+    assert "b.weight@adam" in str(expected)
+    assert recckpt("plan", "--model-names", names, bank_file(tmp_path, bank)).out == str(expected) + "\n"
 
 
 def test_one_entry_is_a_bank_too(recckpt, tmp_path, names, source):

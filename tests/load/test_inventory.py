@@ -18,7 +18,7 @@ from recckpt.load.inventory import (
     listed_inventory,
     names_here,
 )
-from recckpt.load.names import Name, slot_name
+from recckpt.load.names import Name, slot_name, state_name
 from recckpt.output_dir.at_path import locate_path
 
 
@@ -147,6 +147,13 @@ def test_names_may_be_listed_by_hand():
         Name("extra", "lr"): Thing(),
         Name("dense", "w"): Thing("float16", (2, 3)),
     }
+
+
+def test_the_lines_of_a_tied_parameter_carry_its_other_names():
+    things = {state_name("a", "adam"): Thing(PLAIN, tied=("b", "c\td")), state_name("e", "adam"): Thing(PLAIN)}
+    lines = list_inventory(things)
+    assert lines == ['a@adam\tdense_opt\tplain data\t\tb\t"c\\td"', "e@adam\tdense_opt\tplain data"]
+    assert listed_inventory(lines) == things
 
 
 @pytest.mark.parametrize(
