@@ -50,7 +50,7 @@ def _run(work: Callable[[_T], str], cases: Sequence[_T], write: int, seconds: fl
     """Be the child."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        torch.set_num_threads(1)  # the threads of OpenMP that the parent may have are not in a fork, which waits for them
+        torch.set_num_threads(1)  # a fork has no threads of OpenMP, and would wait for those of its parent
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
