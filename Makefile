@@ -18,8 +18,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadscope
 
+# The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
 test-slow: $(STAMP)
-	$(PY) -m pytest -n 2 --dist loadscope -m slow
+	$(PY) -m pytest -n 2 -m slow tests/faults/test_fuzz.py
+	$(PY) -m pytest -n 2 --dist loadscope -m slow --ignore tests/faults/test_fuzz.py
 
 test-faults: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadscope -m "" tests/faults

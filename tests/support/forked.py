@@ -1,5 +1,6 @@
 """Work in children that may crash, hang, or ask for too much memory, and what became of it."""
 
+import faulthandler
 import os
 import resource
 import signal
@@ -55,6 +56,7 @@ def _run(work: Callable[[_T], str], cases: Sequence[_T], write: int, seconds: fl
         resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for case in cases:
+            faulthandler.dump_traceback_later(0.9 * seconds, file=sys.__stderr__)  # says where it hangs
             signal.setitimer(signal.ITIMER_REAL, seconds)
             try:
                 text = work(case)
