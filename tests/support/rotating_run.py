@@ -1,7 +1,8 @@
 """A run that saves and rotates without a pause, and readers of it; driven by faults/test_readers_in_rotation.py.
 
 As a process of its own it is one of the two: ``rotating_run.py write URL`` saves until its stdin ends, then prints how
-often; ``rotating_run.py read KIND URL N`` reads ``N`` times and prints what came of it.
+often; ``rotating_run.py read KIND URL READS STEPS`` reads ``READS`` times, and on until it has seen so many
+checkpoints, and prints what came of it.
 """
 
 import json
@@ -175,12 +176,14 @@ def by_command(url: str) -> Callable[[], int]:
 READERS = {"reader": by_reader, "load": by_load, "bank": by_bank, "restore": by_restore, "command": by_command}
 
 
-def read_often(kind: str, url: str, n_reads: int) -> dict[str, Any]:
-    """Read, and count what came of it; ``steps`` is the number of checkpoints that were seen."""
+def read_often(kind: str, url: str, n_reads: int, n_steps: int = 0) -> dict[str, Any]:
+    """Read so often, and on until so many checkpoints were seen, the ``steps``; count what came of it."""
     outcomes = Counter(reads=0, wrong=0, removed=0, errors=0)
-    steps, told = set(), []
+    steps: set[int] = set()
+    told: list[str] = []
     read = READERS[kind](url)
-    for _ in range(n_reads):
+    # On a busy machine many reads may see one save; where the writer hangs this ends as well.
+    while outcomes["reads"] < n_reads or (len(steps) < n_steps and outcomes["reads"] < 100 * n_reads):
         outcomes["reads"] += 1
         try:
             steps.add(read())
@@ -208,8 +211,8 @@ def write_until(stop: threading.Event, url: str, ready: Callable[[], object]) ->
 def main() -> None:
     role, *args = sys.argv[1:]
     if role == "read":
-        kind, url, n_reads = args
-        print(json.dumps(read_often(kind, url, int(n_reads))), flush=True)
+        kind, url, n_reads, n_steps = args
+        print(json.dumps(read_often(kind, url, int(n_reads), int(n_steps))), flush=True)
         return
     import torch
 
