@@ -85,8 +85,7 @@ def save_beside_training(saver: Saver, table: HashTable, ckpt_id: str) -> dict[s
         close(staged)
         released.append(time.perf_counter())
 
-    # No hook says when a save lets go of the tables, so the method is replaced.
-    Staged.close = noted_close  # type: ignore[assignment,method-assign]
+    Staged.close = noted_close  # type: ignore[assignment,method-assign]  # no hook says when a save lets tables go
     try:
         begin = time.perf_counter()
         handle = saver.save_async(ckpt_id)

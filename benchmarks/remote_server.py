@@ -48,9 +48,8 @@ class SlowServer:
 def serve(latency_ms: int, mb_per_s: int) -> None:
     """Serve until the standard input ends; each line of it is answered with the number of requests."""
     sys.path[:0] = [str(TESTS), str(TESTS / "support")]
-    # Found at run time, by the path above: tests are no package that mypy looks at.
-    from faults.http_proxy import Proxy  # type: ignore[import-not-found]
-    from servers.process import ServerProcess  # type: ignore[import-not-found]
+    from faults.http_proxy import Proxy  # type: ignore[import-not-found]  # by the path above, unknown to mypy
+    from servers.process import ServerProcess  # type: ignore[import-not-found]  # likewise
 
     def pass_on_slowly(exchange: Any) -> bool:
         time.sleep(latency_ms / 1e3)

@@ -86,7 +86,7 @@ class Run:
             loss = binary_cross_entropy_with_logits(self.model(ids), labels)
             self.sparse_optim.zero_grad()
             self.dense_optim.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
             self.sparse_optim.step()
             self.dense_optim.step()
             self.manager.step()

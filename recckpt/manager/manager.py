@@ -79,11 +79,8 @@ class CheckpointManager(OneProcess):
                 f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
                 "each step waits for its own save: omit it, or give async_save=True"
             )
-        self._saver, self._save_interval, self._save_at_start = (
-            saver,
-            save_interval,
-            flag("save_at_start", save_at_start),
-        )
+        self._saver, self._save_interval = saver, save_interval
+        self._save_at_start = flag("save_at_start", save_at_start)
         regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
         if between is not None:
             check_ephemeral(between, regular)

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -27,16 +26,13 @@ class SaveHandle:
     """A save that was asked for.
 
     Attributes:
-        staged: done once training may go on, which it is when ``save`` has returned.
         committed: the manifest once the checkpoint is durable; the error of a save that failed.
         info: how the save went, so far.
     """
 
     def __init__(self, info: SaveInfo) -> None:
         self.info = info
-        self.staged: Future[None] = Future()
         self.committed: OwnFuture[Manifest] = OwnFuture()
-        self.staged.set_result(None)
         self.committed.set_running_or_notify_cancel()  # what has begun cannot be cancelled
 
     def done(self) -> bool:

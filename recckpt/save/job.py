@@ -63,7 +63,7 @@ class Destination:
         fence: the saver's hold on it.
         transfers: how files go up.
         sparse_saver: writes the tables of this rank.
-        concurrency: threads that write; with one, a save makes none.
+        concurrency: threads that write and remove; with one, a save makes none, but where it takes over.
         min_free_bytes: what a save leaves of the storage's room.
         on_save: called with each save that is committed.
         buffers: where staging copies dense tensors to.

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 _T = TypeVar("_T")
 _CASES = 50  # a child
 
@@ -51,7 +49,6 @@ def _run(work: Callable[[_T], str], cases: Sequence[_T], write: int, seconds: fl
     """Be the child."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        torch.set_num_threads(1)  # a fork has no threads of OpenMP, and would wait for those of its parent
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.marks import Marks, MarkSet
-from recckpt.sparse.table.rows import Rows
+from recckpt.sparse.table.rows import Rows, last_occurrence
 from recckpt.sparse.table.snapshot import Log, Logs, Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -175,7 +175,7 @@ class RowStore:
             if len(new_ids) == len(ids):
                 rows.put(at, values)
                 written, values = at[:0], {}
-            elif values and (last := _last_occurrence(at)) is not None:
+            elif values and (last := last_occurrence(at)) is not None:
                 written = at[last]
                 values = {name: tensor[torch.from_numpy(last)] for name, tensor in values.items()}
             if values:
@@ -289,12 +289,3 @@ class Slots(Mapping[str, Tensor]):
 def _is_still(rows: Rows, version: int) -> bool:
     """Return whether no row has been renumbered since the index had this version."""
     return version % 2 == 0 and rows.index.version == version
-
-
-def _last_occurrence(rows: Int64s) -> Int64s | None:
-    """Return the position of the last of each group of equal rows, None where all are different."""
-    _, last = np.unique(rows[::-1], return_index=True)
-    if len(last) == len(rows):
-        return None
-    positions: Int64s = np.sort(len(rows) - 1 - last)
-    return positions

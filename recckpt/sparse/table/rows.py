@@ -227,3 +227,12 @@ class Rows:
                     column.scatter(erasure.holes, old)
                 self.index.settle()
             raise
+
+
+def last_occurrence(rows: Int64s) -> Int64s | None:
+    """Return the position of the last of each group of equal rows, None where all are different."""
+    _, last = np.unique(rows[::-1], return_index=True)
+    if len(last) == len(rows):
+        return None
+    positions: Int64s = np.sort(len(rows) - 1 - last)
+    return positions
