@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recckpt.cli.result import CommandError, Outcome, usage_checked
-from recckpt.format.manifest import TableEntry
+from recckpt.format.tables import TableEntry
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.arrow_format import ID, column_values

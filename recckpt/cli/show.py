@@ -10,7 +10,8 @@ from recckpt.cli.result import Outcome, usage_checked
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, TableEntry
+from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles, until_whole

@@ -33,7 +33,7 @@ def verify(args: argparse.Namespace) -> Outcome:
 
 def _age(report: Report) -> tuple[bool, tuple[int, int], str]:
     """Sort oldest first; those without a readable manifest last."""
-    return report.manifest is None, report.manifest.order if report.manifest else (0, 0), report.directory
+    return report.manifest is None, report.manifest.place if report.manifest else (0, 0), report.directory
 
 
 def _row(report: Report) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
@@ -36,6 +37,7 @@ class Part:
     frame: int  # checksum of all bytes but the column values
     tables: tuple[str, ...]  # the dictionary of its ``table`` column
     batches: tuple[Batch, ...]  # in file order
+    holds: Literal["rows", "deletes"] = "rows"
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,19 @@ class Catalog:
     @property
     def rows(self) -> dict[str, int]:
         """Rows by table, of the tables that have any."""
-        rows: dict[str, int] = {}
+        return self._counted("rows")
+
+    @property
+    def deletes(self) -> dict[str, int]:
+        """Deleted ids by table, of the tables that have any."""
+        return self._counted("deletes")
+
+    def _counted(self, held: str) -> dict[str, int]:
+        counts: dict[str, int] = {}
         for part in self.parts:
-            for batch in part.batches:
-                rows[batch.table] = rows.get(batch.table, 0) + batch.rows
-        return rows
+            for batch in part.batches if part.holds == held else ():
+                counts[batch.table] = counts.get(batch.table, 0) + batch.rows
+        return counts
 
 
 def encode(catalog: Catalog) -> bytes:
@@ -84,19 +94,21 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     """
     if len(data) > MAX_BYTES:
         raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"at most {MAX_BYTES}")
-    of = (manifest.save_id, shard, len(manifest.shards))
+    of = (manifest.files_id, shard, len(manifest.shards))
     fields = parse_of_shard(data, path, FORMAT, VERSION, of)
     return Catalog(*of, tuple(_part(entry, manifest) for entry in fields.objects("parts")))
 
 
 def _part_json(part: Part) -> str:
     numbers = {name: number for number, name in enumerate(part.tables)}
-    head = {
+    head: dict[str, Any] = {
         "file": part.file,
         "bytes": part.n_bytes,
         "frame": f"{part.frame:016x}",
         "tables": list(part.tables),
     }
+    if part.holds == "deletes":
+        head["holds"] = part.holds
     names = {name: json.dumps(name) for name in set[str]().union(*(batch.xxh3 for batch in part.batches))}
     batches = ",\n".join(_batch_json(batch, numbers[batch.table], names) for batch in part.batches)
     return f'{json.dumps(head)[:-1]}, "batches": [\n{batches}\n]}}'
@@ -115,13 +127,26 @@ def _part(fields: Fields, manifest: Manifest) -> Part:
     if listed is None or listed.n_bytes != n_bytes:
         raise fields.wrong("file", f"{file} of {n_bytes} bytes", "a file that the manifest lists with this size")
     tables = fields.texts("tables")
-    slots = _slots(fields, tables, manifest)
+    holds = _holds(fields, manifest)
+    slots = _slots(fields, tables, manifest) if holds == "rows" else ()
     columns = {"table", "id", *(slot.name for slot in slots)}
     batches = tuple(_batch(entry, tables, columns) for entry in fields.objects("batches"))
     value_bytes = sum(batch.rows for batch in batches) * (2 + 8 + sum(slot.row_bytes for slot in slots))
     if value_bytes > n_bytes:  # or the loader would make room for rows that are not there
         raise fields.wrong("batches", f"rows of {value_bytes} bytes", f"less than the {n_bytes} of the file")
-    return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches)
+    return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches, holds)
+
+
+def _holds(fields: Fields, manifest: Manifest) -> Literal["rows", "deletes"]:
+    if not fields.has("holds") or fields.text("holds") == "rows":
+        return "rows"
+    if fields.text("holds") != "deletes" or manifest.kind != "delta":
+        allowed = "'rows' or 'deletes'" if manifest.kind == "delta" else "'rows', in a full checkpoint"
+        raise fields.wrong("holds", repr(fields.text("holds")), allowed)
+    for table in fields.texts("tables"):
+        if manifest.table(table) is None:
+            raise fields.wrong("tables", repr(table), "a table that the manifest lists")
+    return "deletes"
 
 
 def _slots(fields: Fields, tables: list[str], manifest: Manifest) -> tuple[SlotSpec, ...]:

@@ -33,8 +33,8 @@ def seal(values: Mapping[str, Any], key: str) -> bytes:
     return body + b',\n  "%s": "%016x"\n}\n' % (key.encode(), xxhash.xxh3_64_intdigest(body))
 
 
-def check_seal(data: bytes, key: str, path: str) -> None:
-    """Raise CorruptCheckpointError if the checksum ``key`` is not at the end of a file, or is not that of the rest."""
+def check_seal(data: bytes, key: str, path: str) -> int:
+    """Return the checksum ``key`` at the end of a file; CorruptCheckpointError if it is not that of the rest."""
     size = _SEAL_BYTES + len(key)
     found = _SEAL.fullmatch(data[-size:])
     if found is None or found[1] != key.encode():
@@ -43,6 +43,7 @@ def check_seal(data: bytes, key: str, path: str) -> None:
     digest = xxhash.xxh3_64_intdigest(data[:-size])
     if digest != int(found[2], 16):
         raise CorruptCheckpointError(path, key, found=f"{digest:016x}", expected=found[2].decode())
+    return digest
 
 
 def parse(data: bytes, path: str) -> Fields:

@@ -34,7 +34,7 @@ _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
-    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.g\d+\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
+    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
 )
 
 _TEMPORARY = re.compile(
@@ -154,6 +154,11 @@ def catalog(shard: int, shards: int) -> str:
 def part(shard: int, shards: int, group: int, number: int) -> str:
     """Return the name of a part."""
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
+
+
+def deletes_part(shard: int, shards: int, number: int) -> str:
+    """Return the name of a part of deleted ids."""
+    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.deletes.{number:02d}.arrow"
 
 
 def pattern_of_parts(name: str) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, seal
+from recckpt.format.links import FormOf, Link, Parent, links_json, parse_links
+from recckpt.format.tables import TableEntry, parse_table, table_json
 from recckpt.text import nearest
-from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
 FORMAT = "recckpt"  # part of the format
 VERSION = 1  # part of the format
@@ -37,20 +38,6 @@ class ShardEntry:
 
     catalog: str
     buckets: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class TableEntry:
-    """A table as it was saved: rows over all shards, and its slots."""
-
-    name: str
-    rows: int
-    slots: tuple[SlotSpec, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, the id included."""
-        return 8 + sum(slot.row_bytes for slot in self.slots)
 
 
 @dataclass(frozen=True)
@@ -81,11 +68,35 @@ class Manifest:
     state: Mapping[str, Scalar] = field(default_factory=dict)
     writer: Mapping[str, str] = field(default_factory=dict)
     ephemeral: bool = False
+    parent: Parent | None = None  # of a delta
+    chain: tuple[Link, ...] = ()  # of a delta: hints where the links below are, the parent first
+    form_of: FormOf | None = None  # of a form
+    xxh3: int = field(default=0, compare=False)  # its checksum, by which a delta names it; of what was read only
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Sorts checkpoints by age."""
-        return self.epoch, self.seq
+    def kind(self) -> str:
+        """Whether it is ``"full"`` or a ``"delta"``."""
+        return "full" if self.parent is None else "delta"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands in the order of commits; a form stands where its delta does."""
+        return (self.epoch, self.seq) if self.form_of is None else (self.form_of.epoch, self.form_of.seq)
+
+    @property
+    def origin(self) -> str:
+        """The save id by which deltas name the checkpoint, of which this may be a form."""
+        return self.save_id if self.form_of is None else self.form_of.save_id
+
+    @property
+    def origin_xxh3(self) -> int:
+        """The checksum by which deltas name the checkpoint, of which this may be a form."""
+        return self.xxh3 if self.form_of is None else self.form_of.manifest
+
+    @property
+    def files_id(self) -> str:
+        """The save id that its catalogs and indexes repeat."""
+        return self.save_id if self.form_of is None else self.form_of.offer
 
     @property
     def n_bytes(self) -> int:
@@ -143,10 +154,10 @@ def decode(data: bytes, path: str) -> Manifest:
         raise CorruptCheckpointError(path, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
     fields = parse(data, path)
     _check_header(fields)  # before the seal: another version, or another checksum, may be sealed otherwise
-    check_seal(data, _SEAL, path)
-    if fields.text("kind") != "full":
+    xxh3 = check_seal(data, _SEAL, path)
+    if fields.text("kind") not in ("full", "delta"):
         raise FormatVersionError(path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
-    return _from_fields(fields)
+    return _from_fields(fields, xxh3)
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
@@ -156,17 +167,14 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "checksum": CHECKSUM,
         "ckpt_id": manifest.ckpt_id,
         "save_id": manifest.save_id,
-        "kind": "full",
-        "parent": None,
+        "kind": manifest.kind,
+        **links_json(manifest.parent, manifest.chain, manifest.form_of),
         "epoch": manifest.epoch,
         "seq": manifest.seq,
         "step": manifest.step,
         "time": manifest.time,
         "shards": [{"catalog": s.catalog, "buckets": list(s.buckets)} for s in manifest.shards],
-        "tables": [
-            {"name": table.name, "rows": table.rows, "slots": [_slot_json(slot) for slot in table.slots]}
-            for table in manifest.tables
-        ],
+        "tables": [table_json(table) for table in manifest.tables],
         "files": [_file_json(file) for file in manifest.files],
         "names": {
             group: list(names) for group, names in asdict(manifest.names).items() if names or group != "extra_of_ranks"
@@ -175,10 +183,6 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "flags": {"ephemeral": manifest.ephemeral},
         "writer": dict(manifest.writer),
     }
-
-
-def _slot_json(slot: SlotSpec) -> dict[str, Any]:
-    return {"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)}
 
 
 def _file_json(file: FileEntry) -> dict[str, Any]:
@@ -192,8 +196,8 @@ def _check_header(fields: Fields) -> None:
         raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
 
 
-def _from_fields(fields: Fields) -> Manifest:
-    flags = fields.mapping("flags")
+def _from_fields(fields: Fields, xxh3: int) -> Manifest:
+    parent, chain, form_of = parse_links(fields)
     manifest = Manifest(
         ckpt_id=fields.text("ckpt_id"),
         save_id=fields.text("save_id"),
@@ -202,12 +206,16 @@ def _from_fields(fields: Fields) -> Manifest:
         step=fields.maybe_count("step"),
         time=fields.text("time"),
         shards=tuple(_shard(entry) for entry in fields.objects("shards")),
-        tables=tuple(_table(entry) for entry in fields.objects("tables")),
+        tables=tuple(parse_table(entry, of_delta=parent is not None) for entry in fields.objects("tables")),
         files=tuple(_file(entry) for entry in fields.objects("files")),
         names=_names(fields.mapping("names")),
         state=fields.scalars("state"),
         writer={name: str(version) for name, version in fields.scalars("writer").items()},
-        ephemeral=flags.flag("ephemeral"),
+        ephemeral=fields.mapping("flags").flag("ephemeral"),
+        parent=parent,
+        chain=chain,
+        form_of=form_of,
+        xxh3=xxh3,
     )
     _check_consistent(manifest, fields)
     return manifest
@@ -233,30 +241,6 @@ def bucket_range(fields: Fields) -> tuple[int, int]:
     if len(values) != 2 or not values[0] <= values[1] <= 65536:
         raise fields.wrong("buckets", str(values), "[begin, end) within 0 to 65536")
     return values[0], values[1]
-
-
-def _table(fields: Fields) -> TableEntry:
-    try:
-        name = check_table_name(fields.text("name"))
-    except ValueError as error:
-        raise fields.wrong("name", str(error), "a table name") from error
-    slots = tuple(_slot(entry) for entry in fields.objects("slots"))
-    names = [slot.name for slot in slots]
-    if len(set(names)) < len(names) or EMBEDDING not in names:
-        raise fields.wrong("slots", str(names), "different names, one of them 'embedding'")
-    return TableEntry(name, fields.count("rows"), slots)
-
-
-def _slot(fields: Fields) -> SlotSpec:
-    name, dtype = fields.text("name"), fields.text("dtype")
-    if name in ("", "id", "table", "op"):
-        raise fields.wrong("name", repr(name), "a slot name")
-    if dtype not in ITEM_BYTES:
-        raise fields.wrong("dtype", repr(dtype), f"one of {', '.join(ITEM_BYTES)}")
-    spec = SlotSpec(name, dtype, fields.counts("shape", low=1))
-    if spec.row_bytes >= 2**31:
-        raise fields.wrong("shape", str(spec.shape), "a row of less than 2 GiB")
-    return spec
 
 
 def _file(fields: Fields) -> FileEntry:

@@ -73,7 +73,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
     Raises CorruptCheckpointError where it is not a whole index of this shard of this save, FormatVersionError where a
     newer format wrote it.
     """
-    of = (manifest.save_id, shard, len(manifest.shards))
+    of = (manifest.files_id, shard, len(manifest.shards))
     fields = parse_of_shard(data, path, FORMAT, VERSION, of)
     block_bytes, chunks = fields.count("block_bytes", low=1), _Chunks(manifest, shard)
     if block_bytes % ALIGNMENT:

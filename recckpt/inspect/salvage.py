@@ -14,7 +14,8 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
-from recckpt.format.manifest import Manifest, TableEntry
+from recckpt.format.manifest import Manifest
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches

@@ -14,7 +14,8 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.manifest import FileEntry, Manifest, TableEntry
+from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.tables import TableEntry
 from recckpt.format.tensor_index import TensorIndex
 from recckpt.output_dir.checkpoint_dir import (
     Intent,

@@ -52,7 +52,7 @@ class Followed:
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
             return None  # a run that is being written or rotated; it is looked at again
         taken, there = self.taken.checkpoint.manifest, found.checkpoint.manifest
-        return found if there.save_id != taken.save_id and there.order > taken.order else None
+        return found if there.save_id != taken.save_id and there.place > taken.place else None
 
 
 def followed(model: Inventory, bank: Sequence[OpenSource]) -> list[Followed]:

@@ -71,4 +71,4 @@ def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
     except OSError:  # of a bucket or directory that may be entered but not listed
         return None
     found = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
-    return max(found, key=lambda checkpoint: checkpoint.manifest.order, default=None)
+    return max(found, key=lambda checkpoint: checkpoint.manifest.place, default=None)

@@ -21,15 +21,21 @@ _TRIES = 3  # looks at a directory that seems empty: rotation may have removed w
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint and the directory it lies in."""
+    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well."""
 
     directory: str
     manifest: Manifest
+    below: tuple[Checkpoint, ...] = ()  # the parent, or a form of it, first; the full one last
 
     @property
     def ckpt_id(self) -> str:
         """Its id."""
         return self.manifest.ckpt_id
+
+    @property
+    def links(self) -> tuple[Checkpoint, ...]:
+        """What its rows are read from, newest first: itself, and what it stands on."""
+        return (self, *self.below)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def _list(storage: Storage, directories: Sequence[str], known: Manifests | None)
         except OSError as error:
             unreadable[directory] = error
     return Listing(
-        committed=tuple(sorted(committed, key=lambda c: (c.manifest.order, layout.is_attempt(c.directory, c.ckpt_id)))),
+        committed=tuple(sorted(committed, key=lambda c: (c.manifest.place, layout.is_attempt(c.directory, c.ckpt_id)))),
         damaged=damaged,
         fenced=fenced,
         highest_seq=max((c.manifest.seq for c in found), default=0),

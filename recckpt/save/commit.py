@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import StateMismatchError, WriterFencedError
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest, TableEntry
+from recckpt.format.manifest import Manifest
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import Checkpoint, Listing

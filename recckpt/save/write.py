@@ -12,7 +12,8 @@ from recckpt.dense.sharded import Summary, check_shares, is_whole, model_names
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import FileEntry, Names, ShardEntry, TableEntry
+from recckpt.format.manifest import FileEntry, Names, ShardEntry
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
 from recckpt.parallel.ranks import Ranks

@@ -59,7 +59,7 @@ def without_dir_fsync(of):
 
 COMMIT, PUT = "recckpt.output_dir.commit:commit", "        storage.put_if_absent(path, data)\n"
 REMOVE = "recckpt.output_dir.rotation:remove"
-ORDER = "c.manifest.order"
+ORDER = "c.manifest.place"
 MTIME = "__import__('os').stat(f'{storage.url}/{c.directory}/manifest.json').st_mtime_ns"
 
 PLANTS = {

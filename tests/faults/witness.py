@@ -43,14 +43,14 @@ class Witness:
             if self.owner > writer.epoch:
                 return False
             raise AssertionError(f"a save of the owner of epoch {writer.epoch} failed") from error
-        if manifest.order < self._newest:
+        if manifest.place < self._newest:
             in_time = self._listed_after(manifest.epoch)
             assert manifest.save_id in in_time, f"{manifest.ckpt_id} of epoch {manifest.epoch} is acknowledged too late"
         else:
-            self._newest = manifest.order
+            self._newest = manifest.place
         if writer.trainer.saver.max_keep is None:
             kept = self._kept[1] if self._kept[0] == writer.epoch else {}
-            self._kept = writer.epoch, {**kept, manifest.ckpt_id: manifest.order}
+            self._kept = writer.epoch, {**kept, manifest.ckpt_id: manifest.place}
         return True
 
     @property
@@ -62,10 +62,10 @@ class Witness:
         """Fail where readers get less than was acknowledged, a late commit, or anything damaged."""
         listing, takeover = list_checkpoints(self._storage), last_takeover(self._storage)
         assert not listing.damaged, f"damaged: {listing.damaged}"
-        newest = listing.committed[-1].manifest.order if listing.committed else (0, 0)
+        newest = listing.committed[-1].manifest.place if listing.committed else (0, 0)
         assert newest >= self._newest, f"(epoch, seq) {self._newest} was acknowledged, found {newest}"
         if self._kept[0] == self.owner:
-            found = {c.ckpt_id: c.manifest.order for c in listing.current}
+            found = {c.ckpt_id: c.manifest.place for c in listing.current}
             lost = {ckpt_id for ckpt_id, order in self._kept[1].items() if found.get(ckpt_id, (0, 0)) < order}
             assert not lost, f"the owner keeps all of its checkpoints, and {lost} are gone"
         older = {c.manifest.save_id for c in listing.committed if c.manifest.epoch < takeover.epoch}

@@ -5,7 +5,8 @@ import pytest
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.catalog import Batch, Catalog, Part, decode, encode
-from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, TableEntry
+from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
+from recckpt.format.tables import TableEntry
 from recckpt.types import SlotSpec
 
 PATH = "ckpt_1/sparse/00000-of-00002.json"

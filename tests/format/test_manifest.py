@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, Names, ShardEntry, TableEntry, decode, encode
+from recckpt.format.manifest import FileEntry, Manifest, Names, ShardEntry, decode, encode
+from recckpt.format.tables import TableEntry
 from recckpt.types import ITEM_BYTES, SlotSpec
 
 PATH = "ckpt_1/manifest.json"
@@ -143,9 +144,9 @@ def test_a_newer_version_is_refused_by_number_whatever_its_seal():
         assert caught.value.supported == 1
 
 
-def test_a_delta_is_refused():
-    with pytest.raises(FormatVersionError, match="delta"):
-        decode(edited(kind="delta"), PATH)
+def test_a_kind_that_nobody_knows_is_refused():
+    with pytest.raises(FormatVersionError, match="a patch checkpoint"):
+        decode(edited(kind="patch"), PATH)
 
 
 def test_an_unknown_checksum_algorithm_is_refused_by_name():
@@ -258,7 +259,7 @@ def test_entries_are_found_by_name():
 
 
 def test_checkpoints_are_ordered_by_epoch_then_sequence():
-    orders = [replace(example(), epoch=e, seq=s).order for e, s in ((0, 9), (1, 1), (1, 10), (2, 2))]
+    orders = [replace(example(), epoch=e, seq=s).place for e, s in ((0, 9), (1, 1), (1, 10), (2, 2))]
     assert orders == sorted(orders)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import CommitNotDurableError, SaveFailedError, StateMismatchError
-from recckpt.format.manifest import ShardEntry, TableEntry
+from recckpt.format.manifest import ShardEntry
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.save.commit import _tables_of_all
 from recckpt.save.write import ShardRecord

@@ -16,7 +16,8 @@ from recckpt.dense.saver import save_tensors
 from recckpt.format import catalog, layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, TableEntry
+from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
+from recckpt.format.tables import TableEntry
 from recckpt.load import load as loading
 from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState

@@ -13,7 +13,8 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog
-from recckpt.format.manifest import ShardEntry, TableEntry
+from recckpt.format.manifest import ShardEntry
+from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files

@@ -18,7 +18,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of, mix64
 from recckpt.format.catalog import Batch, Catalog, Part
-from recckpt.format.manifest import TableEntry
+from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_array, column_buffer
 from recckpt.sparse.files.id_check import IdCheck, Int64s, is_among, repeats
 from recckpt.sparse.files.part_reader import PartReader

@@ -18,7 +18,7 @@ from torch import Tensor
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Batch
-from recckpt.format.manifest import TableEntry
+from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.id_index import IdIndex

@@ -12,7 +12,7 @@ import pyarrow as pa
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Catalog
-from recckpt.format.manifest import TableEntry
+from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, TABLE, column_buffer, part_schema, slot_field
 from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
 from recckpt.sparse.files.part_reader import PartReader

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import TableEntry
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import locate
 from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter, column_values
 from recckpt.sparse.files.catalogs import read_catalogs

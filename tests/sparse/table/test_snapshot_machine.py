@@ -25,7 +25,7 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.format.buckets import bucket_of
-from recckpt.format.manifest import TableEntry
+from recckpt.format.tables import TableEntry
 from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
 from recckpt.sparse.files.loader import CheckpointLoad, load_tables

@@ -1,0 +1,106 @@
+"""How a manifest names other checkpoints: a delta its parent and chain, a form its delta (docs/format.md, 12.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recckpt.format import layout
+from recckpt.format.json_fields import Fields
+
+MAX_LINKS = 1000  # part of the format: of a chain, the full one included
+
+
+@dataclass(frozen=True)
+class Link:
+    """A checkpoint that a delta stands on, and the directory where it was: a hint."""
+
+    ckpt_id: str
+    save_id: str
+    directory: str
+
+
+@dataclass(frozen=True)
+class Parent(Link):
+    """The checkpoint that a delta was written against, with the checksum of its manifest: the truth."""
+
+    manifest: int
+
+
+@dataclass(frozen=True)
+class FormOf:
+    """The delta that a full checkpoint is a form of.
+
+    Attributes:
+        save_id: of the delta.
+        manifest: checksum of its manifest.
+        epoch: of its writer.
+        seq: its number; with the epoch, the place of the form in the order of commits.
+        offer: the save id that catalogs and indexes of the form repeat.
+    """
+
+    save_id: str
+    manifest: int
+    epoch: int
+    seq: int
+    offer: str
+
+
+def links_json(parent: Parent | None, chain: Sequence[Link], form_of: FormOf | None) -> dict[str, Any]:
+    """Return the fields of a manifest that name other checkpoints."""
+    fields: dict[str, Any] = {"parent": None}
+    if parent is not None:
+        fields = {"parent": {**_link_json(parent), "manifest": f"{parent.manifest:016x}"}}
+        fields["chain"] = [_link_json(link) for link in chain]
+    if form_of is not None:
+        checksum = f"{form_of.manifest:016x}"
+        order = {"epoch": form_of.epoch, "seq": form_of.seq}
+        fields["form_of"] = {"save_id": form_of.save_id, "manifest": checksum, **order, "offer": form_of.offer}
+    return fields
+
+
+def _link_json(link: Link) -> dict[str, Any]:
+    return {"ckpt_id": link.ckpt_id, "save_id": link.save_id, "directory": link.directory}
+
+
+def parse_parent(fields: Fields) -> Parent:
+    """Return the parent in a JSON object."""
+    link = _link(fields)
+    return Parent(link.ckpt_id, link.save_id, link.directory, fields.checksum("manifest"))
+
+
+def parse_links(fields: Fields) -> tuple[Parent | None, tuple[Link, ...], FormOf | None]:
+    """Return what a manifest says of other checkpoints; CorruptCheckpointError where it contradicts its kind."""
+    if fields.text("kind") == "full":
+        for key in ("parent", "chain"):
+            if fields.has(key):
+                raise fields.wrong(key, "one", "none of a full checkpoint")
+        return None, (), _form_of(fields.mapping("form_of")) if fields.has("form_of") else None
+    parent, chain = parse_parent(fields.mapping("parent")), tuple(_link(entry) for entry in fields.objects("chain"))
+    if not chain or chain[0] != Link(parent.ckpt_id, parent.save_id, parent.directory):
+        raise fields.wrong("chain", f"{len(chain)} links, the first not the parent", "the parent first")
+    if len(chain) >= MAX_LINKS:
+        raise fields.wrong("chain", f"{len(chain)} links below", f"at most {MAX_LINKS - 1}")
+    if fields.has("form_of"):
+        raise fields.wrong("form_of", "one", "none of a delta")
+    return parent, chain, None
+
+
+def _link(fields: Fields) -> Link:
+    ckpt_id = fields.text("ckpt_id")
+    try:
+        layout.encode_id(ckpt_id)
+    except ValueError as error:
+        raise fields.wrong("ckpt_id", str(error), "a checkpoint id") from error
+    return Link(ckpt_id, fields.text("save_id"), layout.checked_name(fields.text("directory"), fields.path))
+
+
+def _form_of(fields: Fields) -> FormOf:
+    return FormOf(
+        fields.text("save_id"),
+        fields.checksum("manifest"),
+        fields.count("epoch"),
+        fields.count("seq"),
+        fields.text("offer"),
+    )

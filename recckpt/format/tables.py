@@ -1,0 +1,99 @@
+"""The tables of a checkpoint, as its manifest lists them (docs/format.md, sections 3 and 12.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from recckpt.format.json_fields import Fields
+from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
+
+
+@dataclass(frozen=True)
+class DeltaRows:
+    """What a delta holds of a table, over all shards.
+
+    Attributes:
+        upserts: rows that are new or have changed.
+        deletes: ids that were deleted, each counted as often as a shard has it.
+        replaced: whether these are all rows, and nothing of older links counts.
+    """
+
+    upserts: int
+    deletes: int
+    replaced: bool
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """A table as it was saved: rows over all shards, and its slots; in a delta, what of it lies there."""
+
+    name: str
+    rows: int  # of the checkpoint, not of the delta
+    slots: tuple[SlotSpec, ...]
+    delta: DeltaRows | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, the id included."""
+        return 8 + sum(slot.row_bytes for slot in self.slots)
+
+    @property
+    def held(self) -> int:
+        """Rows that lie in the checkpoint's own files."""
+        return self.rows if self.delta is None else self.delta.upserts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows lie in the checkpoint's own files."""
+        return self.delta is None or self.delta.replaced
+
+
+def table_json(table: TableEntry) -> dict[str, Any]:
+    """Return the JSON object of an entry."""
+    entry = {"name": table.name, "rows": table.rows, "slots": [_slot_json(slot) for slot in table.slots]}
+    if table.delta is not None:
+        held = table.delta
+        entry["delta"] = {"upserts": held.upserts, "deletes": held.deletes, "replaced": held.replaced}
+    return entry
+
+
+def _slot_json(slot: SlotSpec) -> dict[str, Any]:
+    return {"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)}
+
+
+def parse_table(fields: Fields, *, of_delta: bool) -> TableEntry:
+    """Return the entry in a JSON object, of a delta or of a full checkpoint; CorruptCheckpointError for a wrong one."""
+    try:
+        name = check_table_name(fields.text("name"))
+    except ValueError as error:
+        raise fields.wrong("name", str(error), "a table name") from error
+    slots = tuple(_slot(entry) for entry in fields.objects("slots"))
+    names = [slot.name for slot in slots]
+    if len(set(names)) < len(names) or EMBEDDING not in names:
+        raise fields.wrong("slots", str(names), "different names, one of them 'embedding'")
+    rows = fields.count("rows")
+    if not of_delta and fields.has("delta"):
+        raise fields.wrong("delta", "rows of a delta", "no such field in a full checkpoint")
+    return TableEntry(name, rows, slots, _delta_rows(fields.mapping("delta"), rows) if of_delta else None)
+
+
+def _delta_rows(fields: Fields, rows: int) -> DeltaRows:
+    held = DeltaRows(fields.count("upserts"), fields.count("deletes"), fields.flag("replaced"))
+    if held.replaced and held.deletes:
+        raise fields.wrong("deletes", str(held.deletes), "0, since the table is replaced")
+    if held.upserts > rows or (held.replaced and held.upserts < rows):
+        raise fields.wrong("upserts", str(held.upserts), f"{'' if held.replaced else 'at most '}the {rows} rows")
+    return held
+
+
+def _slot(fields: Fields) -> SlotSpec:
+    name, dtype = fields.text("name"), fields.text("dtype")
+    if name in ("", "id", "table", "op"):
+        raise fields.wrong("name", repr(name), "a slot name")
+    if dtype not in ITEM_BYTES:
+        raise fields.wrong("dtype", repr(dtype), f"one of {', '.join(ITEM_BYTES)}")
+    spec = SlotSpec(name, dtype, fields.counts("shape", low=1))
+    if spec.row_bytes >= 2**31:
+        raise fields.wrong("shape", str(spec.shape), "a row of less than 2 GiB")
+    return spec
