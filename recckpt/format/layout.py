@@ -14,6 +14,8 @@ INDEX_FILE = "checkpoint"
 TIMELINE = "timeline.jsonl"
 MANIFEST = "manifest.json"
 INTENT = "INTENT"
+OFFER = "OFFER"
+OFFER_JSON = "offer.json"
 MODEL = "model.pt"
 EXTRA = "extra.pt"
 SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
@@ -32,8 +34,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, MANIFEST})  # with a manifest, an output dir would be a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
+_OFFER_DIR = re.compile(r".+\.[0-9a-f]{32}", re.ASCII)
 _OURS = re.compile(
-    r"(manifest\.json|INTENT)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
+    r"(manifest\.json|INTENT|OFFER|offer\.json)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
 )
 
@@ -79,14 +82,26 @@ def encode_index(ckpt_ids: Iterable[str]) -> bytes:
 def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
     """Yield the directory names for attempts at a checkpoint by the writer of an epoch, best first."""
     encoded = encode_id(ckpt_id)
-    yield encoded
+    if not is_offer_dir(encoded):  # no list of a takeover names those
+        yield encoded
     yield f"{encoded}.{epoch}"
     yield from (f"{encoded}.{epoch}.{n}" for n in count(1))
 
 
 def is_attempt(directory: str, ckpt_id: str) -> bool:
-    """Say whether recckpt gives a directory this name for attempts at a checkpoint."""
-    return re.fullmatch(re.escape(encode_id(ckpt_id)) + r"(\.[1-9]\d*){0,2}", directory, re.ASCII) is not None
+    """Say whether recckpt gives a directory this name for attempts at a checkpoint, or for offers of it."""
+    pattern = re.escape(encode_id(ckpt_id)) + r"((\.[1-9]\d*){0,2}|\.[0-9a-f]{32})"
+    return re.fullmatch(pattern, directory, re.ASCII) is not None
+
+
+def offer_dir(ckpt_id: str, save_id: str) -> str:
+    """Return the directory name of the offer of a checkpoint with this save id, which no other offer has."""
+    return f"{encode_id(ckpt_id)}.{save_id}"
+
+
+def is_offer_dir(directory: str) -> bool:
+    """Say whether a directory has the name of one for an offer, as a form has it too."""
+    return _OFFER_DIR.fullmatch(directory) is not None
 
 
 def is_own(directory: str) -> bool:

@@ -57,6 +57,17 @@ def test_attempts_after_the_first_have_their_writer_in_their_name():
     assert [next(names) for _ in range(4)] == ["a%2Fb", "a%2Fb.7", "a%2Fb.7.1", "a%2Fb.7.2"]
 
 
+def test_an_offer_has_a_directory_that_no_attempt_takes():
+    name = layout.offer_dir("a/b", "0f" * 16)
+    assert name == "a%2Fb." + "0f" * 16
+    assert layout.is_offer_dir(name)
+    assert layout.is_attempt(name, "a/b")
+    for other in ("a%2Fb", "a%2Fb.7", "a%2Fb.7.1", name[:-1], f"{name}0", f"{name}.7", "0f" * 16):
+        assert not layout.is_offer_dir(other)
+    attempts = layout.attempt_dirs(name, 7)
+    assert next(attempts) == layout.encode_id(name) + ".7"
+
+
 def test_the_step_of_a_directory_is_told_where_its_id_is_that_of_a_step():
     steps = {"ckpt_0": 0, "ckpt_12": 12, "ckpt_12.3": 12, "ckpt_12.3.4": 12}
     steps |= dict.fromkeys(["ckpt_", "ckpt_012", "ckpt_1.2.3.4", "ckpt_1.0", "ckpt_\u0661", "xckpt_1", "ckpt_1x", "1"])
@@ -86,7 +97,8 @@ def test_what_recckpt_writes_is_known_as_its_own():
     names = ["manifest.json", "INTENT", "model.pt", "extra.pt", layout.io_state(0), layout.rng(12)]
     names += [layout.catalog(0, 1), layout.part(0, 1, 0, 0), layout.part(123_456, 200_000, 3, 100)]
     names += [layout.dense_index(0, 2), layout.dense_data(123_456, 200_000)]
-    names += ["manifest.json.0123456789abcdef.tmp", "INTENT.0123456789abcdef.tmp"]
+    names += [f"{name}.0123456789abcdef.tmp" for name in ("manifest.json", "INTENT", "OFFER", "offer.json")]
+    names += ["OFFER", "offer.json"]
     for name in names:
         assert layout.is_ours(name)
 
