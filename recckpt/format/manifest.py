@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
@@ -13,6 +13,9 @@ from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, 
 from recckpt.format.links import FormOf, Link, Parent, links_json, parse_links
 from recckpt.format.tables import TableEntry, parse_table, table_json
 from recckpt.text import nearest
+
+if TYPE_CHECKING:
+    from recckpt.format.offer import Offer
 
 FORMAT = "recckpt"  # part of the format
 VERSION = 1  # part of the format
@@ -173,15 +176,22 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "seq": manifest.seq,
         "step": manifest.step,
         "time": manifest.time,
-        "shards": [{"catalog": s.catalog, "buckets": list(s.buckets)} for s in manifest.shards],
-        "tables": [table_json(table) for table in manifest.tables],
-        "files": [_file_json(file) for file in manifest.files],
+        **body_json(manifest),
+    }
+
+
+def body_json(of: Manifest | Offer) -> dict[str, Any]:
+    """Return the fields that say what a checkpoint holds."""
+    return {
+        "shards": [{"catalog": s.catalog, "buckets": list(s.buckets)} for s in of.shards],
+        "tables": [table_json(table) for table in of.tables],
+        "files": [_file_json(file) for file in of.files],
         "names": {
-            group: list(names) for group, names in asdict(manifest.names).items() if names or group != "extra_of_ranks"
+            group: list(names) for group, names in asdict(of.names).items() if names or group != "extra_of_ranks"
         },
-        "state": dict(manifest.state),
-        "flags": {"ephemeral": manifest.ephemeral},
-        "writer": dict(manifest.writer),
+        "state": dict(of.state),
+        "flags": {"ephemeral": of.ephemeral},
+        "writer": dict(of.writer),
     }
 
 
@@ -205,20 +215,34 @@ def _from_fields(fields: Fields, xxh3: int) -> Manifest:
         seq=fields.count("seq"),
         step=fields.maybe_count("step"),
         time=fields.text("time"),
-        shards=tuple(_shard(entry) for entry in fields.objects("shards")),
-        tables=tuple(parse_table(entry, of_delta=parent is not None) for entry in fields.objects("tables")),
-        files=tuple(_file(entry) for entry in fields.objects("files")),
-        names=_names(fields.mapping("names")),
-        state=fields.scalars("state"),
-        writer={name: str(version) for name, version in fields.scalars("writer").items()},
-        ephemeral=fields.mapping("flags").flag("ephemeral"),
+        **parse_body(fields, of_delta=parent is not None),
         parent=parent,
         chain=chain,
         form_of=form_of,
         xxh3=xxh3,
     )
-    _check_consistent(manifest, fields)
+    try:
+        layout.encode_id(manifest.ckpt_id)
+    except ValueError as error:
+        raise fields.wrong("ckpt_id", str(error), "a checkpoint id") from error
     return manifest
+
+
+def parse_body(fields: Fields, *, of_delta: bool) -> dict[str, Any]:
+    """Return what :func:`body_json` wrote, by attribute; CorruptCheckpointError where it contradicts itself."""
+    shards = tuple(_shard(entry) for entry in fields.objects("shards"))
+    tables = tuple(parse_table(entry, of_delta=of_delta) for entry in fields.objects("tables"))
+    files = tuple(_file(entry) for entry in fields.objects("files"))
+    _check_consistent(shards, tables, files, fields)
+    return {
+        "shards": shards,
+        "tables": tables,
+        "files": files,
+        "names": _names(fields.mapping("names")),
+        "state": fields.scalars("state"),
+        "writer": {name: str(version) for name, version in fields.scalars("writer").items()},
+        "ephemeral": fields.mapping("flags").flag("ephemeral"),
+    }
 
 
 def _names(fields: Fields) -> Names:
@@ -249,20 +273,17 @@ def _file(fields: Fields) -> FileEntry:
     return FileEntry(name, fields.count("bytes"), xxh3)
 
 
-def _check_consistent(manifest: Manifest, fields: Fields) -> None:
-    tables = [table.name for table in manifest.tables]
-    files = [file.name for file in manifest.files]
-    for key, names in (("tables", tables), ("files", files)):
-        twice = first_repeat(names)
+def _check_consistent(
+    shards: Sequence[ShardEntry], tables: Sequence[TableEntry], files: Sequence[FileEntry], fields: Fields
+) -> None:
+    names = {"tables": [table.name for table in tables], "files": [file.name for file in files]}
+    for key, listed in names.items():
+        twice = first_repeat(listed)
         if twice is not None:
             raise fields.wrong(key, f"{twice!r} twice", "different names")
-    count = len(manifest.shards)
+    count, in_files = len(shards), set(names["files"])
     if not count:
         raise fields.wrong("shards", "none", "at least one")
-    for number, shard in enumerate(manifest.shards):
-        if shard.catalog != layout.catalog(number, count) or manifest.file(shard.catalog) is None:
+    for number, shard in enumerate(shards):
+        if shard.catalog != layout.catalog(number, count) or shard.catalog not in in_files:
             raise fields.wrong(f"shards[{number}].catalog", shard.catalog, f"{layout.catalog(number, count)}, listed")
-    try:
-        layout.encode_id(manifest.ckpt_id)
-    except ValueError as error:
-        raise fields.wrong("ckpt_id", str(error), "a checkpoint id") from error
