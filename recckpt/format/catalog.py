@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from recckpt.types import SlotSpec
 FORMAT = "recckpt-catalog"  # part of the format
 VERSION = 1  # part of the format
 MAX_BYTES = 1 << 30  # part of the format
+
+Held = Literal["rows", "deletes"]  # what a part is of: whole rows, or ids alone
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Part:
     frame: int  # checksum of all bytes but the column values
     tables: tuple[str, ...]  # the dictionary of its ``table`` column
     batches: tuple[Batch, ...]  # in file order
-    holds: Literal["rows", "deletes"] = "rows"
+    holds: Held = "rows"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,14 @@ class Catalog:
         """Deleted ids by table, of the tables that have any."""
         return self._counted("deletes")
 
-    def _counted(self, held: str) -> dict[str, int]:
+    def parts_of(self, table: str, held: Held) -> Iterator[tuple[Part, list[int]]]:
+        """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them."""
+        for part in self.parts:
+            numbers = [number for number, batch in enumerate(part.batches) if batch.table == table]
+            if part.holds == held and numbers:
+                yield part, numbers
+
+    def _counted(self, held: Held) -> dict[str, int]:
         counts: dict[str, int] = {}
         for part in self.parts:
             for batch in part.batches if part.holds == held else ():
@@ -137,7 +146,7 @@ def _part(fields: Fields, manifest: Manifest) -> Part:
     return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches, holds)
 
 
-def _holds(fields: Fields, manifest: Manifest) -> Literal["rows", "deletes"]:
+def _holds(fields: Fields, manifest: Manifest) -> Held:
     if not fields.has("holds") or fields.text("holds") == "rows":
         return "rows"
     if fields.text("holds") != "deletes" or manifest.kind != "delta":

@@ -25,6 +25,7 @@ from recckpt.output_dir.checkpoint_dir import (
     read_intent,
     read_manifest,
 )
+from recckpt.sparse.files.catalogs import count_errors
 from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
@@ -192,11 +193,7 @@ class Checkup:
     def _sum_errors(self, manifest: Manifest) -> Errors:
         """Check that the catalogs together make up the manifest."""
         path = self._path(layout.MANIFEST)
-        for table in manifest.tables:
-            rows = sum(shard.rows.get(table.name, 0) for shard in self._catalogs())
-            if rows != table.rows:
-                where, expected = f"table {table.name!r}", f"{rows}, as in the catalogs"
-                yield CorruptCheckpointError(path, where, found=f"{table.rows} rows", expected=expected)
+        yield from count_errors(self.directory, manifest, self._catalogs())
         parts = Counter(part.file for shard in self._catalogs() for part in shard.parts)
         for file in manifest.files:
             if layout.is_part(file.name) and parts[file.name] != 1:

@@ -1,12 +1,14 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.catalog import Batch, Catalog, Part, decode, encode
+from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
-from recckpt.format.tables import TableEntry
+from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 
 PATH = "ckpt_1/sparse/00000-of-00002.json"
@@ -161,3 +163,74 @@ def test_a_catalog_that_no_reader_would_take_is_not_written(monkeypatch):
     monkeypatch.setattr("recckpt.format.catalog.MAX_BYTES", len(data) - 1)
     with pytest.raises(ValueError, match=f"shard 0 would have {len(data)} bytes, at most {len(data) - 1}"):
         encode(catalog())
+
+
+DELETES = layout.deletes_part(0, 2, 0)
+DELETE_SUMS = {"table": 5, "id": 6}
+
+
+def delta_manifest() -> Manifest:
+    """A delta with a part of rows, and one of ids that were deleted from tables of different groups."""
+    tables = tuple(replace(table, delta=DeltaRows(table.rows, 3, replaced=False)) for table in manifest().tables)
+    parent = Parent("ckpt_0", "cd" * 16, "ckpt_0", 1)
+    files = (*manifest().files, FileEntry(DELETES, 900))
+    return replace(manifest(), tables=tables, files=files, parent=parent, chain=(Link("ckpt_0", "cd" * 16, "ckpt_0"),))
+
+
+def delta_catalog() -> Catalog:
+    batches = (Batch("item", 3, (0, 30), DELETE_SUMS), Batch("other", 3, (7, 9), DELETE_SUMS))
+    part = Part(DELETES, 900, 78, ("item", "other"), batches, holds="deletes")
+    return replace(catalog(), parts=(*catalog().parts, part))
+
+
+def test_a_catalog_of_a_delta_comes_back_as_it_was_and_counts_deletes_beside_rows():
+    found = decode(encode(delta_catalog()), PATH, delta_manifest(), 0)
+    assert found == delta_catalog()
+    assert found.rows == {"item": 30, "ü/1": 5}
+    assert found.deletes == {"item": 3, "other": 3}
+    assert [(part.file, numbers) for part, numbers in found.parts_of("item", "rows")] == [(PART, [0, 1])]
+    assert [(part.file, numbers) for part, numbers in found.parts_of("item", "deletes")] == [(DELETES, [0])]
+
+
+def test_rows_are_what_a_part_holds_that_does_not_say():
+    values = json.loads(encode(delta_catalog()))
+    assert "holds" not in values["parts"][0]
+    values["parts"][0]["holds"] = "rows"
+    assert decode(json.dumps(values).encode(), PATH, delta_manifest(), 0) == delta_catalog()
+
+
+def deletes(**changes):
+    return lambda values: values["parts"][1].update(changes)
+
+
+def delete_batch(**changes):
+    return lambda values: values["parts"][1]["batches"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("edit", "where"),
+    [
+        (deletes(holds="ids"), "parts[1].holds"),
+        (deletes(holds=1), "parts[1].holds"),
+        (deletes(holds="rows"), "parts[1].tables"),  # which are not of one group
+        (part(holds="deletes"), "parts[0].batches[0].xxh3"),  # of slots
+        (deletes(tables=["item", "nobody"]), "parts[1].tables"),
+        (deletes(bytes=899), "parts[1].file"),
+        (delete_batch(rows=90), "parts[1].batches"),
+        (delete_batch(rows=0), "parts[1].batches[0].rows"),
+        (delete_batch(xxh3={"id": "0" * 16}), "parts[1].batches[0].xxh3"),
+        (delete_batch(xxh3=dict.fromkeys(SUMS, "0" * 16)), "parts[1].batches[0].xxh3"),
+    ],
+)
+def test_a_part_of_deletes_that_does_not_fit_is_corrupt(edit, where):
+    values = json.loads(encode(delta_catalog()))
+    edit(values)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        decode(json.dumps(values).encode(), PATH, delta_manifest(), 0)
+    assert (caught.value.path, caught.value.where) == (PATH, where)
+
+
+def test_a_part_of_deletes_in_a_full_checkpoint_is_corrupt():
+    listed = replace(delta_manifest(), parent=None, chain=(), tables=manifest().tables)
+    with pytest.raises(CorruptCheckpointError, match="in a full checkpoint"):
+        decode(encode(delta_catalog()), PATH, listed, 0)

@@ -96,7 +96,7 @@ def _files(
 
 
 def _part(directory: Path, name: str, table: str, vectors: Mapping[int, Sequence[float] | None]) -> dict[str, Any]:
-    """Write a part of one batch; ids without a vector are deletes. Its frame is left out: no reader here looks."""
+    """Write a part of one batch; ids without a vector are deletes."""
     ids = np.array(list(vectors), np.int64)
     ids = ids[np.argsort(buckets_of(ids), kind="stable")]
     values: dict[str, npt.NDArray[Any]] = {"table": np.zeros(len(ids), np.int16), "id": ids}
@@ -118,8 +118,22 @@ def _part(directory: Path, name: str, table: str, vectors: Mapping[int, Sequence
         "buckets": [int(order[0]), int(order[-1]) + 1],
         "xxh3": {column: xxhash.xxh3_64_hexdigest(found.tobytes()) for column, found in values.items()},
     }
-    size = (directory / name).stat().st_size
-    return {"file": name, "bytes": size, "frame": "0" * 16, "tables": [table], "batches": [entry]}
+    data = (directory / name).read_bytes()
+    return {"file": name, "bytes": len(data), "frame": _frame(data), "tables": [table], "batches": [entry]}
+
+
+def _frame(data: bytes) -> str:
+    """Return the checksum of all bytes that are not column values."""
+    whole, frame, done = pa.py_buffer(data), xxhash.xxh3_64(), 0
+    with pa.ipc.open_file(whole) as reader:
+        for column in reader.get_batch(0).columns:
+            column = column.indices if isinstance(column, pa.DictionaryArray) else column
+            column = column.flatten() if pa.types.is_fixed_size_list(column.type) else column
+            begin = column.buffers()[1].address - whole.address
+            frame.update(data[done:begin])
+            done = begin + len(column) * column.type.bit_width // 8
+    frame.update(data[done:])
+    return frame.hexdigest()
 
 
 def _sealed(directory: Path, manifest: dict[str, Any]) -> Checkpoint:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import catalog as catalogs
@@ -33,12 +34,11 @@ def read_catalogs(checkpoint: Checkpoint, storage: Files, slices: Collection[Sli
     """Return the catalogs of the shards that may have rows of slices, of which None stands for all ids.
 
     Raises:
-        CorruptCheckpointError: a catalog is damaged, its buckets are not those of the manifest, or the rows of all
-            are not.
+        CorruptCheckpointError: a catalog is damaged, its buckets are not those of the manifest, or the rows or deletes
+            of all are not.
     """
     manifest, is_all = checkpoint.manifest, _is_all(slices)
     found: list[Catalog] = []
-    rows = dict.fromkeys((table.name for table in manifest.tables), 0)
     for number in met_shards(manifest, slices):
         shard = manifest.shards[number]
         entry = manifest.file(shard.catalog)
@@ -51,14 +51,27 @@ def read_catalogs(checkpoint: Checkpoint, storage: Files, slices: Collection[Sli
             buckets, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
             raise CorruptCheckpointError(path, "", found=buckets, expected=expected)
         found.append(catalog)
-        for name, count in catalog.rows.items():
-            rows[name] += count
-    for table in manifest.tables if is_all else ():  # a rank that reads some of them cannot tell
-        if rows[table.name] != table.rows:
-            path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {table.name!r}"
-            expected = f"{rows[table.name]}, as in the catalogs"
-            raise CorruptCheckpointError(path, where, found=f"{table.rows} rows", expected=expected)
+    for error in count_errors(checkpoint.directory, manifest, found) if is_all else ():  # who reads some cannot tell
+        raise error
     return found
+
+
+def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each count of a table that is not what the catalogs of all shards add up to."""
+    rows: Counter[str] = Counter()
+    deletes: Counter[str] = Counter()
+    for catalog in catalogs:
+        rows.update(catalog.rows)
+        deletes.update(catalog.deletes)
+    path = layout.join(directory, layout.MANIFEST)
+    for table in manifest.tables:
+        counts = [("rows", table.held, rows)]
+        if table.delta is not None:
+            counts = [("upserts", table.held, rows), ("deletes", table.delta.deletes, deletes)]
+        for what, said, counted in counts:
+            if said != counted[table.name]:
+                found, expected = f"{said} {what}", f"{counted[table.name]}, as in the catalogs"
+                yield CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected=expected)
 
 
 def _is_all(slices: Collection[Slice | None]) -> bool:

@@ -100,7 +100,8 @@ def repeated_between_shards(
 def _shards_overlap(catalogs: Sequence[Catalog], table: TableEntry) -> bool:
     spans = []
     for catalog in catalogs:
-        ranges = [batch.buckets for part in catalog.parts for batch in part.batches if batch.table == table.name]
+        found = catalog.parts_of(table.name, "rows")
+        ranges = [part.batches[number].buckets for part, numbers in found for number in numbers]
         if ranges:
             spans.append((min(begin for begin, _ in ranges), max(end for _, end in ranges)))
     return _overlap(spans)
@@ -144,15 +145,12 @@ def _ids_in(window: tuple[int, int], storage: Files, directory: str, table: Tabl
     """Return the ids that one shard has of a table in a range of buckets."""
     begin, end = window
     found: list[Int64s] = [np.empty(0, np.int64)]
-    for part in catalog.parts:
-        numbers = [
-            number
-            for number, batch in enumerate(part.batches)
-            if batch.table == table.name and batch.buckets[0] < end and begin < batch.buckets[1]
-        ]
-        if numbers:
+    for part, numbers in catalog.parts_of(table.name, "rows"):
+        spans = [(number, part.batches[number].buckets) for number in numbers]
+        met = [number for number, span in spans if span[0] < end and begin < span[1]]
+        if met:
             reader = PartReader(storage, directory, part, table.slots, ())
-            for number in numbers:
+            for number in met:
                 ids = np.frombuffer(column_buffer(reader.read(number)[ID]), np.int64)
                 buckets = bucket_of(ids)
                 found.append(ids[(begin <= buckets) & (buckets < end)])

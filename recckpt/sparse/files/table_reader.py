@@ -78,12 +78,12 @@ class TableReader:
     def _batches(self, catalog: Catalog, buckets: Int64s | None) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Yield (path, rows) of the batches of one shard that may have rows of the sorted buckets."""
         order = IdCheck()
-        for part in catalog.parts:
-            numbers = [n for n, b in enumerate(part.batches) if b.table == self.entry.name and _meets(b, buckets)]
-            if not numbers:
+        for part, numbers in catalog.parts_of(self.entry.name, "rows"):
+            met = [number for number in numbers if _meets(part.batches[number], buckets)]
+            if not met:
                 continue
             reader = PartReader(self.storage, self.directory, part, self.entry.slots, self.slots)
-            for number in numbers:
+            for number in met:
                 columns = reader.read(number)
                 ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
                 for found, expected in order.check(ids, part.batches[number]):
@@ -122,11 +122,9 @@ def table_dataset(table: TableReader) -> Dataset:
     table.check_shards()
     name, file_format = table.entry.name, ds.IpcFileFormat()
     fragments, is_shared = [], False
-    for part in (part for catalog in table.catalogs for part in catalog.parts):
-        names = {batch.table for batch in part.batches}
-        if name in names:
-            reader = PartReader(table.storage, table.directory, part, table.entry.slots)
-            fragments.append(file_format.make_fragment(reader.source()))
-            is_shared |= len(names) > 1
+    for part, numbers in (found for catalog in table.catalogs for found in catalog.parts_of(name, "rows")):
+        reader = PartReader(table.storage, table.directory, part, table.entry.slots)
+        fragments.append(file_format.make_fragment(reader.source()))
+        is_shared |= len(numbers) < len(part.batches)
     found = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
     return found.filter(ds.field(TABLE) == name) if is_shared else found  # a filter copies what it lets through
