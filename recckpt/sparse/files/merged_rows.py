@@ -46,46 +46,70 @@ class Link:
 
 
 def merged_rows(links: Sequence[Link], budget_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a table, in bucket order, from the links of a chain, newest first, up to a whole one.
-
-    Within a link a row in any shard beats a delete in any. Memory is about ``budget_bytes``, and a batch of the files,
-    however many links there are: the fewer bytes there are for each of them, the more often batches that lie on both
-    sides of a border between ranges of buckets are read again.
+    """Yield all rows of a table, as :func:`merged_range` does.
 
     Raises:
-        CorruptCheckpointError: a file is damaged, an id is twice in one link, the links differ in their slots, or the
-            rows are not as many as the newest link says.
+        CorruptCheckpointError: also where the rows are not as many as the newest link says.
+    """
+    n_rows = 0
+    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes):
+        n_rows += batch.num_rows
+        yield batch
+    check_count(links[0], n_rows)
+
+
+def merged_range(links: Sequence[Link], buckets: tuple[int, int], budget_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a table in buckets [begin, end), in their order, from the links of a chain, newest first.
+
+    Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
+    ``budget_bytes``, and a batch of the files, however many links there are: the fewer bytes there are for each of
+    them, the more often batches that lie on both sides of a border between ranges of buckets are read again.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.
     """
     n_used = next((number for number, link in enumerate(links, 1) if link.is_whole), len(links))
-    chain = [_Cursors(link) for link in links[:n_used]]
-    newest, n_rows = links[0], 0
+    chain = [_Cursors(link, buckets) for link in links[:n_used]]
+    newest = links[0]
     for link in links[1:n_used]:
         if link.entry.slots != newest.entry.slots:
             found, expected = str(link.entry.slots), f"{newest.entry.slots}, as in {newest.directory}"
             raise _damage(link, "its slots", found, expected)
     batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // newest.entry.row_bytes)
-    for buckets in _ranges(links[:n_used], budget_bytes * 3 // 4):
-        for batch in _Range(chain, buckets).batches(newest.entry.slots, batch_rows):
-            n_rows += batch.num_rows
-            yield batch
+    for part in _ranges(links[:n_used], buckets, budget_bytes * 3 // 4):
+        yield from _Range(chain, part).batches(newest.entry.slots, batch_rows)
+
+
+def check_count(newest: Link, n_rows: int) -> None:
+    """Raise CorruptCheckpointError where the rows in all buckets are not as many as the manifest says."""
     if n_rows != newest.entry.rows:
         raise _damage(newest, "", f"{n_rows} rows in the chain", f"{newest.entry.rows}, by the manifest")
 
 
-def _ranges(links: Iterable[Link], budget_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of buckets whose rows, of all links, take about as many bytes; each of one bucket at least."""
+def bytes_up_to(links: Iterable[Link], extra_bytes: int) -> npt.NDArray[np.int64]:
+    """Return for each bucket about how many bytes the rows up to and in it take, of all links, times 65,536.
+
+    Rows are taken to be spread evenly over the buckets of their batch; each takes ``extra_bytes`` beside its columns.
+    """
     # What a bucket takes differs by this from the one before, in parts of a byte, so that sums are exact.
     steps = np.zeros(N_BUCKETS + 1, np.int64)
     for link in links:
         for catalogs, row_bytes in ((link.rows, link.entry.row_bytes), (link.deletes, 8)):
             for part, number in (found for catalog in catalogs for found in _batches(catalog, link.entry.name)):
                 begin, end = part.batches[number].buckets
-                bytes_there = part.batches[number].rows * (row_bytes + _BOOKS_BYTES) * N_BUCKETS // (end - begin) + 1
+                bytes_there = part.batches[number].rows * (row_bytes + extra_bytes) * N_BUCKETS // (end - begin) + 1
                 steps[begin] += bytes_there
                 steps[end] -= bytes_there
-    up_to = np.cumsum(np.cumsum(steps[:-1]))
-    done, total = 0, int(up_to[-1])
-    while (begin := int(np.searchsorted(up_to, done, side="right"))) < N_BUCKETS:  # empty buckets are left out
+    return np.cumsum(np.cumsum(steps[:-1]))
+
+
+def _ranges(links: Iterable[Link], within: tuple[int, int], budget_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of buckets whose rows, of all links, take about as many bytes; each of one bucket at least."""
+    up_to = bytes_up_to(links, _BOOKS_BYTES)
+    begin, last = within
+    up_to = up_to[:last]
+    done, total = int(up_to[begin - 1]) if begin else 0, int(up_to[-1]) if last else 0
+    while (begin := int(np.searchsorted(up_to, done, side="right"))) < last:  # empty buckets are left out
         limit = min(done + budget_bytes * N_BUCKETS, total)
         end = max(begin + 1, int(np.searchsorted(up_to, limit, side="right")))
         yield begin, end
@@ -97,10 +121,12 @@ def _batches(catalog: Catalog, table: str) -> list[tuple[Part, int]]:
 
 
 class _Cursor:
-    """The batches that one shard has of a table, read from front to back."""
+    """The batches that one shard has of a table in a range of buckets, read from front to back."""
 
-    def __init__(self, link: Link, catalog: Catalog, slots: Sequence[SlotSpec]) -> None:
-        self._link, self._slots, self._batches = link, slots, _batches(catalog, link.entry.name)
+    def __init__(self, link: Link, catalog: Catalog, slots: Sequence[SlotSpec], within: tuple[int, int]) -> None:
+        found = ((part, number, part.batches[number].buckets) for part, number in _batches(catalog, link.entry.name))
+        met = [(part, number) for part, number, (begin, end) in found if begin < within[1] and within[0] < end]
+        self._link, self._slots, self._batches = link, slots, met
         self._at = 0  # of the first batch that is not behind us
         self._open: tuple[Part, PartReader] | None = None
         spans = [part.batches[number].buckets for part, number in self._batches]
@@ -140,10 +166,10 @@ class _Cursor:
 class _Cursors:
     """The cursors of one link: one for each shard, over its rows and over its deletes."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, within: tuple[int, int]) -> None:
         self.link = link
-        self._rows = [_Cursor(link, catalog, link.entry.slots) for catalog in link.rows]
-        self._deletes = [_Cursor(link, catalog, ()) for catalog in link.deletes]
+        self._rows = [_Cursor(link, catalog, link.entry.slots, within) for catalog in link.rows]
+        self._deletes = [_Cursor(link, catalog, (), within) for catalog in link.deletes]
 
     def between(self, begin: int, end: int) -> tuple[list[_Piece], list[_Piece]]:
         """Return the rows of buckets [begin, end), in which no id is twice, and the deletes."""

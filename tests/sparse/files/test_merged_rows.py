@@ -2,7 +2,7 @@
 
 import tracemalloc
 from collections import Counter
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import locate
 from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter, column_values
 from recckpt.sparse.files.catalogs import read_catalogs
-from recckpt.sparse.files.merged_rows import Link, merged_rows
+from recckpt.sparse.files.merged_rows import Link, merged_range, merged_rows
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import Storage, open_storage
 from recckpt.types import SlotSpec
@@ -101,8 +101,8 @@ LINKS = st.lists(st.tuples(SHARDS, SHARDS, st.integers(0, 9), st.integers(1, 9),
 
 
 @settings(deadline=None, max_examples=50)
-@given(LINKS, st.sampled_from([2000, 6000, 1 << 20]))
-def test_the_rows_of_a_chain_are_those_of_a_dict(links, budget_bytes):
+@given(LINKS, st.sampled_from([2000, 6000, 1 << 20]), st.sets(st.sampled_from([0, 7, 8, 20_000, N_BUCKETS])))
+def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(links, budget_bytes, borders):
     writer, model, chain = Writer(opened("memory://merged-rows")), {}, []
     for number, (upserts, deletes, chance, batch_rows, part_batches) in enumerate(links):
         is_whole = number == 0 or chance == 0  # full, or replaced
@@ -115,6 +115,8 @@ def test_the_rows_of_a_chain_are_those_of_a_dict(links, budget_bytes):
         chain.insert(0, writer.link(len(model), shards, deletes, is_whole=is_whole, **sizes))
     if chain:
         assert rows_in(list(merged_rows(chain, budget_bytes))) == model
+        ranges = pairwise(sorted({0, *borders, N_BUCKETS}))
+        assert rows_in([batch for buckets in ranges for batch in merged_range(chain, buckets, budget_bytes)]) == model
 
 
 def test_a_full_checkpoint_is_a_chain_of_one(local):
