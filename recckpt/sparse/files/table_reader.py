@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Batch, Catalog
+from recckpt.format.catalog import Batch, Catalog, Held
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, TABLE, column_buffer, part_schema, slot_field
 from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableReader:
-    """Reads slots of one table, beside its ids, from the checkpoint in ``directory``."""
+    """Reads slots of one table, beside its ids, from the checkpoint in ``directory``; of a delta, what lies there."""
 
     storage: Files
     directory: str
@@ -36,7 +37,16 @@ class TableReader:
     @property
     def schema(self) -> pa.Schema:
         """The schema of the batches: ``id`` and one column a slot."""
-        return table_schema(slot for slot in self.entry.slots if slot.name in self.slots)
+        return table_schema(self.specs)
+
+    @property
+    def specs(self) -> tuple[SlotSpec, ...]:
+        """The slots to read."""
+        return tuple(slot for slot in self.entry.slots if slot.name in self.slots)
+
+    def of_shards(self, *catalogs: Catalog) -> TableReader:
+        """Return the reader of some shards alone."""
+        return replace(self, catalogs=catalogs)
 
     def all_rows(self) -> Iterator[pa.RecordBatch]:
         """Yield all rows; where the ids of shards overlap, they are compared first.
@@ -46,7 +56,7 @@ class TableReader:
         """
         self.check_shards()
         for catalog in self.catalogs:
-            for _, batch in self._batches(catalog, None):
+            for _, batch in self._batches(catalog, "rows", None):
                 yield batch
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
@@ -57,14 +67,29 @@ class TableReader:
         """
         buckets, is_found = np.unique(bucket_of(ids)), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
-            for path, batch in self._batches(catalog, buckets):
+            for path, batch in self._batches(catalog, "rows", buckets):
                 there = batch.column(ID).to_numpy()
                 rows = np.flatnonzero(np.isin(there, ids))
                 places = np.searchsorted(ids, there[rows])
-                self._refuse_repeats(path, np.repeat(ids[places[is_found[places]]], 2))
+                for found, expected in repeats(np.repeat(ids[places[is_found[places]]], 2)):
+                    where = f"table {self.entry.name!r}, between shards"
+                    raise CorruptCheckpointError(path, where, found=found, expected=expected)
                 is_found[places] = True
                 if len(rows):
                     yield batch.take(pa.array(rows))
+
+    def deletes_of(self, ids: Int64s) -> Int64s:
+        """Return those of the sorted ids that a delta deletes, in order, each once for each shard that does.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a shard.
+        """
+        buckets, found = np.unique(bucket_of(ids)), [np.empty(0, np.int64)]
+        for catalog in self.catalogs:
+            for _, batch in self._batches(catalog, "deletes", buckets):
+                deleted = batch.column(ID).to_numpy()
+                found.append(deleted[np.isin(deleted, ids)])
+        return np.sort(np.concatenate(found))
 
     def check_shards(self) -> None:
         """Check that no id is in two shards; reads ids only where shards overlap, which those of recckpt never do.
@@ -75,27 +100,28 @@ class TableReader:
         for problem in repeated_between_shards(self.storage, self.directory, self.entry, self.catalogs):
             raise problem
 
-    def _batches(self, catalog: Catalog, buckets: Int64s | None) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Yield (path, rows) of the batches of one shard that may have rows of the sorted buckets."""
-        order = IdCheck()
-        for part, numbers in catalog.parts_of(self.entry.name, "rows"):
+    def _batches(self, catalog: Catalog, held: Held, buckets: Int64s | None) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Yield (path, rows) of the batches of one shard that may have rows, or deletes, of the sorted buckets."""
+        order, specs = IdCheck(), self.entry.slots if held == "rows" else ()
+        schema, names = (self.schema, self.slots) if held == "rows" else (table_schema(()), ())
+        for part, numbers in catalog.parts_of(self.entry.name, held):
             met = [number for number in numbers if _meets(part.batches[number], buckets)]
             if not met:
                 continue
-            reader = PartReader(self.storage, self.directory, part, self.entry.slots, self.slots)
+            reader = PartReader(self.storage, self.directory, part, specs, names)
             for number in met:
                 columns = reader.read(number)
                 ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
                 for found, expected in order.check(ids, part.batches[number]):
                     where = f"batch {number} (table {self.entry.name!r})"
                     raise CorruptCheckpointError(reader.path, where, found=found, expected=expected)
-                arrays = [columns[name] for name in (ID, *self.slots)]
-                yield reader.path, pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+                yield reader.path, pa.RecordBatch.from_arrays([columns[name] for name in (ID, *names)], schema=schema)
 
-    def _refuse_repeats(self, path: str, ids: Int64s) -> None:
-        for found, expected in repeats(ids):
-            where = f"table {self.entry.name!r}, between shards"
-            raise CorruptCheckpointError(path, where, found=found, expected=expected)
+
+def table_damage(table: TableReader, where: str, found: str, expected: str) -> CorruptCheckpointError:
+    """Return the error for a table of which no single file is wrong."""
+    path, name = layout.join(table.directory, layout.SPARSE_DIR), f"table {table.entry.name!r}"
+    return CorruptCheckpointError(path, f"{name}, {where}" if where else name, found=found, expected=expected)
 
 
 def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:

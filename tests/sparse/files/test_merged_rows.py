@@ -2,7 +2,8 @@
 
 import tracemalloc
 from collections import Counter
-from itertools import count, pairwise
+from dataclasses import replace
+from itertools import count, pairwise, zip_longest
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.format.catalog import Catalog
-from recckpt.format.tables import TableEntry
+from recckpt.format.catalog import Catalog, Part
+from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.listing import locate
 from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter, column_values
 from recckpt.sparse.files.catalogs import read_catalogs
-from recckpt.sparse.files.merged_rows import Link, merged_range, merged_rows
+from recckpt.sparse.files.merged_rows import merged_range, merged_rows
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.storage import Storage, open_storage
 from recckpt.types import SlotSpec
 
@@ -41,19 +43,26 @@ class Writer:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
-    def catalog(self, rows: dict[int, int], slots, batch_rows: int, part_batches: int) -> Catalog:
-        """Write rows, id -> version, in bucket order."""
+    def link(
+        self, n_rows, upserts, deletes=(), *, is_whole=False, slots=SLOTS, batch_rows=3, part_batches=2, columns=None
+    ) -> TableReader:
+        """Write shards of rows, id -> version, and of deletes, all in bucket order; one shard may be of both."""
+        sizes = batch_rows, part_batches
+        shards = []
+        for rows, gone in zip_longest(upserts, map(dict.fromkeys, deletes), fillvalue={}):
+            parts = *self._parts(rows, slots, "rows", *sizes), *self._parts(gone, (), "deletes", *sizes)
+            shards.append(Catalog("save", 0, 1, parts))
+        counts = [sum(map(len, held)) for held in (upserts, deletes)]
+        delta = None if is_whole else DeltaRows(*counts, replaced=False)
+        names = [slot.name for slot in slots] if columns is None else columns
+        return TableReader(self._storage, "link", shards, TableEntry("t", n_rows, slots, delta), names)
+
+    def _parts(self, rows, slots, held, batch_rows, part_batches) -> list[Part]:
         ids = np.array(list(rows), np.int64)
         ids = ids[np.argsort(bucket_of(ids), kind="stable")] if len(ids) else ids
         batches = [ids[at : at + batch_rows] for at in range(0, len(ids), batch_rows)]
         cut = [batches[at : at + part_batches] for at in range(0, len(batches), part_batches)]
-        return Catalog("save", 0, 1, tuple(self._part(part, rows, slots) for part in cut))
-
-    def link(self, n_rows, upserts, deletes=(), *, is_whole=False, slots=SLOTS, batch_rows=3, part_batches=2) -> Link:
-        sizes = batch_rows, part_batches
-        rows = [self.catalog(shard, slots, *sizes) for shard in upserts]
-        gone = [self.catalog(dict.fromkeys(shard, 0), (), *sizes) for shard in deletes]
-        return Link(self._storage, "link", TableEntry("t", n_rows, slots), rows, gone, is_whole)
+        return [replace(self._part(part, rows, slots), holds=held) for part in cut]
 
     def _part(self, batches, rows, slots):
         name = str(next(self._numbers))
@@ -112,7 +121,8 @@ def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(li
         for shard in shards:
             model |= shard
         sizes = {"batch_rows": batch_rows, "part_batches": part_batches}
-        chain.insert(0, writer.link(len(model), shards, deletes, is_whole=is_whole, **sizes))
+        apart = [*([()] * len(shards)), *deletes]  # ids may be in both, so in other shards
+        chain.insert(0, writer.link(len(model), shards, apart, is_whole=is_whole, **sizes))
     if chain:
         assert rows_in(list(merged_rows(chain, budget_bytes))) == model
         ranges = pairwise(sorted({0, *borders, N_BUCKETS}))
@@ -123,7 +133,7 @@ def test_a_full_checkpoint_is_a_chain_of_one(local):
     save_tables(local, [filled("t", range(0, 500)), filled("u", range(9))], [filled("t", range(500, 900))])
     checkpoint = locate(local, "ckpt_1")
     entry = next(entry for entry in checkpoint.manifest.tables if entry.name == "t")
-    link = Link(local, checkpoint.directory, entry, read_catalogs(checkpoint, local), [], True)
+    link = TableReader(local, checkpoint.directory, read_catalogs(checkpoint, local), entry, ["embedding"])
     found = pa.Table.from_batches(merged_rows([link], 4000))
     assert sorted(found["id"].to_pylist()) == list(range(900))
     assert found["embedding"].to_pylist() == [[float(id_)] * 2 for id_ in found["id"].to_pylist()]
@@ -137,7 +147,7 @@ def test_a_row_in_any_shard_of_a_link_beats_a_delete_in_any(writer):
 
 def test_what_is_older_than_a_replaced_table_is_not_even_read(writer):
     gone = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
-    for part in gone.rows[0].parts:
+    for part in gone.catalogs[0].parts:
         gone.storage.remove(f"link/{part.file}")
     replaced = writer.link(1, [{5: 1}], is_whole=True)
     delta = writer.link(2, [{6: 2}], [[1]])
@@ -155,6 +165,21 @@ def test_an_id_in_two_shards_of_one_link_is_damage(writer):
     assert (error.where, error.found) == ("table 't', between shards", "id 2 twice")
 
 
+def test_an_id_that_one_shard_has_as_a_row_and_as_a_delete_is_damage(writer):
+    full = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
+    error = refusal(writer.link(2, [{1: 1}, {2: 1}], [[2], [2]]), full)
+    assert (error.where, error.found) == ("table 't', in one shard", "id 2 twice")
+
+
+def test_slots_that_nobody_asks_for_are_not_read(writer, monkeypatch):
+    columns, init = [], PartReader.__init__
+    monkeypatch.setattr(PartReader, "__init__", lambda self, *args: (columns.append(args[4]), init(self, *args))[1])
+    full = writer.link(2, [{1: 0, 2: 0}], is_whole=True, columns=["step"])
+    batches = list(merged_rows([writer.link(1, [{2: 1}], [[1]], columns=["step"]), full], 1 << 20))
+    assert pa.Table.from_batches(batches).to_pydict() == {"id": [2], "step": [1]}
+    assert columns == [["step"], [], ["step"]]
+
+
 def test_rows_that_are_not_as_many_as_the_newest_link_says_are_damage(writer):
     full = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
     assert refusal(writer.link(3, [{2: 1}]), full).found == "2 rows in the chain"
@@ -169,9 +194,9 @@ def test_links_of_other_slots_are_damage_but_behind_a_replaced_table(writer):
 
 def test_batches_out_of_their_order_are_damage(writer):
     link = writer.link(9, [dict.fromkeys(range(9), 0)], is_whole=True, part_batches=1)
-    (catalog,) = link.rows
+    (catalog,) = link.catalogs
     backwards = Catalog("save", 0, 1, catalog.parts[::-1])
-    assert "behind one of" in refusal(Link(link.storage, "link", link.entry, [backwards], [], True)).found
+    assert "behind one of" in refusal(link.of_shards(backwards)).found
 
 
 def test_a_flipped_bit_in_any_part_is_damage(writer):
@@ -179,8 +204,9 @@ def test_a_flipped_bit_in_any_part_is_damage(writer):
     full = writer.link(3, [{first: 0, second: 0, third: 0}], is_whole=True)
     delta = writer.link(2, [{third: 1}], [[second]])
     assert rows_in(list(merged_rows([delta, full], 1 << 20))) == {first: 0, third: 1}
-    for catalog, id_ in ((full.rows[0], first), (delta.rows[0], third), (delta.deletes[0], second)):
-        name = f"link/{catalog.parts[0].file}"
+    parts = full.catalogs[0].parts[0], *delta.catalogs[0].parts
+    for part, id_ in zip(parts, (first, third, second), strict=True):
+        name = f"link/{part.file}"
         data = full.storage.read(name, 1 << 20)
         at = data.index(np.int64(id_).tobytes())
         for change in (4, 0):
@@ -191,7 +217,7 @@ def test_a_flipped_bit_in_any_part_is_damage(writer):
                 assert "checksum" in refusal(delta, full).found
 
 
-def long_chain(writer, n_rows=20_000, n_links=30, slots=SLOTS) -> tuple[list[Link], dict[int, int]]:
+def long_chain(writer, n_rows=20_000, n_links=30, slots=SLOTS) -> tuple[list[TableReader], dict[int, int]]:
     """A full link and deltas of one in fifty rows each, in two shards."""
     model = {int(id_): 0 for id_ in np.random.default_rng(0).permutation(1 << 40 >> 20)[:n_rows]}
     sizes = {"slots": slots, "batch_rows": 500, "part_batches": 100}
@@ -215,7 +241,7 @@ def test_every_batch_is_read_once_and_again_only_where_a_border_between_ranges_c
     n_reads.clear()
     for _ in merged_rows(chain, 1 << 20):
         pass
-    n_cursors, n_ranges = sum(len(link.rows) + len(link.deletes) for link in chain), 4
+    n_cursors, n_ranges = sum(2 * len(link.catalogs) for link in chain), 4
     assert len(n_reads) == n_batches < n_reads.total() <= n_batches + n_cursors * n_ranges
 
 
