@@ -238,6 +238,10 @@ class Storage(ABC):
         """Return the bytes of a file; errors as of :meth:`open`."""
 
     @abstractmethod
+    def modified(self, name: str) -> float | None:
+        """Return when a file was written, in seconds by the storage's clock, None if it does not tell."""
+
+    @abstractmethod
     def list_dirs(self) -> list[str]:
         """Return the names of the directories in the root."""
 

@@ -127,6 +127,10 @@ class LocalStorage(Storage):
         with doing("looking up", self._root / name):
             return plain_file(self._root, name).stat().st_size
 
+    def modified(self, name: str) -> float:
+        with doing("looking up", self._root / name):
+            return plain_file(self._root, name).stat().st_mtime
+
     def list_dirs(self) -> list[str]:
         """Return the directories of the root, and links of that place, which all reads refuse by name."""
         with doing("listing", self._root):

@@ -7,6 +7,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from typing import Any, BinaryIO, TypeVar, cast
@@ -88,6 +89,9 @@ class ObjectStorage(RemoteStorage):
     def sync_dir(self, name: str) -> None:
         """Do nothing: a published object is durable."""
 
+    def modified(self, name: str) -> float | None:
+        return self._call("looking up", name, lambda: self._modified(name))
+
     def list_dirs(self) -> list[str]:
         try:
             entries = self._call("listing", "", lambda: self._fs.ls(self._root, detail=True))
@@ -112,6 +116,11 @@ class ObjectStorage(RemoteStorage):
 
     def _retries(self, name: str) -> Retries:
         return _FirstAnswer(self.policy, self._url(name), self)
+
+    def _modified(self, name: str) -> float | None:
+        with suppress(NotImplementedError):  # by its backend
+            return float(self._fs.modified(self._path(name)).timestamp())
+        return None
 
     def _find(self, directory: str) -> dict[str, dict[str, Any]]:
         top = self._path(directory)

@@ -106,6 +106,9 @@ class SftpStorage(RemoteStorage):
         """Return the bytes of a plain file; links are not followed."""
         return self._call("looking up", name, lambda: file_size(self._fs, self._inside(name)))
 
+    def modified(self, name: str) -> float:
+        return float(self._call("looking up", name, lambda: self._fs.ftp.lstat(self._inside(name)).st_mtime))
+
     def list_dirs(self) -> list[str]:
         """Return the directories of the root, and links of that place, which all reads refuse by name."""
         found = [e.filename for e in self._entries("") if stat.S_ISDIR(e.st_mode) or self._is_checkpoint_elsewhere(e)]

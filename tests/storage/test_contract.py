@@ -216,6 +216,14 @@ def test_the_sizes_of_many_files_are_told_at_once(storage):
     assert "x" not in open_storage(storage.url).listed("a")
 
 
+def test_files_tell_by_one_clock_when_they_were_written(storage):
+    write(storage, "d/first")
+    storage.put_if_absent("second", b"")
+    assert 0 < storage.modified("d/first") <= storage.modified("second")
+    with pytest.raises(FileNotFoundError):
+        storage.modified("d/third")
+
+
 def test_a_listing_is_never_stale(storage):
     assert storage.list_dirs() == []
     write(storage, "a/x")
