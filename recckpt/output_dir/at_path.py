@@ -3,32 +3,96 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
-from recckpt.errors import CheckpointNotFoundError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
+from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import file_problems, read_manifest
-from recckpt.output_dir.claims import last_takeover
-from recckpt.output_dir.listing import Checkpoint, attempt_dirs, newest
+from recckpt.output_dir.claims import Takeover, last_takeover
+from recckpt.output_dir.listing import Checkpoint, Listing, age, attempt_dirs, chained, look_around, newest
+from recckpt.parallel.threads import run_all
 from recckpt.storage import Storage, open_parent, open_storage
+
+_THREADS = 8  # that read manifests of links
 
 
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the committed checkpoint in a directory, None where there is no manifest.
+    """Return the committed checkpoint in a directory, None where there is no manifest; of a delta with its links.
 
-    Raises CheckpointNotFoundError where a writer committed it after it had lost the output dir, CorruptCheckpointError
-    where it is damaged or a file is missing, FormatVersionError where a newer format wrote it.
+    Where a form of it is whole and it is not, that is returned. Raises CheckpointNotFoundError where a writer committed
+    it after it had lost the output dir, CorruptCheckpointError where it or a link is damaged or a file is missing,
+    FormatVersionError where a newer format wrote it.
     """
-    found = read_manifest(storage, directory)
-    if found is None:
+    record = read_manifest(storage, directory)
+    if record is None:
         return None
-    reason = last_takeover(storage).excludes(found)
+    takeover = last_takeover(storage)
+    reason = takeover.excludes(record)
     if reason is not None:
         raise CheckpointNotFoundError(f"{storage.url}/{directory}: {reason}")
-    for problem in file_problems(storage, directory, found):
-        if read_manifest(storage, directory) is None:  # its writer has just removed it
+    problem = next(file_problems(storage, directory, record), None)
+    if problem is None and record.parent is None:
+        return Checkpoint(directory, record)
+    found = _by_hints(storage, directory, record, takeover) if problem is None else None
+    if found is None and (record.parent or record.form_of):
+        found = _by_listing(storage, directory, record)
+    if found is not None or problem is None:
+        return found
+    if read_manifest(storage, directory) is None:  # its writer has just removed it
+        return None
+    raise problem
+
+
+def _by_hints(storage: Storage, directory: str, record: Manifest, takeover: Takeover) -> Checkpoint | None:
+    """Return a delta whose links are all where its manifest says, None for any other."""
+    hints = [link.directory for link in record.chain]
+    try:
+        read = run_all(partial(read_manifest, storage), hints, storage.threads(_THREADS))
+        links = {name: link for name, link in zip(hints, read, strict=True) if link is not None}
+        if len(links) < len(set(hints)) or any(map(takeover.excludes, links.values())):
             return None
-        raise problem
-    return Checkpoint(directory, found)
+        if any(next(file_problems(storage, name, link), None) for name, link in links.items()):
+            return None
+    except (CorruptCheckpointError, FormatVersionError, OSError):
+        return None  # whatever it is, the listing says it of the link
+    whole, _ = chained([Checkpoint(directory, record), *(Checkpoint(name, link) for name, link in links.items())], {})
+    return next((c for c in whole if c.directory == directory), None)
+
+
+def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoint | None:
+    """Return what represents a delta or form, None where it has just been removed.
+
+    Raises CorruptCheckpointError or FormatVersionError where it, or a link, is damaged or missing.
+    """
+    try:
+        listing = look_around(storage)
+    except OSError:  # of a bucket or directory that may be entered but not listed
+        listing = Listing((), {}, {})
+    found = listing.representation(record.origin)
+    if found is None and directory in listing.damaged | listing.unreadable:
+        raise _alone(listing, directory, record) or (listing.damaged | listing.unreadable)[directory]
+    return found
+
+
+def _alone(listing: Listing, directory: str, record: Manifest) -> CorruptCheckpointError | None:
+    """Return the error of a delta beside which links are missing, as of one that was copied elsewhere."""
+    known = (*listing.committed, *listing.lost)
+    there = (
+        {c.directory for c in known}
+        | {c.manifest.origin for c in known}
+        | listing.damaged.keys()
+        | listing.fenced.keys()
+    )
+    missing = [link.directory for link in record.chain if there.isdisjoint({link.directory, link.save_id})]
+    if not missing:
+        return None
+    found = f"no {', '.join(f'{name}/' for name in missing)} beside it"
+    remedy = (
+        f"copy them too, or make a whole one of it where they are: `recckpt compact DIR {record.ckpt_id} --out OTHER`"
+    )
+    path = layout.join(directory, layout.MANIFEST)
+    return CorruptCheckpointError(path, "chain", found=found, expected="what this delta stands on", remedy=remedy)
 
 
 def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
@@ -64,11 +128,11 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
 
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the newest checkpoint in ``<directory>.<epoch>``, where the id of a crashed attempt lives on."""
-    attempt = re.compile(re.escape(directory) + r"(\.[1-9]\d*){1,2}")
+    """Return the newest in ``<directory>.<epoch>``, where the id of a crashed attempt lives on, or in a form of it."""
+    attempt = re.compile(re.escape(directory) + r"((\.[1-9]\d*){1,2}|\.[0-9a-f]{32})")
     try:
         names = [name for name in attempt_dirs(storage) if attempt.fullmatch(name)]
     except OSError:  # of a bucket or directory that may be entered but not listed
         return None
     found = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
-    return max(found, key=lambda checkpoint: checkpoint.manifest.place, default=None)
+    return max(found, key=age, default=None)

@@ -63,7 +63,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
         WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
-    manifest.decode(data, path)  # never commit what no reader would accept
+    record = manifest.decode(data, path)  # never commit what no reader would accept
     check_files(storage, directory, record, visible)
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))

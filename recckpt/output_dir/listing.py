@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
+from recckpt.output_dir.chains import Chains, Damage, preference
 from recckpt.output_dir.checkpoint_dir import Manifests, file_problems, read_manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
 from recckpt.output_dir.index_file import NOTE, is_of_recis
@@ -16,16 +18,22 @@ from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
 
-_TRIES = 3  # looks at a directory that seems empty: rotation may have removed what a commit has replaced meanwhile
+_TRIES = 3  # looks, where rotation may have removed meanwhile what a commit or a form has replaced
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well."""
+    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well.
+
+    Attributes:
+        directory: where it lies in the output dir.
+        manifest: what it is.
+        below: the parent, or a form of it, first; the full one last. Each of these is a link only: its own is ().
+    """
 
     directory: str
     manifest: Manifest
-    below: tuple[Checkpoint, ...] = ()  # the parent, or a form of it, first; the full one last
+    below: tuple[Checkpoint, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def ckpt_id(self) -> str:
@@ -42,11 +50,12 @@ class Checkpoint:
 class Listing:
     """The checkpoints of an output dir, oldest first.
 
-    ``damaged`` holds a damaged file that says who owns the output dir too, under its own name. ``unreadable`` is empty
-    unless :func:`look_around` made the listing.
+    Oldest is by place: a form stands right after its delta. ``damaged`` holds deltas without a chain too, and a damaged
+    file that says who owns the output dir, under its own name. ``unreadable`` is empty unless :func:`look_around` made
+    the listing.
     """
 
-    committed: tuple[Checkpoint, ...]  # all of them, superseded ones included
+    committed: tuple[Checkpoint, ...]  # all of them: superseded ones, deltas and their forms
     damaged: dict[str, CorruptCheckpointError | FormatVersionError]  # directory -> what is wrong with it
     fenced: dict[str, str]  # directory -> why a late commit is ignored
     highest_seq: int = 0  # seen in any manifest, of a damaged checkpoint too
@@ -54,6 +63,7 @@ class Listing:
     save_ids: frozenset[str] = frozenset()  # of all whose manifest counts, whether their files are whole or not
     directories: tuple[str, ...] = ()  # committed or not, but for recckpt's own
     unreadable: dict[str, OSError] = field(default_factory=dict)
+    lost: tuple[Checkpoint, ...] = ()  # the damaged ones whose manifests count
 
     @property
     def uncommitted(self) -> list[str]:
@@ -62,15 +72,26 @@ class Listing:
         known |= self.damaged.keys() | self.fenced.keys() | self.unreadable.keys()
         return sorted(set(self.directories) - known)
 
+    @cached_property
+    def chains(self) -> Chains:
+        """What stands on what."""
+        manifests = {c.directory: c.manifest for c in (*self.committed, *self.lost)}
+        return Chains(manifests, {**self.damaged, **self.unreadable})
+
+    @property
+    def newest_place(self) -> tuple[int, int]:
+        """The place of the newest checkpoint that counts, damaged or not; (0, 0) where there is none."""
+        return max((checkpoint.manifest.place for checkpoint in (*self.committed, *self.lost)), default=(0, 0))
+
     def plus(self, checkpoint: Checkpoint) -> Listing:
         """Return the listing with a checkpoint that was committed since."""
         return replace(
             self,
-            committed=(*self.committed, checkpoint),
+            committed=chained([*self.committed, checkpoint], self.damaged)[0],
             highest_seq=max(self.highest_seq, checkpoint.manifest.seq),
             highest_epoch=max(self.highest_epoch, checkpoint.manifest.epoch),
             save_ids=self.save_ids | {checkpoint.manifest.save_id},
-            directories=(*self.directories, checkpoint.directory),
+            directories=(*self.directories, *{checkpoint.directory}.difference(self.directories)),
         )
 
     def minus(self, directories: Collection[str]) -> Listing:
@@ -78,12 +99,14 @@ class Listing:
         return replace(
             self,
             committed=tuple(c for c in self.committed if c.directory not in directories),
+            damaged={name: error for name, error in self.damaged.items() if name not in directories},
             directories=tuple(directory for directory in self.directories if directory not in directories),
+            lost=tuple(c for c in self.lost if c.directory not in directories),
         )
 
     @property
     def current(self) -> list[Checkpoint]:
-        """The newest checkpoint of each id."""
+        """The newest checkpoint of each id, as the one of its representations that readers take."""
         newest = {checkpoint.ckpt_id: checkpoint for checkpoint in self.committed}
         return [checkpoint for checkpoint in self.committed if newest[checkpoint.ckpt_id] is checkpoint]
 
@@ -106,6 +129,26 @@ class Listing:
         """Return the newest committed checkpoint of an id."""
         return next((c for c in reversed(self.committed) if c.ckpt_id == ckpt_id), None)
 
+    def representation(self, save_id: str) -> Checkpoint | None:
+        """Return what readers take for the checkpoint of this save: it, or a form of it."""
+        best = self.chains.representations(save_id)[:1]
+        return next((c for c in self.committed if [c.directory] == best), None)
+
+
+def age(checkpoint: Checkpoint) -> tuple[object, ...]:
+    """Return the key of its order among others: by place, and of one place the one that readers take last."""
+    return checkpoint.manifest.place, preference(checkpoint.directory, checkpoint.manifest)
+
+
+def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tuple[tuple[Checkpoint, ...], Chains]:
+    """Return the checkpoints that are whole with the links below them, oldest first, and all chains."""
+    links = {found.directory: replace(found, below=()) for found in counted}
+    chains = Chains({name: link.manifest for name, link in links.items()}, damaged)
+    whole = [name for name in links if name not in chains.broken]
+    whole.sort(key=lambda name: age(links[name]))
+    below = {name: tuple(links[other] for other in chains.links(name)[1:]) for name in whole}
+    return tuple(replace(links[name], below=below[name]) if below[name] else links[name] for name in whole), chains
+
 
 def list_checkpoints(storage: Storage, known: Manifests | None = None) -> Listing:
     """Read all manifests of an output dir, but those its writer knows, and check that their files are there.
@@ -122,8 +165,8 @@ def look_around(storage: Storage, known: Manifests | None = None) -> Listing:
     """Return the listing of an output dir whose checkpoints need not all be readable."""
     for _ in range(_TRIES):
         directories = attempt_dirs(storage)
-        listing = _list(storage, directories, known)
-        if listing.committed or not directories:
+        listing, is_complete = _list(storage, directories, known)
+        if is_complete and (listing.committed or not directories):
             break
     if known:
         known.forget_others(directories)
@@ -135,9 +178,9 @@ def attempt_dirs(storage: Storage) -> list[str]:
     return [name for name in storage.list_dirs() if not layout.is_own(name)]
 
 
-def _list(storage: Storage, directories: Sequence[str], known: Manifests | None) -> Listing:
-    damaged: dict[str, CorruptCheckpointError | FormatVersionError] = {}
-    unreadable: dict[str, OSError] = {}
+def _list(storage: Storage, directories: Sequence[str], known: Manifests | None) -> tuple[Listing, bool]:
+    """Return the listing of these directories, and whether every link was in one of them."""
+    damaged: dict[str, Damage] = {}
     found: list[Checkpoint] = []
     files: dict[str, dict[str, Listed]] = {}
     for directory in directories:
@@ -146,38 +189,53 @@ def _list(storage: Storage, directories: Sequence[str], known: Manifests | None)
                 record = read_manifest(storage, directory)
             else:
                 record, files[directory] = known.read(storage, directory)
-        except (CorruptCheckpointError, FormatVersionError) as error:
+        except (CorruptCheckpointError, FormatVersionError, OSError) as error:
             damaged[directory] = error
-        except OSError as error:
-            unreadable[directory] = error
         else:
             found += [Checkpoint(directory, record)] if record is not None else []
     takeover = _takeover(storage, damaged)  # after the manifests: a commit in between is only missed, never miscounted
     fenced = {c.directory: reason for c in found if (reason := takeover.excludes(c.manifest))}
-    counted, committed = [c for c in found if c.directory not in fenced], []
-    for checkpoint in counted:
-        directory, record = checkpoint.directory, checkpoint.manifest
-        try:
-            problem = next(file_problems(storage, directory, record, files.get(directory)), None)
-            if problem is None:
-                committed.append(checkpoint)
-            elif read_manifest(storage, directory) is not None:  # or it has just been removed
-                damaged[directory] = problem
-        except OSError as error:
-            unreadable[directory] = error
-    return Listing(
-        committed=tuple(sorted(committed, key=lambda c: (c.manifest.place, layout.is_attempt(c.directory, c.ckpt_id)))),
-        damaged=damaged,
+    counted = [c for c in found if c.directory not in fenced]
+    there = _still_there(storage, counted, files, damaged)
+    committed, chains = chained(there, damaged)
+    listing = Listing(
+        committed=committed,
+        damaged={name: error for name, error in chains.broken.items() if not isinstance(error, OSError)},
         fenced=fenced,
         highest_seq=max((c.manifest.seq for c in found), default=0),
         highest_epoch=max((c.manifest.epoch for c in found), default=0),
         save_ids=frozenset(c.manifest.save_id for c in counted),
         directories=tuple(directories),
-        unreadable=unreadable,
+        unreadable={name: error for name, error in chains.broken.items() if isinstance(error, OSError)},
+        lost=tuple(checkpoint for checkpoint in there if checkpoint.directory in chains.broken),
     )
+    return listing, not chains.is_incomplete
 
 
-def _takeover(storage: Storage, damaged: dict[str, CorruptCheckpointError | FormatVersionError]) -> Takeover:
+def _still_there(
+    storage: Storage,
+    counted: Sequence[Checkpoint],
+    files: Mapping[str, Mapping[str, Listed]],
+    damaged: dict[str, Damage],
+) -> list[Checkpoint]:
+    """Return those that were not removed meanwhile, and note in ``damaged`` what is wrong with their files."""
+    there = []
+    for checkpoint in counted:
+        directory, record = checkpoint.directory, checkpoint.manifest
+        problem: Damage | None
+        try:
+            problem = next(file_problems(storage, directory, record, files.get(directory)), None)
+            if problem is not None and read_manifest(storage, directory) is None:
+                continue
+        except OSError as error:
+            problem = error
+        there.append(checkpoint)
+        if problem is not None:
+            damaged[directory] = problem
+    return there
+
+
+def _takeover(storage: Storage, damaged: dict[str, Damage]) -> Takeover:
     """Return the last takeover; with a damaged list, late commits count: better than losing good ones."""
     try:
         return last_takeover(storage)
