@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
+unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
+
 .PHONY: demo test test-slow test-faults lint bench bench-toy clean
 
 $(STAMP): setup.py constraints.txt

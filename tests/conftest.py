@@ -1,5 +1,6 @@
 """Fixtures that any test may ask for."""
 
+import gc
 import json
 import signal
 import sys
@@ -23,6 +24,17 @@ torch.set_num_threads(1)  # the tests' tensors are tiny: threads that wait for e
 settings.register_profile("untimed", deadline=None)  # machines are shared: a slow example is no failure
 settings.load_profile("untimed")
 _numbers = count()
+
+
+def pytest_collection_finish():
+    """Spare each collection of garbage the way through all that was imported: it takes a quarter of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Let the end of the interpreter collect all again: libraries report what is left over there."""
+    gc.unfreeze()
 
 
 @pytest.fixture
