@@ -9,12 +9,11 @@ import socket
 import pytest
 import torch
 from builders import tree
-from forge import fence_of, filled, save_tables
+from forge import filled, save_tables
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFailedError, WriterFencedError
-from recckpt.format import layout
 from recckpt.format.json_fields import seal
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
@@ -442,27 +441,3 @@ def test_a_number_after_which_there_is_none_is_refused_and_not_tried_for_ever(ur
         sink.write(b"{}")
     with pytest.raises(CorruptCheckpointError, match=r"epoch 999999999999999999.*another output dir"):
         saver.save("a")
-
-
-def test_the_list_of_a_takeover_has_no_names_of_offers_since_nobody_uses_them_again(storage):
-    offer = layout.offer_dir("a", "0f" * 16)
-    for directory in ("b", offer):
-        storage.make_dir(directory)
-        storage.put_if_absent(f"{directory}/OFFER", b"{}")
-    Fence(storage).hold()
-    assert last_takeover(storage).directories == {"b"}
-    assert storage.list_files(offer) == ["OFFER"]
-
-
-def test_a_writer_knows_the_newest_place_that_its_list_has_damaged_ones_included(tmp_path):
-    storage = open_storage(str(tmp_path))
-    fence = fence_of(storage)
-    fence.hold()
-    for ckpt_id in "ab":
-        save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
-    assert fence.newest_at_takeover == (0, 0) < fence.listing.newest_place
-    next((tmp_path / "b").glob("sparse/*.arrow")).unlink()
-    later = Fence(storage)
-    later.hold()
-    assert list(later.listing.damaged) == ["b"]
-    assert later.newest_at_takeover == later.listing.newest_place > later.listing.committed[-1].manifest.place
