@@ -187,8 +187,7 @@ def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardR
 
 
 def _destination(job: Job, storage: Storage, fence: Fence) -> Destination:
-    saver = HollowSaver(job, storage.url)
-    return Destination(storage, fence, Transfers(), saver, 1, min_free_bytes=0, on_save=None, changes=None)
+    return Destination(storage, fence, Transfers(), HollowSaver(job, storage.url), 1, min_free_bytes=0, on_save=None)
 
 
 def save_as_rank_0(

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recckpt.compaction.compact import compact
     from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.manager.manager import CheckpointManager
-    from recckpt.policies.deltas import Deltas
     from recckpt.save.background_save import SaveHandle
     from recckpt.save.save_info import SaveInfo
     from recckpt.saver import Saver
@@ -21,12 +21,12 @@ _HOMES = {
     "SaveHandle": "save.background_save",
     "SaveInfo": "save.save_info",
     "CheckpointManager": "manager.manager",
-    "Deltas": "policies.deltas",
     "CheckpointReader": "inspect.reader",
     "dataset": "inspect.reader",
     "split_sparse_dense_state_dict": "sparse.split",
     "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
+    "compact": "compaction.compact",
 }
 
 __all__ = [
@@ -34,12 +34,12 @@ __all__ = [
     "SaveHandle",
     "SaveInfo",
     "CheckpointManager",
-    "Deltas",
     "CheckpointReader",
     "dataset",
     "split_sparse_dense_state_dict",
     "filter_out_sparse_param",
     "is_hashtable",
+    "compact",
 ]
 
 logging.getLogger("recckpt").addHandler(logging.NullHandler())

@@ -16,7 +16,7 @@ ROOMS = """
     recckpt  __main__
     cli  manager
     inspect  saver
-    load  save  checkpointer
+    load  save  checkpointer  compaction
     sparse  dense
     output_dir
     storage  policies
@@ -31,7 +31,10 @@ LIBRARIES = {  # library -> the rooms and files that may know it
     "llvmlite": {"sparse.table"},
     "pyarrow": {"sparse.files", "inspect", "cli.rows"},
 }
-TORCH_FREE = {"cli", "inspect", "output_dir", "storage", "policies", "format", "parallel", "errors", "types", "text"}
+TORCH_FREE = {
+    *("cli", "inspect", "compaction", "output_dir", "storage", "policies", "format", "parallel"),
+    *("errors", "types", "text"),
+}
 
 
 def name_of(path):

@@ -1,0 +1,206 @@
+"""``recckpt.compact``: a full checkpoint made of a delta's chain, offered to the owner of the output dir, or elsewhere.
+
+The compactor owns nothing: it writes in the directory of its offer alone, and commits nothing (docs/format.md, 12.6).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from recckpt.compaction.other_files import Target
+from recckpt.compaction.whole import Means, Whole, write_whole
+from recckpt.errors import RecckptError
+from recckpt.format import layout, offer
+from recckpt.format.manifest import Manifest
+from recckpt.format.offer import Offer, Offered
+from recckpt.output_dir import commit as committing
+from recckpt.output_dir import rotation
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate
+from recckpt.output_dir.offers import adoptable, look_at
+from recckpt.output_dir.open_files import until_whole
+from recckpt.storage import Storage, open_storage
+from recckpt.storage.transfers import VISIBLE
+from recckpt.types import positive_int
+
+log = logging.getLogger("recckpt")
+
+BUDGET_BYTES = 256 << 20
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """What :func:`compact` did.
+
+    Attributes:
+        ckpt_id: the checkpoint.
+        url: the output dir that was written to.
+        directory: of the full checkpoint in it, an offer or a committed one; None where nothing was written.
+        n_links: how many the chain has.
+        n_rows: of all tables.
+        n_bytes: of all files; 0 where nothing was written.
+        reason: why nothing was written; "" where it was.
+    """
+
+    ckpt_id: str
+    url: str
+    directory: str | None
+    n_links: int
+    n_rows: int
+    n_bytes: int
+    reason: str = ""
+
+
+def compact(
+    path: str | os.PathLike[str],
+    ckpt_id: str | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    executor: Executor | None = None,
+    budget_bytes: int = BUDGET_BYTES,
+    threads: int = _THREADS,
+) -> Compacted:
+    """Merge the chain of a delta into a full checkpoint, beside a trainer or without one.
+
+    The result is an offer in the output dir: the trainer adopts it at its next save, or ``recckpt compact --adopt``
+    does where there is none. Nothing else there is changed. With ``out`` it is a committed checkpoint of another output
+    dir. Every byte that is read is checked, and what was written is read once more and held against the chain.
+
+    Args:
+        path: an output dir, or a checkpoint itself; any fsspec URL.
+        ckpt_id: which checkpoint of the output dir; None for the newest.
+        out: an output dir that the checkpoint is written to, full or not; it is taken over from whoever writes there.
+        executor: does the work: threads, processes, or those of a cluster, which reach ``path`` and ``out`` by the same
+            names and have recckpt. None for threads of this process.
+        budget_bytes: memory beside what the interpreter takes: of this process, or of each worker of the executor.
+        threads: how many threads write where there is no executor, and copy; locally at most one a core.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        CheckpointExistsError: ``out`` has it already.
+        CheckpointRemovedError: links were removed while they were read, four times in a row.
+        CorruptCheckpointError: a link is damaged, or what was written cannot be read back; nothing is offered.
+        OSError: a storage failed; nothing is offered.
+    """
+    positive_int("budget_bytes", budget_bytes)
+    positive_int("threads", threads)
+    means = Means(executor, threads, budget_bytes)
+    url, to = os.fspath(path), None if out is None else os.fspath(out)
+
+    def find() -> tuple[Storage, Checkpoint]:
+        if ckpt_id is None:
+            return locate_path(url)
+        storage = open_storage(url)
+        return storage, locate(storage, ckpt_id)
+
+    def write(found: tuple[Storage, Checkpoint]) -> Compacted:
+        return make_offer(*found, means) if to is None else write_to(*found, to, means)
+
+    return until_whole(find, write)
+
+
+def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:
+    """Offer a form of a delta; errors as of :func:`compact`, StoppedError where the means say so."""
+    record = checkpoint.manifest
+    if record.kind == "full":
+        form = f", a form of the delta of save {record.origin}" if record.form_of else ""
+        return _nothing(storage, checkpoint, f"it is full already{form}")
+    to = Target(storage, layout.offer_dir(record.ckpt_id, save_id := secrets.token_hex(16)), save_id)
+    first = layout.join(to.directory, layout.OFFER)
+    storage.make_dir(to.directory)
+    try:
+        storage.put_if_absent(first, offer.encode_first(record.ckpt_id, to.save_id))
+        waiting = _waiting(storage, record, storage.modified(first))
+        if waiting is not None:
+            _abandon(to)
+            return _nothing(storage, checkpoint, f"{waiting} is an offer of it, which waits for the next save")
+        whole = write_whole(storage, checkpoint, to, _for(storage, means))
+        path = layout.join(to.directory, layout.OFFER_JSON)
+        data = offer.encode(_offer(record, to.save_id, whole))
+        offer.decode(data, path)  # never offer what no owner would read
+        storage.put_if_absent(path, data)
+    except BaseException:
+        _abandon(to)
+        raise
+    log.info("%s/%s is offered as a form of %r", storage.url, to.directory, record.ckpt_id)
+    return Compacted(record.ckpt_id, storage.url, to.directory, len(checkpoint.links), whole.rows, whole.n_bytes)
+
+
+def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -> Compacted:
+    """Commit a whole checkpoint in another output dir; errors as of :func:`compact`."""
+    record, there = checkpoint.manifest, open_storage(out)
+    there.prepare()
+    fence = Fence(there)
+    intent, seq = committing.begin(there, fence, record.ckpt_id, step=record.step, overwrite=False)
+    try:
+        to = Target(there, intent.directory, intent.save_id)
+        whole = write_whole(storage, checkpoint, to, _for(there, means))
+        time = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+        full = Manifest(
+            ckpt_id=record.ckpt_id,
+            save_id=intent.save_id,
+            epoch=intent.epoch,
+            seq=seq,
+            step=record.step,
+            time=time,
+            shards=whole.shards,
+            tables=whole.tables,
+            files=whole.files,
+            names=record.names,
+            state=record.state,
+            writer=record.writer,
+        )
+        committing.commit(there, fence, intent.directory, full, VISIBLE)
+    except BaseException:
+        rotation.abandon(there, intent.directory)
+        raise
+    fence.write_index()
+    return Compacted(record.ckpt_id, there.url, intent.directory, len(checkpoint.links), whole.rows, whole.n_bytes)
+
+
+def _for(storage: Storage, means: Means) -> Means:
+    return Means(means.executor, storage.threads(means.threads), means.budget_bytes, means.is_stopped)
+
+
+def _offer(delta: Manifest, save_id: str, whole: Whole) -> Offer:
+    return Offer(
+        save_id=save_id,
+        of=Offered(delta.ckpt_id, delta.save_id, delta.xxh3),
+        step=delta.step,
+        shards=whole.shards,
+        tables=whole.tables,
+        files=whole.files,
+        names=delta.names,
+        state=delta.state,
+        writer=delta.writer,
+        ephemeral=delta.ephemeral,
+    )
+
+
+def _waiting(storage: Storage, record: Manifest, now: float | None) -> str | None:
+    """Return the directory of an offer that the owner would adopt as a form of a delta, None where there is none."""
+    listing = list_checkpoints(storage)
+    of_this = [
+        name for name in listing.uncommitted if layout.is_offer_dir(name) and layout.is_attempt(name, record.ckpt_id)
+    ]
+    found = (look_at(storage, name, now) for name in of_this)
+    return next((f.directory for f in found if f.offer and adoptable(f, listing) is None), None)
+
+
+def _nothing(storage: Storage, checkpoint: Checkpoint, reason: str) -> Compacted:
+    links, rows = len(checkpoint.links), checkpoint.manifest.rows
+    return Compacted(checkpoint.ckpt_id, storage.url, None, links, rows, 0, reason)
+
+
+def _abandon(to: Target) -> None:
+    """Remove what was written, so that it takes no room; its first file last."""
+    with suppress(OSError, RecckptError):
+        rotation.remove_leftover(to.storage, to.directory, _THREADS)

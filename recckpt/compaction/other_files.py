@@ -1,0 +1,98 @@
+"""All files of a checkpoint but the parts: copied and checked, and those that repeat a save id written anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from recckpt.dense.file_check import check_file
+from recckpt.dense.tensors import read_index
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import catalog as catalogs
+from recckpt.format import layout, tensor_index
+from recckpt.format.catalog import Catalog
+from recckpt.format.manifest import FileEntry
+from recckpt.output_dir.checkpoint_dir import read_checked
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import HeldFiles
+from recckpt.parallel.threads import run_all
+from recckpt.storage import HashingSink, Storage
+
+_STEP_BYTES = 8 << 20
+Advance = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The directory of a new checkpoint, and the save id that its files repeat."""
+
+    storage: Storage
+    directory: str
+    save_id: str
+
+
+def copied_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the files that are copied as they are."""
+    return sum(entry.n_bytes for entry in _copied(checkpoint))
+
+
+def copy_others(
+    storage: Storage, checkpoint: Checkpoint, to: Target, advance: Advance, threads: int
+) -> list[FileEntry]:
+    """Copy dense state, registered objects and positions, and return the entries of the new files.
+
+    Raises:
+        CheckpointRemovedError: the checkpoint was removed meanwhile.
+        CorruptCheckpointError: a file is damaged, or its copy.
+        OSError: the storage failed.
+    """
+    manifest, directory = checkpoint.manifest, checkpoint.directory
+    files = HeldFiles(storage, directory, {file.name: file.n_bytes for file in manifest.files}, first=())
+    run_all(lambda entry: _copy(files, directory, entry, to, advance), _copied(checkpoint), storage.threads(threads))
+    entries = list(_copied(checkpoint))
+    for shard in range(len(manifest.shards)):
+        index = read_index(files, directory, manifest, shard)
+        if index is not None:
+            data = tensor_index.encode(replace(index, save_id=to.save_id))
+            entries.append(_write(to, layout.dense_index(shard, len(manifest.shards)), data))
+    return entries
+
+
+def write_catalog(to: Target, catalog: Catalog) -> FileEntry:
+    """Write the catalog of a shard and return its entry."""
+    return _write(to, layout.catalog(catalog.shard, catalog.shards), catalogs.encode(catalog))
+
+
+def _copied(checkpoint: Checkpoint) -> list[FileEntry]:
+    manifest, shards = checkpoint.manifest, len(checkpoint.manifest.shards)
+    written = {shard.catalog for shard in manifest.shards} | {layout.dense_index(n, shards) for n in range(shards)}
+    return [file for file in manifest.files if not layout.is_part(file.name) and file.name not in written]
+
+
+def _copy(files: HeldFiles, directory: str, entry: FileEntry, to: Target, advance: Advance) -> None:
+    source, copy = layout.join(directory, entry.name), layout.join(to.directory, entry.name)
+    with files.open(source) as content, to.storage.create(copy) as sink:
+        hashing = HashingSink(sink)
+        for data in _pieces(content):
+            hashing.write(data)
+            advance(len(data))
+        if hashing.xxh3 != entry.xxh3:
+            found, expected = f"{hashing.xxh3:016x}", f"{entry.xxh3 or 0:016x}"
+            raise CorruptCheckpointError(source, "its checksum", found=found, expected=expected)
+    for error in check_file(to.storage, to.directory, entry, index=None, advance=lambda n_bytes: None):
+        raise error
+
+
+def _pieces(content: BinaryIO) -> Iterator[bytes]:
+    while data := content.read(_STEP_BYTES):
+        yield data
+
+
+def _write(to: Target, name: str, data: bytes) -> FileEntry:
+    with to.storage.create(layout.join(to.directory, name)) as sink:
+        hashing = HashingSink(sink)
+        hashing.write(data)
+    entry = FileEntry(name, sink.n_bytes, hashing.xxh3)
+    read_checked(to.storage, to.directory, entry)
+    return entry

@@ -1,0 +1,135 @@
+"""Writes a chain as one whole: merged rows in parts, and the other files as they are in its newest link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from recckpt.compaction.chain import ChainName, opened
+from recckpt.compaction.crew import run_on
+from recckpt.compaction.other_files import Target, copied_bytes, copy_others, write_catalog
+from recckpt.compaction.part_task import PartTask, write_part
+from recckpt.compaction.plan import PlannedPart, plan_parts
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.catalog import Catalog, Part
+from recckpt.format.manifest import FileEntry, ShardEntry
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.storage import Storage
+from recckpt.text import Progress
+
+LEAST_BUDGET_BYTES = 8 << 20  # of a worker: with less it would read a batch again for every bucket in it
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a compaction may use.
+
+    Attributes:
+        executor: does the work on the parts; None for threads of this process.
+        threads: how many, and how many files are copied at once.
+        budget_bytes: memory: of this process without an executor, else of each of its workers.
+        is_stopped: asked now and then whether to give up.
+    """
+
+    executor: Executor | None
+    threads: int
+    budget_bytes: int
+    is_stopped: Callable[[], bool] = lambda: False
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What was written, as manifests and offers list it."""
+
+    shards: tuple[ShardEntry, ...]
+    tables: tuple[TableEntry, ...]
+    files: tuple[FileEntry, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.n_bytes for file in self.files)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables."""
+        return sum(table.rows for table in self.tables)
+
+
+def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Means) -> Whole:
+    """Write all files of a full checkpoint with the content of one that may be a delta, synced and read once more.
+
+    Raises:
+        CheckpointRemovedError: a link was removed meanwhile.
+        CorruptCheckpointError: the chain is damaged, or what was written is not what the chain holds.
+        OSError: the storage failed.
+        StoppedError: the caller asked to stop.
+    """
+    name = ChainName(storage.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
+    chain = opened(name)
+    try:
+        plan, workers = plan_parts(chain), means.threads if means.executor is None else 1
+        budget_bytes = max(LEAST_BUDGET_BYTES, means.budget_bytes // workers)
+        tasks = [PartTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
+        total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
+        with Progress(f"compacting {checkpoint.ckpt_id}", total) as progress:
+            progress.n_rows = sum(table.rows for table in chain.newest.tables)
+            with _executor(means) as executor:
+                parts = run_on(
+                    executor,
+                    write_part,
+                    tasks,
+                    on_done=lambda task: progress.advance(task.part.n_bytes),
+                    is_stopped=means.is_stopped,
+                )
+            files = copy_others(storage, checkpoint, to, progress.advance, means.threads)
+        return _finished(checkpoint, to, list(zip(plan, parts, strict=True)), files)
+    finally:
+        opened.cache_clear()
+
+
+@contextmanager
+def _executor(means: Means) -> Iterator[Executor]:
+    if means.executor is not None:
+        yield means.executor
+        return
+    with ThreadPoolExecutor(means.threads, thread_name_prefix="recckpt-compact") as threads:
+        yield threads
+
+
+def _finished(
+    checkpoint: Checkpoint, to: Target, written: Sequence[tuple[PlannedPart, Part | None]], files: list[FileEntry]
+) -> Whole:
+    """Write the catalogs of the parts, and return what lies there beside the other files."""
+    count, shards, catalogs = len(checkpoint.manifest.shards), [], []
+    for shard in range(count):
+        parts = [part for planned, part in written if part is not None and planned.shard == shard]
+        catalog = Catalog(to.save_id, shard, count, tuple(parts))
+        entry = write_catalog(to, catalog)
+        shards.append(ShardEntry(entry.name, catalog.buckets))
+        files += [entry, *(FileEntry(part.file, part.n_bytes) for part in parts)]
+        catalogs.append(catalog)
+    tables = tuple(replace(table, delta=None) for table in checkpoint.manifest.tables)
+    for table in tables:
+        rows = sum(catalog.rows.get(table.name, 0) for catalog in catalogs)
+        if rows != table.rows:
+            path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {table.name!r}"
+            found, expected = f"{table.rows} rows", f"{rows}, as in its chain"
+            raise CorruptCheckpointError(path, where, found=found, expected=expected)
+    _remove_lost(to, files)
+    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in files)}:
+        to.storage.sync_dir(layout.join(to.directory, subdirectory))
+    to.storage.sync_dir("")
+    return Whole(tuple(shards), tables, tuple(sorted(files, key=lambda file: file.name)))
+
+
+def _remove_lost(to: Target, files: Sequence[FileEntry]) -> None:
+    """Remove parts that workers wrote which were lost, and which others wrote again."""
+    listed = {file.name for file in files}
+    for name in to.storage.list_files(to.directory):
+        if layout.is_part(name) and name not in listed:
+            to.storage.remove(layout.join(to.directory, name))

@@ -1,0 +1,205 @@
+"""Offers of compactors: what is there, what the owner adopts of it, and what goes (docs/format.md, section 12.6)."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.format import layout, offer
+from recckpt.format.links import FormOf
+from recckpt.format.manifest import Manifest
+from recckpt.format.offer import Offer
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir import rotation
+from recckpt.output_dir.checkpoint_dir import file_problems
+from recckpt.output_dir.commit import commit
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.storage import ABSENT, NOT_READABLE, Storage
+from recckpt.storage.retry import RetryPolicy
+
+log = logging.getLogger("recckpt")
+
+DAY_SEC = 86_400.0  # part of the format: at this age an offer is not adopted any more, at twice this age it may go
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory for an offer that nobody has committed.
+
+    Attributes:
+        directory: where it lies.
+        age_sec: how old its first file is, by the clock of the storage; None where that does not tell.
+        is_begun: whether it has its first file; one without is no offer.
+        offer: what it says; None where it is not finished, or damaged.
+        problem: why it is not whole; "" where it is.
+    """
+
+    directory: str
+    age_sec: float | None
+    is_begun: bool
+    offer: Offer | None
+    problem: str = ""
+
+
+def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy, concurrency: int) -> list[Checkpoint]:
+    """Adopt the offers that fit, remove those that are too old, and return the forms.
+
+    A failure is logged and fails nothing, but for WriterFencedError: the caller owns the output dir no more.
+    """
+    found = find_offers(storage, fence.listing)
+    adopted = []
+    for each in found:
+        reason = adoptable(each, fence.listing)
+        form = adopt(storage, fence, each, visible) if reason is None else None
+        if form is not None:
+            adopted.append(form)
+        elif reason is not None:
+            log.info("%s/%s is not adopted: %s", storage.url, each.directory, reason)
+    sweep(
+        storage,
+        fence,
+        [each for each in found if each.directory not in {form.directory for form in adopted}],
+        concurrency,
+    )
+    return adopted
+
+
+def find_offers(storage: Storage, listing: Listing) -> list[Found]:
+    """Return the offers in the directories that a listing knows; the caller owns the output dir."""
+    directories = [name for name in listing.uncommitted if layout.is_offer_dir(name)]
+    now = _now(storage) if directories else None
+    return [look_at(storage, name, now) for name in directories]
+
+
+def look_at(storage: Storage, directory: str, now: float | None) -> Found:
+    """Return what is known of an offer; ``now`` is when a file was written that the caller has just written."""
+    first = layout.join(directory, layout.OFFER)
+    try:
+        named = offer.decode_first(storage.read(first, offer.FIRST_BYTES), first)
+        written = storage.modified(first)
+    except NOT_READABLE:
+        return Found(directory, None, False, None, f"it has no file {layout.OFFER}")
+    except RecckptError as error:
+        return Found(directory, None, True, None, str(error))
+    age_sec = None if now is None or written is None else now - written
+    try:
+        said = _read(storage, directory)
+    except ABSENT:
+        return Found(
+            directory, age_sec, True, None, f"it has no {layout.OFFER_JSON}: its compactor is at work, or died"
+        )
+    except (RecckptError, OSError) as error:
+        return Found(directory, age_sec, True, None, str(error))
+    if named != (said.of.ckpt_id, said.save_id) or said.directory != directory:
+        return Found(directory, age_sec, True, None, f"its files are those of {said.directory}")
+    problem = next(file_problems(storage, directory, said), None)
+    return Found(directory, age_sec, True, said, "" if problem is None else str(problem))
+
+
+def adoptable(found: Found, listing: Listing) -> str | None:
+    """Return why an offer is not to be adopted, None where it is; pure."""
+    if found.offer is None or found.problem:
+        return found.problem
+    return next(_reasons_against(found.offer, found.age_sec, listing), None)
+
+
+def _reasons_against(said: Offer, age_sec: float | None, listing: Listing) -> Iterator[str]:
+    if age_sec is None:
+        yield "the storage does not tell how old it is"
+    elif age_sec >= DAY_SEC:
+        yield f"it is {age_sec / 3600:.0f} hours old, and an earlier owner may be about to remove it"
+    of, delta = said.of, delta_of(said, listing)
+    if delta is None:
+        yield f"no delta {of.ckpt_id!r} of save {of.save_id} with the checksum {of.manifest:016x} counts here"
+        return
+    record = delta.manifest
+    if any(_is_form_of(checkpoint, delta) for checkpoint in listing.committed):
+        yield f"{of.ckpt_id!r} has a form already"
+    if (said.step, said.ephemeral) != (record.step, record.ephemeral):
+        yield f"it is of step {said.step}, ephemeral {said.ephemeral}, the delta of {record.step}, {record.ephemeral}"
+    if _contents(said.tables) != _contents(record.tables):
+        yield "its tables, with their rows and slots, are not those of the delta"
+
+
+def delta_of(said: Offer, listing: Listing) -> Checkpoint | None:
+    """Return the delta that an offer is of, None where it does not count."""
+    wanted = (said.of.save_id, said.of.ckpt_id, said.of.manifest)
+    counting = (c for c in listing.committed if c.manifest.kind == "delta")
+    return next((c for c in counting if (c.manifest.save_id, c.ckpt_id, c.manifest.xxh3) == wanted), None)
+
+
+def adopt(storage: Storage, fence: Fence, found: Found, visible: RetryPolicy) -> Checkpoint | None:
+    """Commit the form that an adoptable offer is to be, and return it; None where that failed, which is logged.
+
+    A failure removes nothing: the manifest of another owner may be there.
+    """
+    said = found.offer
+    delta = delta_of(said, fence.listing) if said is not None else None
+    if said is None or delta is None:
+        raise ValueError(f"{found.directory} is not adoptable")
+    try:
+        commit(storage, fence, found.directory, _form(said, delta.manifest, fence), visible)
+    except WriterFencedError:
+        raise
+    except (RecckptError, OSError, ValueError) as error:
+        log.warning("%s/%s could not be adopted: %s", storage.url, found.directory, error)
+        return None
+    log.info("%s/%s is adopted: %r needs no other checkpoint now", storage.url, found.directory, delta.ckpt_id)
+    return next(c for c in fence.listing.committed if c.directory == found.directory)
+
+
+def sweep(storage: Storage, fence: Fence, found: Iterable[Found], concurrency: int) -> None:
+    """Remove what is no offer and offers that are too old, whole or not; the owner does, or WriterFencedError."""
+    for each in found:
+        if not each.is_begun or (each.age_sec is not None and each.age_sec >= 2 * DAY_SEC):
+            fence.check()
+            rotation.remove_leftover(storage, each.directory, concurrency)
+
+
+def _form(said: Offer, delta: Manifest, fence: Fence) -> Manifest:
+    """Return the manifest of a form, with a save id of its own: of two owners that try, it says whose it is."""
+    return Manifest(
+        ckpt_id=delta.ckpt_id,
+        save_id=secrets.token_hex(16),
+        epoch=fence.epoch,
+        seq=fence.listing.next_seq,
+        step=said.step,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        shards=said.shards,
+        tables=said.tables,
+        files=said.files,
+        names=said.names,
+        state=said.state,
+        writer=said.writer,
+        ephemeral=said.ephemeral,
+        form_of=FormOf(delta.save_id, delta.xxh3, delta.epoch, delta.seq, said.save_id),
+    )
+
+
+def _read(storage: Storage, directory: str) -> Offer:
+    path = layout.join(directory, layout.OFFER_JSON)
+    return offer.decode(storage.read(path, offer.MAX_BYTES + 1), path)
+
+
+def _contents(tables: Iterable[TableEntry]) -> dict[str, object]:
+    return {table.name: (table.rows, table.slots) for table in tables}
+
+
+def _is_form_of(checkpoint: Checkpoint, delta: Checkpoint) -> bool:
+    of = checkpoint.manifest.form_of
+    return of is not None and (of.save_id, of.manifest) == (delta.manifest.save_id, delta.manifest.xxh3)
+
+
+def _now(storage: Storage) -> float | None:
+    """Return the time by the clock of the storage: that of a file which is written for it."""
+    probe = f".probe-{secrets.token_hex(8)}.tmp"
+    storage.put_if_absent(probe, b"")
+    try:
+        return storage.modified(probe)
+    finally:
+        storage.remove(probe)

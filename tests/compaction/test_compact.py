@@ -1,0 +1,244 @@
+"""A chain is compacted: what comes out holds the same rows, on any executor, and nothing else changes."""
+
+import multiprocessing
+import pickle
+import shutil
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from delta_runs import rows_of, run_with_chain
+
+import recckpt
+import recckpt.inspect.verify
+from recckpt.compaction import part_task, plan, whole
+from recckpt.compaction.chain import ChainName, opened
+from recckpt.compaction.compact import make_offer
+from recckpt.compaction.crew import StoppedError
+from recckpt.compaction.part_task import PartTask, write_part
+from recckpt.compaction.plan import plan_parts
+from recckpt.compaction.whole import Means
+from recckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
+from recckpt.output_dir.offers import adopt_offers
+from recckpt.storage import open_storage
+from recckpt.storage.transfers import VISIBLE
+
+
+@pytest.fixture
+def run(tmp_path):
+    return run_with_chain(tmp_path / "runs")
+
+
+@pytest.fixture
+def many_parts(monkeypatch):
+    """Have a part for every few rows."""
+    monkeypatch.setattr(plan, "LEAST_PART_BYTES", 100)
+
+
+def adopted(run) -> list[str]:
+    fence = Fence(run)
+    fence.hold()
+    return [form.directory for form in adopt_offers(run, fence, VISIBLE, 1)]
+
+
+def check_adopted(run, directory) -> None:
+    """Check that a form takes the place of ``ckpt_3`` and of all that it stands on."""
+    expected = rows_of(run, "ckpt_3")
+    assert adopted(run) == [directory]
+    assert recckpt.inspect.verify.verify(f"{run.url}/{directory}") == []
+    for link in ("ckpt_1", "ckpt_2", "ckpt_3"):
+        shutil.rmtree(f"{run.url}/{link}")
+    assert rows_of(run, "ckpt_3") == expected
+
+
+class InTurn(Executor):
+    """Does all work at once, in the caller's thread, after a trip through pickle; loses some of its workers."""
+
+    def __init__(self, losses: int = 0) -> None:
+        self.losses = losses
+
+    def submit(self, work, /, *args, **kwargs):
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+        try:
+            work, args = pickle.loads(pickle.dumps((work, args)))
+            result = pickle.loads(pickle.dumps(work(*args)))
+            if self.losses:  # when it had done its work, and nobody heard of it
+                self.losses -= 1
+                raise RuntimeError("a worker was lost")
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        return future
+
+
+def test_the_newest_is_compacted_where_none_is_named(run):
+    done = recckpt.compact(run.url)
+    assert (done.ckpt_id, done.n_links, done.n_rows, done.reason) == ("ckpt_3", 3, 150, "")
+    assert layout.is_offer_dir(done.directory)
+    assert done.n_bytes == sum(run.size(f"{done.directory}/{n}") for n in run.list_files(done.directory) if "/" in n)
+    check_adopted(run, done.directory)
+
+
+@pytest.mark.parametrize("executor", [lambda: ThreadPoolExecutor(3), InTurn], ids=["threads", "in turn"])
+def test_any_executor_does_the_work_in_many_parts(run, many_parts, executor):
+    with executor() as workers:
+        done = recckpt.compact(run.url, "ckpt_3", executor=workers)
+    assert len([name for name in run.list_files(done.directory) if layout.is_part(name)]) > 5
+    check_adopted(run, done.directory)
+
+
+def test_processes_do_the_work(run):
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as workers:  # a fork would inherit locks
+        done = recckpt.compact(run.url, executor=workers)
+    check_adopted(run, done.directory)
+
+
+def test_with_little_memory_the_same_comes_out(run, monkeypatch):
+    monkeypatch.setattr(whole, "LEAST_BUDGET_BYTES", 2000)
+    done = recckpt.compact(run.url, budget_bytes=1, threads=1)
+    check_adopted(run, done.directory)
+
+
+def test_the_work_of_a_lost_worker_is_done_again_under_another_part_number(run, many_parts):
+    done = recckpt.compact(run.url, executor=InTurn(losses=2))
+    names = [name for name in run.list_files(done.directory) if layout.is_part(name)]
+    numbers = [int(name.split(".")[-2]) % part_task.TRIES for name in names]
+    assert sorted(numbers)[-3:] == [0, 1, 1]  # what the lost ones wrote is gone
+    check_adopted(run, done.directory)
+
+
+def test_a_task_that_is_done_twice_at_once_writes_two_files_of_the_same_rows(run):
+    checkpoint = locate(run, "ckpt_3")
+    name = ChainName(run.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
+    [first, _] = plan_parts(opened(name))
+    task = PartTask(name, run.url, "elsewhere", first, 1 << 20)
+    one, two = write_part(task), write_part(task)
+    assert one.file != two.file
+    assert replace(two, file=one.file) == one
+
+
+def test_workers_that_are_lost_again_and_again_end_it_and_nothing_is_left(run):
+    with pytest.raises(RuntimeError, match="a worker was lost"):
+        recckpt.compact(run.url, executor=InTurn(losses=99))
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+
+
+def test_what_is_full_needs_no_compaction(run):
+    done = recckpt.compact(run.url, "ckpt_1")
+    assert (done.directory, done.n_bytes, done.reason) == (None, 0, "it is full already")
+    check_adopted(run, recckpt.compact(run.url).directory)
+    assert "a form of the delta" in recckpt.compact(run.url).reason
+
+
+def test_a_delta_that_has_an_offer_gets_no_second_one(run):
+    first = recckpt.compact(run.url).directory
+    again = recckpt.compact(run.url)
+    assert again.directory is None
+    assert first in again.reason
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3", first]
+
+
+def test_an_unfinished_offer_does_not_keep_another_from_being_made(run):
+    first = recckpt.compact(run.url).directory
+    run.remove(f"{first}/{layout.OFFER_JSON}")
+    assert recckpt.compact(run.url).directory
+
+
+def test_a_checkpoint_may_be_named_by_its_own_directory(run):
+    done = recckpt.compact(f"{run.url}/ckpt_2")
+    assert (done.ckpt_id, done.n_links, done.url) == ("ckpt_2", 2, run.url)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: data.replace(b"\x00\x00\x80\x3f", b"\x00\x00\x80\x3e")]
+)
+def test_nothing_is_offered_of_a_damaged_chain(run, damage):
+    part = Path(run.url, "ckpt_2", "sparse", "00000-of-00002.g0.00.arrow")
+    checkpoint = locate(run, "ckpt_3")
+    part.write_bytes(damage(part.read_bytes()))
+    with pytest.raises(CorruptCheckpointError, match=r"ckpt_2/sparse/00000-of-00002.g0.00.arrow"):
+        make_offer(run, checkpoint, Means(None, 2, 1 << 20))
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+
+
+def test_rows_that_are_not_as_many_as_the_manifest_says_are_not_offered(tmp_path):
+    from spec_reader import counting
+    from spec_writer import write_delta
+
+    run = run_with_chain(tmp_path / "runs")
+    newest = counting(Path(run.url))[-1]
+    write_delta(newest, "ckpt_4", 152, [({1000: [1, 2]}, []), ({}, [])])
+    with pytest.raises(CorruptCheckpointError, match="152 rows, expected 151"):
+        recckpt.compact(run.url)
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3", "ckpt_4"]
+
+
+def test_what_cannot_be_read_back_is_not_offered(run, monkeypatch):
+    real = type(run).create
+
+    def flipped(self, name):
+        sink = real(self, name)
+        if layout.is_part(name):
+            write, done = sink.write, []
+            sink.write = lambda data: (
+                done.append(0) or write(bytes(memoryview(data).cast("B")[::-1]) if len(done) == 9 else data)
+            )
+        return sink
+
+    monkeypatch.setattr(type(run), "create", flipped)
+    with pytest.raises(CorruptCheckpointError, match=r"ckpt_3\."):
+        recckpt.compact(run.url)
+    monkeypatch.undo()
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+
+
+def test_another_manifest_in_the_place_of_a_link_is_noticed(run):
+    checkpoint = locate(run, "ckpt_3")
+    swapped = replace(checkpoint, manifest=replace(checkpoint.manifest, xxh3=1))
+    with pytest.raises(CorruptCheckpointError, match="as when the chain was found"):
+        make_offer(run, swapped, Means(None, 1, 1 << 20))
+
+
+def test_a_compaction_may_be_stopped_and_leaves_nothing(run):
+    with pytest.raises(StoppedError):
+        make_offer(run, locate(run, "ckpt_3"), Means(None, 1, 1 << 20, lambda: True))
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+
+
+def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
+    out = tmp_path / "other"
+    done = recckpt.compact(run.url, out=out)
+    assert (done.url, done.directory, done.n_rows) == (str(out), "ckpt_3", 150)
+    there = open_storage(str(out))
+    assert [c.manifest.kind for c in list_checkpoints(there).committed] == ["full"]
+    assert there.read(layout.INDEX_FILE, 99) == b"ckpt_3\n"
+    assert rows_of(there, "ckpt_3") == rows_of(run, "ckpt_3")
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+    assert recckpt.inspect.verify.verify(str(out)) == []
+    with pytest.raises(CheckpointExistsError):
+        recckpt.compact(run.url, out=out)
+
+
+def test_out_takes_what_is_full_as_well(run, tmp_path):
+    recckpt.compact(run.url, "ckpt_1", out=tmp_path / "other")
+    assert rows_of(open_storage(str(tmp_path / "other")), "ckpt_1") == rows_of(run, "ckpt_1")
+
+
+def test_a_delta_alone_names_what_it_lacks(run, tmp_path):
+    shutil.copytree(f"{run.url}/ckpt_3", tmp_path / "alone" / "ckpt_3")
+    with pytest.raises(CorruptCheckpointError, match="ckpt_2"):
+        recckpt.compact(tmp_path / "alone", out=tmp_path / "other")
+
+
+def test_what_is_not_there_or_cannot_be_is_refused(run):
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_9"):
+        recckpt.compact(run.url, "ckpt_9")
+    for name in ("budget_bytes", "threads"):
+        with pytest.raises(ValueError, match=name):
+            recckpt.compact(run.url, **{name: 0})
