@@ -240,7 +240,7 @@ class FullCopy:
                 begin += len(piece)
         if self._reused:
             self._columns = copies
-        return StillTable(live.name, live.n_rows, copies.pop("id"), copies)
+        return StillTable(live.name, live.n_rows, copies.pop("id"), copies, live.n_rows)
 
 
 PEERS: dict[str, Callable[[Training, Path], Peer]] = {

@@ -53,7 +53,7 @@ from recckpt.save import save as hallway
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.write import ShardRecord
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse.files import loader as row_loading
+from recckpt.sparse.files import link_pass as row_loading
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 
@@ -300,8 +300,8 @@ def planned(job: Job, storage: CountedStorage, rank: int, ranks: int) -> dict[st
 def without_rows() -> Iterator[None]:
     """Let a load decide what it would read, and read nothing."""
     with (
-        mock.patch.object(row_loading._Pass, "start"),
-        mock.patch.object(row_loading._Pass, "run", return_value=0),
+        mock.patch.object(row_loading.LinkPass, "start"),
+        mock.patch.object(row_loading.LinkPass, "run", return_value=0),
     ):
         yield
 

@@ -187,7 +187,8 @@ def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardR
 
 
 def _destination(job: Job, storage: Storage, fence: Fence) -> Destination:
-    return Destination(storage, fence, Transfers(), HollowSaver(job, storage.url), 1, min_free_bytes=0, on_save=None)
+    saver = HollowSaver(job, storage.url)
+    return Destination(storage, fence, Transfers(), saver, 1, min_free_bytes=0, on_save=None, changes=None)
 
 
 def save_as_rank_0(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from recckpt.compaction.compact import compact
     from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.manager.manager import CheckpointManager
+    from recckpt.policies.deltas import Deltas
     from recckpt.save.background_save import SaveHandle
     from recckpt.save.save_info import SaveInfo
     from recckpt.saver import Saver
@@ -21,6 +22,7 @@ _HOMES = {
     "SaveHandle": "save.background_save",
     "SaveInfo": "save.save_info",
     "CheckpointManager": "manager.manager",
+    "Deltas": "policies.deltas",
     "CheckpointReader": "inspect.reader",
     "dataset": "inspect.reader",
     "split_sparse_dense_state_dict": "sparse.split",
@@ -34,6 +36,7 @@ __all__ = [
     "SaveHandle",
     "SaveInfo",
     "CheckpointManager",
+    "Deltas",
     "CheckpointReader",
     "dataset",
     "split_sparse_dense_state_dict",

@@ -19,9 +19,11 @@ from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
+from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
 from recckpt.save import arguments
 from recckpt.save.background_save import SaveHandle, SaveRunner
+from recckpt.save.base import changes_of
 from recckpt.save.job import Destination, Job, Live, OnSave
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
@@ -58,6 +60,8 @@ class Saver(OneProcess):
             most half of ``timeout_sec``.
         on_save: called with the :class:`recckpt.SaveInfo` of each save that is committed, once rotation is over,
             in the thread of the save; what it raises is logged and fails nothing.
+        deltas: whether a save writes only what has changed since the one before, and now and then all: True, or a
+            :class:`recckpt.Deltas` that says how often; see docs/deltas.md.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, or ``sparse_optim`` trains other tables.
@@ -79,9 +83,11 @@ class Saver(OneProcess):
         pre_download: bool = False,
         visible_sec: float = VISIBLE_SEC,
         on_save: OnSave | None = None,
+        deltas: bool | Deltas = False,
     ) -> None:
         super().__init__()
         arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save)
+        changes = changes_of(deltas)
         transfers = transfers_of(
             output_dir,
             max_uploads=max_uploads,
@@ -99,10 +105,10 @@ class Saver(OneProcess):
         io_state = self._io_state = io_registry()
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
         self._live = Live(model, sparse_optim, extra, io_state)
-        fence, sparse_saver = Fence(storage, self.made_at), SparseSaver(concurrency)
-        self._to = Destination(storage, fence, transfers, sparse_saver, concurrency, min_free_bytes, on_save)
+        fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
+        self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)
         self._runner, self._tables = SaveRunner(), arguments.tables_in(model)
-        self._step_now: Callable[[], int | None] = lambda: None
+        self.step_now: Callable[[], int | None] = lambda: None  # of a manager: for saves that name no step
 
     def __setattr__(self, name: str, value: Any) -> None:
         arguments.check_change(vars(self), name, value)
@@ -282,17 +288,13 @@ class Saver(OneProcess):
         arguments.check_moment(self._tables)
         return lock
 
-    def count_steps_by(self, step_now: Callable[[], int | None]) -> None:
-        """Give saves that name no step the one that ``step_now`` returns, which a manager does."""
-        self._step_now = step_now
-
     def _save(
         self, info: SaveInfo, shard_id: int | None, shard_num: int | None, state: _State, overwrite: bool
     ) -> SaveHandle:
         arguments.check_save(info.ckpt_id, info.step, overwrite=overwrite, ephemeral=info.ephemeral)
         self._tables = arguments.tables_in(self.model)  # there may be new ones
         with self.turn(), self._runner.one_save():
-            info.step = self._step_now() if info.step is None else info.step
+            info.step = self.step_now() if info.step is None else info.step
             ranks = info.telling(self.ranks.of(shard_id, shard_num))
             job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep)
             return save(self._live, job, self._to, self._runner)

@@ -22,6 +22,9 @@ def verify(args: argparse.Namespace) -> Outcome:
     lines = grid(_HEAD, map(_row, reports), ("ROWS", "SIZE", "FILES"))
     for report in damaged:
         lines += ["", f"{escaped(report.directory)}:", *(f"  {one_line(str(p))}" for p in report.problems)]
+    for report in (report for report in reports if report.absent_deletes):
+        what = f"{plural(report.absent_deletes, 'delete')} of ids that are not there, which means nothing"
+        lines += ["", f"{escaped(report.directory)}: {what}"]
     n_problems = sum(len(report.problems) for report in reports)
     places = [report.directory for report in reports if report.directory != layout.OWNER_DIR]
     where = f"{len([r for r in damaged if r.directory in places])} of {plural(len(places), 'checkpoint')}"
@@ -50,6 +53,7 @@ def _data(report: Report) -> dict[str, Any]:
         "id": manifest.ckpt_id if manifest else None,
         "directory": report.directory,
         "good": not report.problems,
+        "absent_deletes": report.absent_deletes,
         "problems": [
             {"file": p.file, "where": p.where, "found": p.found, "expected": p.expected} for p in report.problems
         ],

@@ -139,7 +139,7 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
     record, there = checkpoint.manifest, open_storage(out)
     there.prepare()
     fence = Fence(there)
-    intent, seq = committing.begin(there, fence, record.ckpt_id, step=record.step, overwrite=False)
+    intent, seq = committing.begin(there, fence, record.ckpt_id, step=record.step, overwrite=False, base=None)
     try:
         to = Target(there, intent.directory, intent.save_id)
         whole = write_whole(storage, checkpoint, to, _for(there, means))

@@ -196,6 +196,11 @@ def has_tensors(name: str) -> bool:
     return name == MODEL or name.startswith(f"{DENSE_DIR}/")
 
 
+def has_rows(name: str) -> bool:
+    """Say whether a file is one of those that hold rows of tables, or a catalog of them."""
+    return name.startswith(f"{SPARSE_DIR}/") or is_part(name)
+
+
 def is_of_rank(name: str) -> bool:
     """Say whether a file belongs to one shard, such as rows and positions: a rank reads only some of these."""
     return name.startswith((f"{SPARSE_DIR}/", "io_state_", "rng_", "extra_"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +15,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.dense.tensors import DenseTensors
-from recckpt.format.catalog import Catalog
+from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles, until_whole
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.catalogs import read_catalogs
-from recckpt.sparse.files.table_reader import TableReader, table_dataset, table_schema
+from recckpt.sparse.files.chain_table import ChainTable, OpenLink, open_table
+from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import Storage
 from recckpt.text import nearest
 
@@ -55,9 +57,9 @@ class CheckpointReader:
 
     Imports no torch and runs no code from the files. A context manager, which closes it. Not thread-safe.
 
-    All files are opened at once. On a local file system they can be read to their end even if the writer removes them
-    meanwhile, as rotation does, and keep their disk space until the reader is closed. On object stores a read then
-    raises CheckpointRemovedError.
+    All files are opened at once, of a delta those of the links it stands on too. On a local file system they can be
+    read to their end even if the writer removes them meanwhile, as rotation does, and keep their disk space until the
+    reader is closed. On object stores a read then raises CheckpointRemovedError.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
@@ -73,9 +75,9 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
-        self._held: HeldFiles | None
-        self._storage, self._checkpoint, self._held = until_whole(lambda: locate_path(str(path)), _opened)
-        self._catalogs: list[Catalog] | None = None
+        self._path = str(path)
+        self._open: _Open | None
+        self._storage, self._checkpoint, self._open = until_whole(self._located, partial(_opened, known=()))
         self._tensors: DenseTensors | None = None
 
     def __enter__(self) -> CheckpointReader:
@@ -88,7 +90,24 @@ class CheckpointReader:
         """Close the files; the next read opens them again."""
         if self._tensors is not None:
             self._tensors.close()
-        self._tensors = self._held = None
+        self._tensors = self._open = None
+
+    def refresh(self) -> bool:
+        """Move on to what the path means now, such as a newer checkpoint of an output dir, and say whether it moved.
+
+        Only links that are new to this reader are opened and read: beside a run with deltas, what has changed. What is
+        being read from the checkpoint before can be read to its end. After an error the reader stays where it is.
+
+        Raises:
+            CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as when it was
+                made.
+        """
+        known = self._open.links if self._open else ()
+        found = until_whole(self._located, partial(_opened, known=known))
+        moved = found[1].manifest.origin != self.manifest.origin
+        self.close()
+        self._storage, self._checkpoint, self._open = found
+        return moved
 
     @property
     def manifest(self) -> Manifest:
@@ -107,7 +126,7 @@ class CheckpointReader:
     def table(
         self, name: str, columns: Collection[str] | None = None, ids: Iterable[int] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a table as Arrow batches, in bucket order within each shard.
+        """Yield the rows of a table as Arrow batches, in bucket order within each shard, of a delta over all shards.
 
         Args:
             name: the table.
@@ -140,7 +159,7 @@ class CheckpointReader:
             KeyError: no such table.
             CorruptCheckpointError: a file is missing, cut or of another schema, or an id is in two shards.
         """
-        return table_dataset(self._table(name, None))
+        return self._table(name, None).dataset()
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
@@ -164,35 +183,53 @@ class CheckpointReader:
         dense = self._dense()
         return dense.read(dense.named(name))
 
-    def _table(self, name: str, columns: Collection[str] | None) -> TableReader:
-        entry = self.manifest.named_table(name)
-        slots = [slot.name for slot in entry.slots]
+    def _table(self, name: str, columns: Collection[str] | None) -> ChainTable:
+        slots = [slot.name for slot in self.manifest.named_table(name).slots]
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
         for column in columns or ():
             if column not in (*slots, ID):
                 raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
-        if self._catalogs is None:
-            self._catalogs = read_catalogs(self._checkpoint, self._files)
-        wanted = [slot for slot in slots if columns is None or slot in columns]
-        return TableReader(self._files, self._checkpoint.directory, self._catalogs, entry, wanted)
+        return open_table(self._files.links, name, [slot for slot in slots if columns is None or slot in columns])
+
+    def _located(self) -> tuple[Storage, Checkpoint]:
+        return locate_path(self._path)
 
     @property
-    def _files(self) -> HeldFiles:
-        if self._held is None:
-            _, _, self._held = _opened((self._storage, self._checkpoint))
-        return self._held
+    def _files(self) -> _Open:
+        if self._open is None:
+            _, _, self._open = _opened((self._storage, self._checkpoint), ())
+        return self._open
 
     def _dense(self) -> DenseTensors:
         if self._tensors is None:
-            self._tensors = DenseTensors(self._files, self._checkpoint.directory, self.manifest)
+            self._tensors = DenseTensors(self._files.others, self._checkpoint.directory, self.manifest)
         return self._tensors
 
 
-def _opened(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, HeldFiles]:
+@dataclass(frozen=True)
+class _Open:
+    """The open files of a checkpoint."""
+
+    links: Sequence[OpenLink]  # with the files of rows of each, newest first
+    others: HeldFiles  # all but those with rows
+
+
+def _opened(found: tuple[Storage, Checkpoint], known: Iterable[OpenLink]) -> tuple[Storage, Checkpoint, _Open]:
+    """Open what is not known."""
     storage, checkpoint = found
-    sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
-    return storage, checkpoint, HeldFiles(storage, checkpoint.directory, sizes)
+    before = {_key(link.checkpoint): link for link in known}
+    links = [before.get(_key(link)) or OpenLink(link, _held(storage, link, rows=True)) for link in checkpoint.links]
+    return storage, checkpoint, _Open(links, _held(storage, checkpoint, rows=False))
+
+
+def _key(link: Checkpoint) -> tuple[str, str]:
+    return link.directory, link.manifest.save_id
+
+
+def _held(storage: Storage, checkpoint: Checkpoint, *, rows: bool) -> HeldFiles:
+    files = (file for file in checkpoint.manifest.files if layout.has_rows(file.name) == rows)
+    return HeldFiles(storage, checkpoint.directory, {file.name: file.n_bytes for file in files})
 
 
 def _distinct(ids: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -9,6 +9,7 @@ from functools import partial
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
+from recckpt.inspect.verify_chains import Standing, check_counts, check_links, standing_of, standing_of_all
 from recckpt.inspect.verify_checkpoint import Checkup, newer, unreadable
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.checkpoint_dir import has_manifest
@@ -43,14 +44,16 @@ class Report:
     directory: str  # of the checkpoint, in its output dir; or that of the files that say who owns the output dir
     manifest: Manifest | None  # None where it cannot be read
     problems: tuple[Problem, ...]  # all that is wrong, in the order of the files
+    absent_deletes: int = 0  # ids that a delta deletes and that are not there: allowed, and known from a deep check
 
 
 def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[Problem]:
-    """Look for damage in a checkpoint, or in all checkpoints of an output dir.
+    """Look for damage in a checkpoint and what it stands on, or in all checkpoints of an output dir.
 
     A deep check reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against the
     manifest, and for each table that its ids are where the catalogs say, that none occurs twice, and that its rows add
-    up. Files that the manifest does not list are not read.
+    up, of a delta those of its chain. Each link is read once, however many checkpoints stand on it. Files that the
+    manifest does not list are not read.
 
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
@@ -74,6 +77,7 @@ class Found:
 
     storage: Storage  # the output dir
     directories: Sequence[str]  # those with a manifest
+    standing: Standing  # what they stand on
     is_output_dir: bool = False  # whether it was the output dir that was asked for, and not one checkpoint
 
 
@@ -81,13 +85,15 @@ def find_checkpoints(path: str) -> Found:
     """Return the directories with a manifest: ``path`` itself, or those in it; CheckpointNotFoundError for none."""
     storage, directory = open_parent(path)
     if has_manifest(storage, directory):
-        return Found(storage, [directory])
+        standing = standing_of(storage, directory)
+        return Found(storage, standing.links.get(directory, [directory]), standing)
     inside = open_storage(path)
     directories = sorted(name for name in attempt_dirs(inside) if _may_have_manifest(inside, name))
     if directories:
-        return Found(inside, directories, is_output_dir=True)
+        return Found(inside, directories, standing_of_all(inside), is_output_dir=True)
     storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
-    return Found(storage, [checkpoint.directory])
+    standing = standing_of(storage, checkpoint.directory)
+    return Found(storage, standing.links.get(checkpoint.directory, [checkpoint.directory]), standing)
 
 
 def verify_found(found: Found, *, deep: bool = True, threads: int | None = None) -> list[Report]:
@@ -102,7 +108,10 @@ def verify_found(found: Found, *, deep: bool = True, threads: int | None = None)
     looks = run_all(lambda name: Checkup(storage, name), found.directories, n_threads)
     if deep:
         _look_deep([look for look in looks if look.manifest], n_threads)
-    reports = [_report(look) for look in looks if not look.errors or _may_have_manifest(storage, look.directory)]
+        check_counts(looks, found.standing, n_threads)
+    looks = [look for look in looks if not look.errors or _may_have_manifest(storage, look.directory)]
+    check_links(looks, found.standing)
+    reports = [_report(look) for look in looks]
     if not reports:
         raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {', '.join(found.directories)}")
     owner = [_problem(layout.OWNER_DIR, error) for error in _owner_errors(storage)] if found.is_output_dir else []
@@ -139,7 +148,8 @@ def _look_deep(looks: Sequence[Checkup], threads: int) -> None:
 
 
 def _report(look: Checkup) -> Report:
-    return Report(look.directory, look.manifest, tuple(_problem(look.directory, error) for error in look.errors))
+    problems = tuple(_problem(look.directory, error) for error in look.errors)
+    return Report(look.directory, look.manifest, problems, look.absent_deletes)
 
 
 def _problem(directory: str, error: CorruptCheckpointError) -> Problem:

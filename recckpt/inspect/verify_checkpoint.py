@@ -14,7 +14,9 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
+from recckpt.format.json_fields import parse
 from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.offer import encode_first
 from recckpt.format.tables import TableEntry
 from recckpt.format.tensor_index import TensorIndex
 from recckpt.output_dir.checkpoint_dir import (
@@ -22,15 +24,18 @@ from recckpt.output_dir.checkpoint_dir import (
     encode_intent,
     file_problems,
     read_checked,
-    read_intent,
     read_manifest,
 )
 from recckpt.sparse.files.catalogs import count_errors
 from recckpt.sparse.files.id_check import repeated_between_shards
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 
 log = logging.getLogger("recckpt")
+
+_FIRST_BYTES = 1 << 16  # more than the first file has
+_UNLISTED = {layout.MANIFEST, layout.INTENT, layout.OFFER, layout.OFFER_JSON}
 
 Errors = Iterator[CorruptCheckpointError]
 Job = Callable[[], Iterable[CorruptCheckpointError]]
@@ -41,13 +46,14 @@ class Checkup:
     """Checks manifest and sizes when it is made, and the rest in steps.
 
     The steps are taken in order, each after all jobs of the one before. A job returns what it finds, and who runs it
-    adds that to ``errors``. ``manifest`` is None where it cannot be read.
+    adds that to ``errors``. ``manifest`` is None where it cannot be read. Of a delta, this is of its own files.
     """
 
     def __init__(self, storage: Storage, directory: str) -> None:
         self._storage, self.directory = storage, directory
         self.manifest: Manifest | None = None
         self.errors: list[CorruptCheckpointError] = []
+        self.absent_deletes = 0  # ids that it deletes and that are not there, once its chain has been counted
         self._shards: dict[int, Catalog] = {}
         self._indexes: dict[int, TensorIndex] = {}
         path = self._path(layout.MANIFEST)
@@ -60,7 +66,7 @@ class Checkup:
         except OSError as error:  # one that cannot be read does not keep the others from being looked at
             self.errors.append(unreadable(path, error, "a manifest"))
         if self.manifest:
-            self.errors += self._check_intent(self.manifest)
+            self.errors += self._check_first_file(self.manifest)
             self.errors += file_problems(storage, directory, self.manifest)
         elif not self.errors:
             self.errors.append(CorruptCheckpointError(path, "", found="no such file", expected="a manifest"))
@@ -106,19 +112,34 @@ class Checkup:
         for table in self.manifest.tables:
             yield partial(self._check_table, table)
 
+    @property
+    def tables(self) -> tuple[TableEntry, ...]:
+        """The tables, by the manifest."""
+        assert self.manifest is not None
+        return self.manifest.tables
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in the order of commits."""
+        assert self.manifest is not None
+        return self.manifest.place
+
+    def reader_of_ids(self, table: TableEntry) -> TableReader:
+        """Return a reader of the ids that its own files hold of a table; its catalogs are whole."""
+        return TableReader(self._storage, self.directory, self._catalogs(), table, ())
+
     def _path(self, name: str) -> str:
         return layout.join(self.directory, name)
 
     def _catalogs(self) -> list[Catalog]:
         return [self._shards[number] for number in sorted(self._shards)]
 
-    def _check_intent(self, manifest: Manifest) -> Errors:
-        """Check ``INTENT``, which no list of files has: it must say what the manifest says."""
-        path, expected = self._path(layout.INTENT), f"that of save {manifest.save_id}, as in {layout.MANIFEST}"
-        own = encode_intent(Intent(self.directory, manifest.epoch, manifest.save_id, manifest.step))
+    def _check_first_file(self, manifest: Manifest) -> Errors:
+        """Check ``INTENT``, of a form ``OFFER``, which no list of files has: it must say what the manifest says."""
+        name, own = _first_file(self.directory, manifest)
+        path, expected = self._path(name), f"that of save {manifest.files_id}, as in {layout.MANIFEST}"
         try:
-            data = self._storage.read(path, len(own) + 1)
-            intent = read_intent(self._storage, self.directory)
+            data = self._storage.read(path, _FIRST_BYTES)
         except ABSENT:  # a copy of the listed files is a checkpoint, too
             return
         except NotPlainError as error:
@@ -127,13 +148,15 @@ class Checkup:
             yield unreadable(path, error, expected)
         else:
             if data != own:
-                found = f"{data[:60]!r}" if intent is None else f"that of save {intent.save_id}"
+                found = f"{data[:60]!r}"
+                with suppress(CorruptCheckpointError):
+                    found = f"that of save {parse(data, path).text('save_id')}"
                 yield CorruptCheckpointError(path, "", found=found, expected=expected)
 
     def _log_unlisted(self, manifest: Manifest) -> None:
         if log.isEnabledFor(logging.DEBUG):
             for name in self._storage.list_files(self.directory):
-                if name not in (layout.MANIFEST, layout.INTENT) and manifest.file(name) is None:
+                if name not in _UNLISTED and manifest.file(name) is None:
                     log.debug("%s is not listed in the manifest, and ignored", self._path(name))
 
     def _check_file(self, file: FileEntry, advance: Advance, index: TensorIndex | None = None) -> Errors:
@@ -213,6 +236,13 @@ class Checkup:
     def _check_table(self, table: TableEntry) -> Errors:
         with suppress(CorruptCheckpointError, OSError):  # what cannot be read has been reported already
             yield from repeated_between_shards(self._storage, self.directory, table, self._catalogs())
+
+
+def _first_file(directory: str, manifest: Manifest) -> tuple[str, bytes]:
+    """Return the name of the file with which a checkpoint was begun, and what it holds."""
+    if manifest.form_of is not None:
+        return layout.OFFER, encode_first(manifest.ckpt_id, manifest.form_of.offer)
+    return layout.INTENT, encode_intent(Intent(directory, manifest.epoch, manifest.save_id, manifest.step))
 
 
 def _read(path: str, check: Job) -> Errors:

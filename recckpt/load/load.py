@@ -18,8 +18,9 @@ from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
 from recckpt.load.source import OpenSource
-from recckpt.sparse.files.loader import CheckpointLoad, Loaded, load_tables
-from recckpt.sparse.files.table_fill import TableLoad
+from recckpt.sparse.files.link_pass import LinkLoad
+from recckpt.sparse.files.load_target import TableLoad
+from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.split import load_dense
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
@@ -84,7 +85,7 @@ def load(
     return report
 
 
-def _apply(live: LiveState, other: OtherState, rows: Sequence[CheckpointLoad], what: str, concurrency: int) -> Loaded:
+def _apply(live: LiveState, other: OtherState, rows: Sequence[LinkLoad], what: str, concurrency: int) -> Loaded:
     """Change the live state; return what was loaded into tables."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(_optimizer_loaded(live.sparse_optim, other.sparse_optim))
@@ -119,9 +120,7 @@ def _optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | No
         raise
 
 
-def _fill_tables(
-    rows: Sequence[CheckpointLoad], what: str, when_checked: Callable[[], object], concurrency: int
-) -> Loaded:
+def _fill_tables(rows: Sequence[LinkLoad], what: str, when_checked: Callable[[], object], concurrency: int) -> Loaded:
     with Progress(f"loading {what}", sum(load.n_bytes for load in rows)) as progress:
         loaded = load_tables(rows, concurrency=concurrency, advance=progress.advance, when_checked=when_checked)
         progress.n_rows = sum(loaded.rows_taken.values())
@@ -134,13 +133,13 @@ def _rows(
     sources: Sequence[OpenSource],
     download_dir: WorkDir | None,
     concurrency: int,
-) -> list[CheckpointLoad]:
-    """Return what fills the tables, checkpoint by checkpoint in the order of the bank."""
+) -> list[LinkLoad]:
+    """Return what fills the tables: checkpoint by checkpoint in the order of the bank, and each link by link."""
     by_source: list[list[Planned]] = [[] for _ in sources]
     for item in items:
         if item.offer is not None and item.name.is_slot:
             by_source[item.offer].append(item)
-    rows: list[CheckpointLoad] = []
+    rows: list[LinkLoad] = []
     for slots, source in zip(by_source, sources, strict=True):
         rows += source.rows(_table_loads(slots, source, tables), download_dir, concurrency)
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,14 @@ from recckpt.load.live_state import LiveState
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.source import OpenSource, Source, locate_bank, opened
+from recckpt.load.whole_restore import whole_restore
 from recckpt.output_dir.at_path import locate_path, open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import this_rank
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import WorkDir
+from recckpt.types import HashTable
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Loader:
         concurrency: threads that read.
         download_dir: where to copy files that cannot be mapped, before they are read.
         is_resumed: whether a checkpoint of the own output dir was loaded.
+        on_whole_restore: is told when the tables of this rank, which it is given, have become exactly those of a
+            checkpoint of the own output dir; None where nobody asks.
     """
 
     model: nn.Module
@@ -45,6 +49,7 @@ class Loader:
     concurrency: int
     download_dir: WorkDir | None
     is_resumed: bool = False
+    on_whole_restore: Callable[[Checkpoint, Iterable[HashTable]], object] | None = None
 
     def load(
         self,
@@ -102,9 +107,13 @@ class Loader:
     ) -> LoadReport:
         """Load from checkpoints that are open; what every load and restore comes down to."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
-        return loading.load(
+        report = loading.load(
             live, sources, problems, concurrency=self.concurrency, download_dir=self.download_dir, rng=rng
         )
+        whole = whole_restore(live.tables, report.items, [source.at for source in sources])
+        if whole is not None and self.on_whole_restore is not None:
+            self.on_whole_restore(whole.checkpoint, live.tables.values())
+        return report
 
     def live_state(self, shard_id: int | None = None, shard_num: int | None = None) -> LiveState:
         """Return what a load fills, as it is now."""

@@ -13,21 +13,19 @@ from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
-from recckpt.format.catalog import Part
 from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.inventory import Inventory, Offer, checkpoint_inventory, names_here
 from recckpt.load.names import Name
+from recckpt.load.open_link import OpenLink, links_with_rows
 from recckpt.load.problems import Problems
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
-from recckpt.sparse.files.catalogs import met_shards, read_parts
 from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 
 if TYPE_CHECKING:
-    from recckpt.sparse.files.loader import CheckpointLoad
-    from recckpt.sparse.files.table_fill import TableLoad
+    from recckpt.sparse.files.link_pass import LinkLoad
+    from recckpt.sparse.files.load_target import TableLoad
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -109,15 +107,16 @@ class OpenSource:
 
     def __init__(self, at: Source, needs: Needs | None) -> None:
         self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
-        sizes = {file.name: file.n_bytes for file in self._manifest.files}
-        common = [name for name in sizes if not layout.is_of_rank(name)]
+        common = [file.name for file in self._manifest.files if not layout.is_of_rank(file.name)]
         self._n_bytes = 0
         self._states: dict[str, dict[str, Any]] = {}
+        self._links: list[OpenLink] = []
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
-            self._files = HeldFiles(at.storage, self._directory, sizes, ())
-            closed_on_error.callback(self._files.close)
+            closed_on_error.callback(self._close)
+            self._files = self._opened(at.checkpoint).files
             self._files.hold(common)
-            self._parts = self._hold(needs) if needs is not None else []
+            if needs is not None:
+                self._hold(needs)
             self.tensors = DenseTensors(self._files, self._directory, self._manifest)
             closed_on_error.pop_all()
 
@@ -126,11 +125,19 @@ class OpenSource:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.tensors.close()
-        self._files.close()
-        self._states, self._parts = {}, []
+        self._close()
+        self._states, self._links = {}, []
 
-    def _hold(self, needs: Needs) -> list[Part]:
-        """Open the files of ranks that are needed, and return the parts that may have rows for this rank."""
+    def _close(self) -> None:
+        for link in self._links:
+            link.files.close()
+
+    def _opened(self, checkpoint: Checkpoint) -> OpenLink:
+        self._links.append(OpenLink.of(self.at.storage, checkpoint))
+        return self._links[-1]
+
+    def _hold(self, needs: Needs) -> None:
+        """Open the files of ranks that are needed, and in all links those that may have rows for this rank."""
         everyone, own = range(self.at.shards), (0, needs.shard)
         is_resharded = self.at.shards != needs.shards
         of_ranks = [layout.rng(needs.shard)]
@@ -138,36 +145,34 @@ class OpenSource:
         of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
         self._files.hold(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
-        if not slices:
-            return []
-        catalogs = {self._manifest.shards[number].catalog for number in met_shards(self._manifest, slices)}
-        self._files.hold(sorted(catalogs))
-        self._n_bytes += sum(file.n_bytes for file in self._manifest.files if file.name in catalogs)
-        parts = read_parts(self.at.checkpoint, self._files, slices)
-        self._files.hold(part.file for part in parts)
-        return parts
+        for checkpoint, tables in links_with_rows(self.at.checkpoint) if slices else ():
+            link = self._links[0] if checkpoint is self.at.checkpoint else self._opened(checkpoint)
+            link.hold_rows(tables, slices)
 
     @property
     def bytes_read(self) -> int:
         """Bytes of files that were read so far, but for rows."""
-        return self._n_bytes + self.tensors.bytes_read
+        return self._n_bytes + self.tensors.bytes_read + sum(link.n_bytes for link in self._links)
 
     def offer(self, model: Inventory) -> Offer:
         """Return what it has of the names of a model."""
         dense = [name.text for name in model if name.group == "dense"]
         return Offer(self.at.entry, self.at.label, checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense))
 
-    def rows(self, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int) -> list[CheckpointLoad]:
-        """Return what fills tables, link by link: a full checkpoint has one link, itself.
+    def rows(self, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int) -> list[LinkLoad]:
+        """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself.
 
         Files that cannot be mapped are copied to ``download_dir`` first, if there is one.
         """
-        from recckpt.sparse.files.loader import CheckpointLoad  # torch, which a plan does without
+        from recckpt.sparse.files.link_pass import LinkLoad  # torch, which a plan does without
 
-        link = CheckpointLoad(tables, self._parts if tables else [], self._files, self._directory)
-        if download_dir is not None:
-            self._files.fetch(link.wanted_files(), download_dir, concurrency)
-        return [link]
+        found = []
+        for link in self._links:
+            loads = [load for load in tables if load.entry.name in link.tables]
+            found.append(LinkLoad(loads, link.parts if loads else [], link.files, link.directory))
+            if download_dir is not None:
+                link.files.fetch(found[-1].wanted_files(), download_dir, concurrency)
+        return found
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""

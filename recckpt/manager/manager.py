@@ -97,7 +97,7 @@ class CheckpointManager(OneProcess):
             grace_sec=grace,
             reload=self._restorer.reload_dynamic,
         )
-        saver.count_steps_by(lambda: run.global_step)
+        saver.step_now = lambda: run.global_step
 
     @property
     def saver(self) -> Saver:

@@ -23,7 +23,7 @@ from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.source import OpenSource, Source, locate_bank, locate_source, opened
 from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.output_dir.index_file import warn_of_index
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
+from recckpt.output_dir.listing import Checkpoint, chained, list_checkpoints, locate, newest_first
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import Ranks
 from recckpt.types import flag
@@ -65,6 +65,19 @@ def followed(model: Inventory, bank: Sequence[OpenSource]) -> list[Followed]:
         for number, source in enumerate(bank)
         if source.at.entry.is_dynamic
     ]
+
+
+def _damaged_link(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str:
+    """Return the directory in which there is damage: that of a checkpoint, or of a link that it stands on."""
+    directories = (link.directory for link in checkpoint.links)
+    return next((name for name in directories if error.path.startswith(f"{name}/")), checkpoint.directory)
+
+
+def _said(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str:
+    link = _damaged_link(checkpoint, error)
+    if link == checkpoint.directory:
+        return f"{checkpoint.ckpt_id} is damaged"
+    return f"{checkpoint.ckpt_id} stands on {link}, which is damaged"
 
 
 class Restorer:
@@ -179,15 +192,18 @@ class Restorer:
         holds: bool,
     ) -> LoadReport:
         """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
-        for older, checkpoint in enumerate(candidates, start=1):
+        damaged: dict[str, CorruptCheckpointError] = {}
+        while candidates:
+            checkpoint = candidates[0]
             try:
                 with self._opened(live, [Source(entry, self._loader.storage, checkpoint)]) as own:
                     report = self._load_sources(live, [*bank, *own], problems, rng=rng)
             except CorruptCheckpointError as error:
-                if older == len(candidates):
+                damaged[_damaged_link(checkpoint, error)] = error
+                candidates = self._ranks.on_first(partial(self._without, candidates, damaged))
+                if not candidates:
                     raise
-                next_id = candidates[older].ckpt_id
-                log.error("%s is damaged, restoring %s instead: %s", checkpoint.ckpt_id, next_id, error)
+                log.error("%s, restoring %s instead: %s", _said(checkpoint, error), candidates[0].ckpt_id, error)
                 continue
             # Ranks may hold different tables, of which the bank has some.
             holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
@@ -223,6 +239,15 @@ class Restorer:
         self._run.event_time = float(event_time) if isinstance(event_time, int | float) else None
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
+
+    def _without(
+        self, candidates: Sequence[Checkpoint], damaged: Mapping[str, CorruptCheckpointError]
+    ) -> list[Checkpoint]:
+        """Return the candidates that need nothing damaged, or other forms of them, best first."""
+        wanted = {checkpoint.ckpt_id for checkpoint in candidates}
+        listing = list_checkpoints(self._loader.storage)
+        whole = replace(listing, committed=chained(listing.committed, damaged)[0])
+        return [checkpoint for checkpoint in reversed(whole.current) if checkpoint.ckpt_id in wanted]
 
     def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
         sources, problems = locate_bank(bank)

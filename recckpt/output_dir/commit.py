@@ -15,22 +15,26 @@ from recckpt.format.json_fields import MAX_COUNT
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent, listed_files, read_intent, read_manifest, unlisted, write_intent
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.storage import Storage
 from recckpt.storage.retry import Retries, RetryPolicy, TryAgainError
 
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
-def begin(storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool) -> tuple[Intent, int]:
+def begin(
+    storage: Storage, fence: Fence, ckpt_id: str, *, step: int | None, overwrite: bool, base: str | None
+) -> tuple[Intent, int]:
     """Make a directory for a checkpoint that no other attempt has written; return it with its sequence number.
 
     Raises CheckpointExistsError where the id is committed and not to be overwritten, WriterFencedError where another
-    writer owns the output dir, ValueError for what cannot be an id.
+    writer owns the output dir, ValueError for what cannot be an id, FileNotFoundError where ``base``, the save id of
+    what a delta is to stand on, has no chain.
     """
     layout.encode_id(ckpt_id)
     fence.hold()
     listing = fence.listing
+    _check_base(storage, listing, base)
     if listing.next_seq >= MAX_COUNT:
         found = f"a manifest of number {listing.highest_seq}, the last there is"
         raise CorruptCheckpointError(storage.url, "seq", found=found, expected="one that a next commit can follow")
@@ -58,7 +62,8 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
 
     Raises:
         CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
-        OSError: a file does not have the size that was written, or the manifest could not be put; nothing is committed.
+        OSError: a file does not have the size that was written, what a delta stands on is gone, or the manifest could
+            not be put; nothing is committed.
         CommitNotDurableError: the manifest is there, but the storage would not say that it is durable.
         WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
     """
@@ -67,6 +72,9 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
     check_files(storage, directory, record, visible)
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))
+    if record.parent is not None:
+        fence.look_again()
+        _check_base(storage, fence.listing, record.parent.save_id)
     fence.check()
     try:
         storage.put_if_absent(path, data)
@@ -81,6 +89,18 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
         raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
     fence.listing = fence.listing.plus(Checkpoint(directory, record))
     return record
+
+
+def chain_of(listing: Listing, save_id: str) -> tuple[Checkpoint, ...]:
+    """Return what a delta on the checkpoint of this save stands on, newest link first; () where it is not whole."""
+    found = listing.representation(save_id)
+    return found.links if found else ()
+
+
+def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
+    if base is not None and not chain_of(listing, base):
+        problem = f"the checkpoint of save {base}, whose changes were to be saved, is gone or damaged: the next is full"
+        raise FileNotFoundError(errno.ENOENT, problem, storage.url)
 
 
 def check_files(storage: Storage, directory: str, record: Manifest, visible: RetryPolicy) -> None:

@@ -52,10 +52,12 @@ class Fence:
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
         is_resumed: False for a run that began anew: it is warned when it takes over a dir with checkpoints.
+        newest_at_takeover: place of the newest in the list that it published when it took over, damaged ones included.
     """
 
     listing = Listing((), {}, {})
     is_resumed = True
+    newest_at_takeover = (0, 0)
 
     def __init__(self, storage: Storage, made_at: str | None = None) -> None:
         self._storage, self._made_at = storage, made_at
@@ -91,6 +93,10 @@ class Fence:
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
             self._take_over()
 
+    def look_again(self) -> None:
+        """List what is committed once more."""
+        self.listing = list_checkpoints(self._storage, self._known)
+
     def _take_over(self) -> None:
         is_first = self._claim is None
         claim = _claim_next(self._storage, self._known, self.epoch)
@@ -99,6 +105,7 @@ class Fence:
         self._takeover = _publish(self._storage, claim, listing)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
+        self.newest_at_takeover = listing.newest_place
         self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
         self.check()  # a later owner may have listed what was committed too late for this list
         for intent in left:
@@ -184,7 +191,8 @@ def _claim_next(storage: Storage, known: Manifests, above: int) -> Claim:
 
 def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
     """Publish what is committed: from now on late commits of older writers are ignored."""
-    steps = {directory: layout.parse_step(directory) for directory in listing.directories}
+    names = [directory for directory in listing.directories if not layout.is_offer_dir(directory)]
+    steps = {directory: layout.parse_step(directory) for directory in names}
     before = NO_TAKEOVER
     with suppress(CorruptCheckpointError):  # then the directories that the list before this one named are lost
         before = last_takeover(storage)

@@ -29,13 +29,14 @@ _Owned = Mapping[Slice | None, Sequence[str]]  # names of tables, by the ids tha
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others before a save."""
+    """What a rank tells the others before a save; whether it waits for its base to be confirmed."""
 
     ckpt_id: str
     step: int | None
     owned: _Owned
     n_bytes: int
     device: tuple[str, int] | None
+    has_candidate: bool
 
 
 def check(live: Live, job: Job, to: Destination) -> tuple[dict[str, HashTable], dict[str, Any]]:
@@ -44,12 +45,14 @@ def check(live: Live, job: Job, to: Destination) -> tuple[dict[str, HashTable], 
     Raises:
         ValueError: two tables share a name, several ranks own the same ids of one, or the optimizer trains others.
         SaveFailedError: the ranks are not at the same save, or it does not fit, or another rank failed.
+        WriterFencedError: another writer has taken the output dir over since a checkpoint was restored.
     """
-    info, ranks, work_dir = job.info, job.ranks, to.transfers.work_dir
+    info, ranks, work_dir, changes = job.info, job.ranks, to.transfers.work_dir, to.changes
 
     def tell(parts: tuple[dict[str, HashTable], dict[str, Any]]) -> _Told:
         n_bytes = estimated_bytes(*parts, ranks.rank)
-        return _Told(info.ckpt_id, info.step, _owned(parts[0]), n_bytes, work_dir.device if work_dir else None)
+        device, has_candidate = work_dir.device if work_dir else None, changes is not None and changes.has_candidate
+        return _Told(info.ckpt_id, info.step, _owned(parts[0]), n_bytes, device, has_candidate)
 
     def take() -> tuple[dict[str, HashTable], dict[str, Any]]:
         parts = state_of(live.model)
@@ -60,6 +63,8 @@ def check(live: Live, job: Job, to: Destination) -> tuple[dict[str, HashTable], 
     _check_same_save(told, info)
     if ranks.size > 1:
         _check_owners([each.owned for each in told])
+    if told[0].has_candidate:
+        ranks.on_first(lambda: _confirm_base(job, to))
     agreed(lambda: _check_rooms(told, to), info, ranks)
     return parts
 
@@ -89,6 +94,13 @@ def agreed(
         if reason is not None:
             raise info.failure(rank, reason)
     return found[0], [told for _, told in outcomes]
+
+
+def _confirm_base(job: Job, to: Destination) -> None:
+    """Take the output dir over before anything is staged, which shows whether deltas can stand on what was restored."""
+    if to.changes is not None:
+        to.fence.is_resumed = job.is_resumed
+        to.changes.confirm(to.storage, to.fence)
 
 
 def _check_same_save(told: Sequence[_Told], info: SaveInfo) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import StateMismatchError, WriterFencedError
 from recckpt.format import layout
+from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
-from recckpt.format.tables import TableEntry
+from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -19,7 +21,6 @@ from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import SaveInfo, append_to_timeline
 from recckpt.save.stage import Staged
 from recckpt.save.write import ShardRecord, Written
-from recckpt.types import SlotSpec
 
 log = logging.getLogger("recckpt")
 
@@ -34,6 +35,8 @@ def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination
 
     def commit_all() -> Manifest:
         manifest = _manifest(staged, written, seq, info)
+        if staged.kind.base is not None:
+            manifest = _standing_on(committing.chain_of(to.fence.listing, staged.kind.base), manifest)
         record = committing.commit(to.storage, to.fence, written.intent.directory, manifest, to.transfers.visible)
         info.outcome.is_committed = True
         return record
@@ -66,21 +69,36 @@ def _manifest(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Man
     )
 
 
+def _standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
+    """Name in the manifest of a delta what it stands on: never a form of it, wherever that is read."""
+    chain = tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in links)
+    parent = Parent(chain[0].ckpt_id, chain[0].save_id, chain[0].directory, links[0].manifest.origin_xxh3)
+    return replace(record, parent=parent, chain=chain)
+
+
 def _tables_of_all(records: Sequence[ShardRecord]) -> tuple[TableEntry, ...]:
     """Add up the rows of the ranks; a table is one thing, so its slots are the same on all."""
-    rows: dict[str, int] = {}
-    slots: dict[str, tuple[SlotSpec, ...]] = {}
+    found: dict[str, TableEntry] = {}
     for rank, record in enumerate(records):
         for table in record.tables:
-            known = slots.setdefault(table.name, table.slots)
-            if known != table.slots:
+            known = found.get(table.name)
+            if known is not None and known.slots != table.slots:
                 raise StateMismatchError(
                     f"table {table.name!r} of rank {rank}",
-                    mismatched={"slots": (table.slots, known)},
+                    mismatched={"slots": (table.slots, known.slots)},
                     remedy="give the table the same shape, dtype and optimizer on every rank",
                 )
-            rows[table.name] = rows.get(table.name, 0) + table.rows
-    return tuple(TableEntry(name, count, slots[name]) for name, count in rows.items())
+            found[table.name] = _sum(known, table) if known else table
+    return tuple(found.values())
+
+
+def _sum(one: TableEntry, other: TableEntry) -> TableEntry:
+    """Add up a table of two shards; all ranks write the same kind, and have replaced the same tables."""
+    delta = None
+    if one.delta is not None and other.delta is not None:
+        counts = (one.delta.upserts + other.delta.upserts, one.delta.deletes + other.delta.deletes)
+        delta = DeltaRows(*counts, one.delta.replaced)
+    return replace(one, rows=one.rows + other.rows, delta=delta)
 
 
 def rotate(job: Job, to: Destination) -> None:
@@ -91,7 +109,7 @@ def rotate(job: Job, to: Destination) -> None:
             listing = fence.listing
             for directory, error in listing.damaged.items():
                 log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-            for victim in _expired(listing, job.max_keep, rotation.pinned_ids(storage)):
+            for victim in _expired(listing, job.max_keep, rotation.pinned_ids(storage), _base_of(to)):
                 if not layout.is_attempt(victim.directory, victim.ckpt_id):
                     continue  # a copy that a person made under another name is theirs
                 fence.check()
@@ -109,10 +127,18 @@ def rotate(job: Job, to: Destination) -> None:
         log.warning("%s", error)
 
 
-def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str]) -> list[Checkpoint]:
+def _base_of(to: Destination) -> str | None:
+    """Return the save id of what the next delta would stand on."""
+    return to.changes.base.save_id if to.changes and to.changes.base else None
+
+
+def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str], base: str | None) -> list[Checkpoint]:
     """Return what goes; nothing does where a policy of the caller's own fails."""
     try:
-        return rotation.expired(listing, max_keep, pinned)
+        going = rotation.expired(listing, max_keep, pinned)
+        stay = {c.manifest.origin for c in listing.committed if c not in going} | ({base} if base else set())
+        links = listing.chains.closure(stay)
+        return [victim for victim in reversed(going) if victim.directory not in links]
     except Exception:
         log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
         return []

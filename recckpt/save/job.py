@@ -15,6 +15,7 @@ from recckpt.format.manifest import Scalar
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
+from recckpt.save.base import Changes
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
@@ -66,6 +67,7 @@ class Destination:
         concurrency: threads that write and remove; with one, a save makes none, but where it takes over.
         min_free_bytes: what a save leaves of the storage's room.
         on_save: called with each save that is committed.
+        changes: what deltas are made of; None where all saves are full.
         buffers: where staging copies dense tensors to.
         digests: of the state that one rank saves for all.
     """
@@ -77,5 +79,6 @@ class Destination:
     concurrency: int
     min_free_bytes: int
     on_save: OnSave | None
+    changes: Changes | None
     buffers: DenseBuffers = field(default_factory=DenseBuffers)
     digests: RankDigests = field(default_factory=RankDigests)

@@ -53,11 +53,14 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
     """
     info, ranks = job.info, job.ranks
     with closing(staged):
-        intent, seq = ranks.on_first(lambda: _begin(job, to))
+        intent, seq = ranks.on_first(lambda: _begin(staged, job, to))
         with _abandoned_on_error(intent, to.storage, ranks):
             info.outcome.is_open = ranks.rank != 0
             written = write(staged, intent, job, to)
             record = commit(staged, written, seq, job, to)
+        if to.changes is not None and not record.ephemeral:
+            staged.committed(record.save_id)
+            to.changes.committed(record)
         if ranks.rank == 0:
             rotate(job, to)
     info.let_go()
@@ -65,9 +68,10 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
     return record
 
 
-def _begin(job: Job, to: Destination) -> tuple[Intent, int]:
-    to.fence.is_resumed = job.is_resumed
-    return begin(to.storage, to.fence, job.info.ckpt_id, step=job.info.step, overwrite=job.overwrite)
+def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
+    info, to.fence.is_resumed = job.info, job.is_resumed
+    base = staged.kind.base
+    return begin(to.storage, to.fence, info.ckpt_id, step=info.step, overwrite=job.overwrite, base=base)
 
 
 @contextmanager

@@ -48,13 +48,18 @@ class SaveInfo:
         step: global step, None where the caller counts none.
         ephemeral: whether only the newest of its kind stays.
         background: whether training went on meanwhile.
+        kind: ``"full"``, or ``"delta"``: what has changed since another checkpoint.
+        why_full: where the saver writes deltas, why this is not one.
+        n_links: of the chain that a restore reads: 1 of a full checkpoint.
         stage_sec: taking the state; training stands still.
         write_sec: writing all files of the slowest shard.
         agree_sec: waiting for the other ranks.
         commit_sec: making the checkpoint visible and durable.
         rotate_sec: index file and rotation.
         n_bytes: of all files.
-        n_rows: of all tables.
+        n_rows: of all tables, whether they were written or had not changed.
+        n_upserts: rows that were written.
+        n_deletes: ids that were written as deleted.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
         slowest_shard: the shard that wrote longest.
     """
@@ -63,6 +68,9 @@ class SaveInfo:
     step: int | None = None
     ephemeral: bool = False
     background: bool = False
+    kind: str = "full"
+    why_full: str | None = None
+    n_links: int = 1
     stage_sec: float = 0.0
     write_sec: float = 0.0
     agree_sec: float = 0.0
@@ -70,6 +78,8 @@ class SaveInfo:
     rotate_sec: float = 0.0
     n_bytes: int = 0
     n_rows: int = 0
+    n_upserts: int = 0
+    n_deletes: int = 0
     kept_rows: int = 0
     slowest_shard: int = 0
     time: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,10 @@ from recckpt.format.manifest import Scalar
 from recckpt.save.arguments import as_scalars
 from recckpt.save.check import agreed
 from recckpt.save.job import Destination, Job, Live
+from recckpt.save.kind import FULL, Kind, Told, agreed_kind, tell
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
+from recckpt.sparse.table.marks import Frozen, Tracker
+from recckpt.sparse.table.table import HashTable as OurTable
 from recckpt.types import HashTable
 
 
@@ -38,6 +41,8 @@ class Staged:
         state: what readers without torch want to know of the training.
         sharded: this rank's pieces of sharded tensors.
         digest: what other ranks compare with theirs; None where there are none.
+        frozen: tables by name whose changes are counted.
+        kind: whether it is written as a delta.
     """
 
     tables: list[TableSource]
@@ -49,6 +54,8 @@ class Staged:
     sharded: ShardedState = field(default_factory=ShardedState)
     own_extra: dict[str, Any] = field(default_factory=dict)
     digest: RankDigest | None = None
+    frozen: dict[str, Frozen] = field(default_factory=dict)
+    kind: Kind = FULL
 
     @property
     def sparse_bytes(self) -> int:
@@ -60,10 +67,28 @@ class Staged:
         """``parameter@name`` of the dense optimizers among the registered objects."""
         return state_names({**self.extra, **self.own_extra})
 
-    def close(self) -> None:
+    def written_as(self, kind: Kind) -> Staged:
+        """Return what is to be written: of a delta, only the rows that have changed; the others are let go."""
+        if kind.base is None:
+            return replace(self, kind=kind)
+        tables = [t if t.name in kind.replaced else self.frozen[t.name].delta(kind.base) for t in self.tables]
+        return replace(self, kind=kind, tables=tables)
+
+    def let_go(self) -> None:
         """Let go of the tables: training need not copy rows aside for them."""
         for table in self.tables:
             table.close()
+
+    def committed(self, save_id: str) -> None:
+        """Count changes from here on: this is the base now."""
+        for frozen in self.frozen.values():
+            frozen.committed(save_id)
+
+    def close(self) -> None:
+        """Let go of the tables; unless this is the base now, what has changed by then is in the next delta too."""
+        self.let_go()
+        for frozen in self.frozen.values():
+            frozen.failed()
 
     @property
     def n_rows(self) -> int:
@@ -80,7 +105,7 @@ def stage_on_all(
         Exception: whatever :func:`stage` raised here.
         SaveFailedError: it raised on another rank, or one is missing.
     """
-    info, ranks = job.info, job.ranks
+    info, ranks, changes = job.info, job.ranks, to.changes
 
     def take() -> Staged:
         with info.timed("stage"):
@@ -92,12 +117,18 @@ def stage_on_all(
                 buffers=to.buffers if info.background else None,
                 rank=ranks.rank,
                 digest=to.digests.begin() if ranks.size > 1 else None,
+                tracker=changes.tracker if changes else None,
             )
         return closed_on_error.enter_context(closing(staged))
 
+    def told(staged: Staged) -> Told | None:
+        return tell(changes, changes.chain(to.fence), staged.tables, staged.frozen) if changes else None
+
     with ExitStack() as closed_on_error:
-        staged, _ = agreed(take, info, ranks)
+        staged, of_ranks = agreed(take, info, ranks, told)
+        staged = staged.written_as(agreed_kind(of_ranks))
         closed_on_error.pop_all()
+    info.kind, info.why_full, info.n_links = staged.kind.name, staged.kind.why_full, staged.kind.n_links
     return staged
 
 
@@ -110,6 +141,7 @@ def stage(
     buffers: DenseBuffers | None,
     rank: int,
     digest: RankDigest | None,
+    tracker: Tracker | None,
 ) -> Staged:
     """Take the state of a model and its companions as it is now; of our tables a snapshot, which stays as they change.
 
@@ -121,6 +153,7 @@ def stage(
         buffers: where all other tensors are copied to; None where nothing changes before all is written.
         rank: of those that stage together; what is the same on all is looked at by each, and taken by the first.
         digest: takes digests of that; None where there is one rank.
+        tracker: knows what has changed in tables of ours; None where all of them is saved.
 
     Raises:
         ValueError, TypeError: what could not be loaded back safely, or is neither number nor string in ``state``.
@@ -144,7 +177,12 @@ def stage(
             own_extra=live.extra.dump(copy, of_ranks=True),
             digest=digest,
         )
-    staged.tables.extend(source_to_save(table, detached=buffers is not None) for table in tables.values())
+    for table in tables.values():
+        if tracker is not None and isinstance(table, OurTable):
+            staged.frozen[table.name] = tracker.freeze(table)
+            staged.tables.append(staged.frozen[table.name].snapshot)
+        else:
+            staged.tables.append(source_to_save(table, detached=buffers is not None))
     return staged
 
 

@@ -13,13 +13,14 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import FileEntry, Names, ShardEntry
-from recckpt.format.tables import TableEntry
+from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
 from recckpt.save.job import Destination, Job
 from recckpt.save.stage import Staged
+from recckpt.sparse.files.table_rows import TableSource
 from recckpt.storage import HashingSink, NewFiles
 from recckpt.storage.staged_upload import Outbox
 from recckpt.text import Progress
@@ -70,7 +71,9 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
         seconds = [record.seconds for record in records]
         info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
         info.agree_sec = max(0.0, progress.seconds - seconds[ranks.rank])
-    info.n_rows = sum(table.rows for record in records for table in record.tables)
+    tables = [table for record in records for table in record.tables]
+    info.n_rows, info.n_upserts = sum(table.rows for table in tables), sum(table.held for table in tables)
+    info.n_deletes = sum(table.delta.deletes for table in tables if table.delta)
     info.kept_rows = sum(record.n_kept for record in records)
     return Written(intent, records, names)
 
@@ -144,7 +147,7 @@ class ShardWriter:
             Lookout(to.storage, to.transfers.visible).check_intent(self._intent)
         with Outbox(to.storage, to.transfers) as outbox:
             record = self._write_to(outbox, staged, progress)
-            staged.close()  # what follows may take long, and training copies aside what it changes until then
+            staged.let_go()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
         return replace(record, seconds=time.perf_counter() - begin)
 
@@ -166,7 +169,7 @@ class ShardWriter:
         files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
         files += [self._write_catalog(outbox, catalog)]
         alike = {t.slots: t.slots for t in staged.tables}  # all ranks are sent this: what is one object is sent once
-        tables = tuple(TableEntry(t.name, t.n_rows, alike[t.slots]) for t in staged.tables)
+        tables = tuple(TableEntry(t.name, t.n_all, alike[t.slots], _held(t, staged, catalog)) for t in staged.tables)
         shard = ShardEntry(files[-1].name, catalog.buckets)
         n_kept = sum(table.n_kept for table in staged.tables)
         return ShardRecord(self._intent.save_id, shard, tables, tuple(files), n_kept=n_kept)
@@ -202,3 +205,10 @@ class ShardWriter:
             hashing = HashingSink(sink)
             hashing.write(catalogs.encode(catalog))
         return FileEntry(name, sink.n_bytes, hashing.xxh3)
+
+
+def _held(table: TableSource, staged: Staged, catalog: Catalog) -> DeltaRows | None:
+    """Return what a delta holds of a table, None of a full checkpoint."""
+    if staged.kind.base is None:
+        return None
+    return DeltaRows(table.n_rows, catalog.deletes.get(table.name, 0), table.name in staged.kind.replaced)

@@ -25,7 +25,7 @@ def storage(url) -> Storage:
 
 
 def begin(storage: Storage, ckpt_id: str, overwrite: bool = False, step: int | None = None) -> Intent:
-    return committing.begin(storage, fence_of(storage), ckpt_id, step=step, overwrite=overwrite)[0]
+    return committing.begin(storage, fence_of(storage), ckpt_id, step=step, overwrite=overwrite, base=None)[0]
 
 
 def commit(storage: Storage, directory: str, manifest: Manifest) -> None:

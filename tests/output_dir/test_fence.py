@@ -9,11 +9,12 @@ import socket
 import pytest
 import torch
 from builders import tree
-from forge import filled, save_tables
+from forge import fence_of, filled, save_tables
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFailedError, WriterFencedError
+from recckpt.format import layout
 from recckpt.format.json_fields import seal
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
@@ -300,7 +301,7 @@ def test_a_name_that_an_earlier_writer_may_be_at_work_in_is_never_used_again(sto
     fence.hold()
     assert storage.list_dirs() == [".recckpt"]
     for _ in range(2):
-        intent, _ = begin(storage, fence, "best", step=None, overwrite=False)
+        intent, _ = begin(storage, fence, "best", step=None, overwrite=False, base=None)
         assert intent.directory == f"best.{fence.epoch}"
         assert [fence.is_spent(name) for name in ("best", "last", "ckpt_3", "ckpt_4")] == [True, False, True, False]
         fence = Fence(storage)
@@ -319,7 +320,7 @@ def test_a_writer_that_is_overtaken_while_it_makes_its_directory_goes_no_further
 
     storage.make_dir = slow
     with pytest.raises(WriterFencedError):
-        begin(storage, first, "ckpt_1", step=1, overwrite=False)
+        begin(storage, first, "ckpt_1", step=1, overwrite=False, base=None)
     assert storage.list_files("ckpt_1") == ["INTENT"]
 
 
@@ -441,3 +442,27 @@ def test_a_number_after_which_there_is_none_is_refused_and_not_tried_for_ever(ur
         sink.write(b"{}")
     with pytest.raises(CorruptCheckpointError, match=r"epoch 999999999999999999.*another output dir"):
         saver.save("a")
+
+
+def test_the_list_of_a_takeover_has_no_names_of_offers_since_nobody_uses_them_again(storage):
+    offer = layout.offer_dir("a", "0f" * 16)
+    for directory in ("b", offer):
+        storage.make_dir(directory)
+        storage.put_if_absent(f"{directory}/OFFER", b"{}")
+    Fence(storage).hold()
+    assert last_takeover(storage).directories == {"b"}
+    assert storage.list_files(offer) == ["OFFER"]
+
+
+def test_a_writer_knows_the_newest_place_that_its_list_has_damaged_ones_included(tmp_path):
+    storage = open_storage(str(tmp_path))
+    fence = fence_of(storage)
+    fence.hold()
+    for ckpt_id in "ab":
+        save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
+    assert fence.newest_at_takeover == (0, 0) < fence.listing.newest_place
+    next((tmp_path / "b").glob("sparse/*.arrow")).unlink()
+    later = Fence(storage)
+    later.hold()
+    assert list(later.listing.damaged) == ["b"]
+    assert later.newest_at_takeover == later.listing.newest_place > later.listing.committed[-1].manifest.place

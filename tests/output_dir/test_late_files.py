@@ -27,7 +27,7 @@ def storage(tmp_path):
 
 def attempt(storage, names=FILES):
     """Return what ranks have written, as the first one commits it."""
-    intent, seq = committing.begin(storage, fence_of(storage), "c", step=None, overwrite=False)
+    intent, seq = committing.begin(storage, fence_of(storage), "c", step=None, overwrite=False, base=None)
     for name in names:
         with storage.create(f"c/{name}") as sink:
             sink.write(b"12345")

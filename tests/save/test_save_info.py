@@ -35,7 +35,7 @@ def test_a_save_leaves_a_line_that_says_what_it_was_and_where_its_time_went(url)
     [line] = lines(url)
     assert line.keys() == {
         *("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows", "kept_rows", "slowest_shard"),
-        *("gb_per_sec", *SECONDS),
+        *("kind", "why_full", "n_links", "n_upserts", "n_deletes", "gb_per_sec", *SECONDS),
     }
     said = {name: line[name] for name in ("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows")}
     assert said == {

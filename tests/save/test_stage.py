@@ -19,7 +19,7 @@ from recckpt.sparse.split import state_of
 
 def staged(model, sparse_optim=None, *, extra=None, state=None, buffers=None, rank=0):
     live = Live(model, sparse_optim, extra or extra_registry(), io_registry())
-    return stage(live, *state_of(model), state=state, buffers=buffers, rank=rank, digest=None)
+    return stage(live, *state_of(model), state=state, buffers=buffers, rank=rank, digest=None, tracker=None)
 
 
 def test_rows_and_bytes_are_counted():

@@ -89,7 +89,7 @@ def save_tables(
     **fields: Any,
 ) -> Manifest:
     """Commit a checkpoint of the tables of each shard, and of nothing else."""
-    attempt, seq = begin(storage, fence_of(storage), ckpt_id, step=fields.get("step"), overwrite=overwrite)
+    attempt, seq = begin(storage, fence_of(storage), ckpt_id, step=fields.get("step"), overwrite=overwrite, base=None)
     entries: dict[str, TableEntry] = {}
     files: list[FileEntry] = []
     records = []

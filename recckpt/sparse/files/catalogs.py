@@ -25,9 +25,14 @@ def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int
 
 def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Part]:
     """Return the parts of a checkpoint that may have rows of slices; arguments and errors of `read_catalogs`."""
+    return [part for parts in parts_by_shard(checkpoint, storage, slices) for part in parts]
+
+
+def parts_by_shard(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None]) -> list[list[Part]]:
+    """Return the same parts, those of one shard together."""
     is_all = _is_all(slices)
     catalogs_read = read_catalogs(checkpoint, storage, slices)
-    return [part for catalog in catalogs_read for part in catalog.parts if is_all or _meets(part, slices)]
+    return [[part for part in catalog.parts if is_all or _meets(part, slices)] for catalog in catalogs_read]
 
 
 def read_catalogs(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Catalog]:

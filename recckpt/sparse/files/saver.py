@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,16 @@ import numpy.typing as npt
 
 from recckpt.errors import StateMismatchError
 from recckpt.format import layout
-from recckpt.format.catalog import Catalog, Part
+from recckpt.format.catalog import Catalog, Held, Part
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter
-from recckpt.sparse.files.table_rows import BucketOrder, TableSource
+from recckpt.sparse.files.table_rows import BucketOrder, TableSource, deleted_from
 from recckpt.sparse.table.kernels import first_repeat
 from recckpt.storage import NewFiles
 from recckpt.types import SlotSpec
 
 BATCH_BYTES = 8 << 20
+LEAST_BATCH_BYTES = 256 << 10  # of a delta, whose batches are the smaller the fewer rows have changed
 PART_BYTES = 1 << 30
 _MAX_TABLES = 32_767  # part of the format: the table column counts in int16
 _ID_BYTES = 8 + 2  # the id and table columns
@@ -52,6 +53,17 @@ class PartPlan:
     def row_bytes(self) -> int:
         """Bytes of one row in all columns."""
         return row_bytes(self.slots)
+
+
+@dataclass(frozen=True)
+class _PartToWrite:
+    """A part, and where its rows come from: the chunks of its plan name tables by their numbers."""
+
+    file: str
+    holds: Held
+    plan: PartPlan
+    sources: Sequence[TableSource]
+    orders: Sequence[BucketOrder]
 
 
 def row_bytes(slots: Sequence[SlotSpec]) -> int:
@@ -144,7 +156,7 @@ class SparseSaver:
         shards: int,
         advance: Callable[[int], object],
     ) -> Catalog:
-        """Write all parts of a shard and return their catalog, which is still to be written.
+        """Write all parts of a shard and return their catalog, which is still to be written; deleted ids come last.
 
         ``advance`` is called with the bytes of each batch once it is written, from several threads.
 
@@ -152,32 +164,52 @@ class SparseSaver:
             StateMismatchError: a table has an id twice.
             OSError: the storage failed; other files of the shard may be there, without a catalog.
         """
-        sizes = [(source.n_rows, source.slots) for source in sources]
         threads = storage.threads(self._concurrency)
-        plans = plan_parts(sizes, threads, least_bytes=self._batch_bytes)
-        orders = [BucketOrder(source.ids, source.n_rows, self._order_rows) for source in sources]
 
-        def write_part(plan: PartPlan) -> Part:
-            file = layout.part(shard, shards, plan.group, plan.number)
-            with self._buffer(plan) as buffer, storage.create(layout.join(directory, file)) as sink:
-                writer = PartWriter(sink, file, [sources[chunk.table].name for chunk in plan.chunks], plan.slots)
+        def write(part: _PartToWrite) -> Part:
+            plan = part.plan
+            with self._buffer(plan) as buffer, storage.create(layout.join(directory, part.file)) as sink:
+                names = [part.sources[chunk.table].name for chunk in plan.chunks]
+                writer = PartWriter(sink, part.file, names, plan.slots)
                 for chunk in plan.chunks:
-                    source, order = sources[chunk.table], orders[chunk.table]
+                    source, order = part.sources[chunk.table], part.orders[chunk.table]
                     repeats = _repeats_before(chunk, source, order)
-                    for rows, buckets in self._batches(chunk, order, plan.row_bytes):
+                    for rows, buckets in self._batches(chunk, order, self._batch_rows(source, plan.row_bytes)):
                         columns = _gather(source, rows, buffer)
                         _check_ids(source, columns[0].values.view(np.int64), repeats)
                         writer.write(source.name, buckets, columns)
                         advance(len(rows) * plan.row_bytes)
-                return writer.finish()
+                return replace(writer.finish(), holds=part.holds)
 
-        return Catalog(save_id, shard, shards, tuple(run_all(write_part, plans, threads)))
+        def name_of_rows(plan: PartPlan) -> str:
+            return layout.part(shard, shards, plan.group, plan.number)
+
+        def name_of_deletes(plan: PartPlan) -> str:
+            return layout.deletes_part(shard, shards, plan.number)
+
+        parts = [
+            *self._parts(sources, "rows", name_of_rows, threads),
+            *self._parts([deleted_from(source) for source in sources], "deletes", name_of_deletes, threads),
+        ]
+        return Catalog(save_id, shard, shards, tuple(run_all(write, parts, threads)))
+
+    def _parts(
+        self, sources: Sequence[TableSource], holds: Held, name: Callable[[PartPlan], str], threads: int
+    ) -> list[_PartToWrite]:
+        sizes = [(source.n_rows, source.slots) for source in sources]
+        orders = [BucketOrder(source.ids, source.n_rows, self._order_rows) for source in sources]
+        plans = plan_parts(sizes, threads, least_bytes=self._batch_bytes)
+        return [_PartToWrite(name(plan), holds, plan, sources, orders) for plan in plans]
+
+    def _batch_rows(self, source: TableSource, row_bytes: int) -> int:
+        """Return the rows of a batch: of a delta as many fewer as rows have changed, so it has as many buckets."""
+        share = min(source.n_rows, source.n_all) * self._batch_bytes // max(1, source.n_all)
+        return max(1, max(share, min(LEAST_BATCH_BYTES, self._batch_bytes)) // row_bytes)
 
     def _batches(
-        self, chunk: Chunk, order: BucketOrder, row_bytes: int
+        self, chunk: Chunk, order: BucketOrder, batch_rows: int
     ) -> Iterator[tuple[npt.NDArray[Any], tuple[int, int]]]:
         """Yield the rows of each batch of a chunk and the buckets they lie in."""
-        batch_rows = max(1, self._batch_bytes // row_bytes)
         for begin in range(chunk.begin, chunk.end, self._order_rows):
             end = min(chunk.end, begin + self._order_rows)
             ordered = order.rows(begin, end)

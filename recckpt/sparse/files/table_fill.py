@@ -1,13 +1,10 @@
-"""One table filled from batches by several threads at once: in place, or aside until all rows are there."""
+"""One table filled from the batches of a chain by several threads at once."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +13,12 @@ import torch
 from torch import Tensor
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
 from recckpt.format.buckets import Slice
-from recckpt.format.catalog import Batch
-from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.known_ids import KnownIds, LinkRows, RepeatedIdError
+from recckpt.sparse.files.load_target import LoadTarget, TableLoad
 from recckpt.sparse.files.row_filter import RowFilter
-from recckpt.sparse.table.id_index import IdIndex
-from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, SlotSpec
 from recckpt.types import HashTable as AnyTable
@@ -30,87 +26,12 @@ from recckpt.types import HashTable as AnyTable
 Int64s = npt.NDArray[np.int64]
 
 
-class LoadTarget:
-    """One table during a load.
-
-    A table of ours that is empty, or to be emptied, gets all its rows at once when the load is over: they are gathered
-    in a store of their own, which is not seen yet. Other tables change batch by batch.
-    """
-
-    def __init__(self, table: AnyTable) -> None:
-        self.table = table
-        self.was_empty = len(table) == 0
-        self.lock = threading.RLock()
-        self._aside: RowStore | None = None
-        if self.was_empty and isinstance(table, HashTable):
-            self._aside = table.store.emptied()
-
-    @property
-    def store(self) -> RowStore:
-        """The store to fill, of a table of ours."""
-        assert isinstance(self.table, HashTable)
-        return self.table.store if self._aside is None else self._aside
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether the store is not seen by others yet."""
-        return self._aside is not None
-
-    def __len__(self) -> int:
-        return len(self.store) if isinstance(self.table, HashTable) else len(self.table)
-
-    def clear(self) -> None:
-        """Drop all rows; those of a table that has some at once, since there is never memory for both."""
-        if len(self.table):
-            self.table.clear()
-        if isinstance(self.table, HashTable):
-            self._aside = self.table.store.emptied()
-
-    def finish(self) -> None:
-        """Let the table have what was gathered aside."""
-        if isinstance(self.table, HashTable) and self._aside is not None:
-            self.table.store.adopt(self._aside)
-
-    def undo(self, *, is_cleared: bool) -> None:
-        """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
-        if len(self.table) and (self.was_empty or is_cleared):
-            self.table.clear()
-
-
-@dataclass(frozen=True)
-class TableLoad:
-    """One table to fill from the table ``entry`` of a checkpoint."""
-
-    table: AnyTable
-    entry: TableEntry
-    slots: Mapping[str, str]  # here -> there; slots left out start at their initial values in new rows
-    with_rows: bool  # whether ids are taken; otherwise only the slots of ids that the table has
-    clear: bool  # whether the table is emptied first; otherwise rows are merged in, and the loaded ones win
-    where: RowFilter
-
-    def wants(self, batch: Batch) -> bool:
-        """Say whether the table may own rows of a batch."""
-        owned: Slice | None = getattr(self.table, "slice", None)
-        return owned is None or owned.meets(*batch.buckets)
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """The slots in the checkpoint that have to be read."""
-        return frozenset(self.slots.values()) | self.where.slots
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row in the columns that are read, the id included."""
-        return 8 + sum(slot.row_bytes for slot in self.entry.slots if slot.name in self.columns)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all rows in those columns."""
-        return self.entry.rows * self.row_bytes
-
-
 class Filler:
-    """Fills one table. ``fill`` may be called from several threads, after ``start``."""
+    """Fills one table from the links of a chain, newest first; ``check`` and ``fill`` from several threads.
+
+    It is told first what to ``expect`` of each link. Between ``begin_link`` and ``end_link`` it gets the rows of one
+    link, either to ``check`` or, after ``start``, to ``fill`` the table.
+    """
 
     def __init__(self, load: TableLoad, target: LoadTarget) -> None:
         self.load = load
@@ -119,18 +40,52 @@ class Filler:
         self._where = load.where.of([spec.name for spec in load.entry.slots])
         self._slice: Slice | None = getattr(load.table, "slice", None)
         self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
-        self._seen = IdIndex()  # ids so far, where the table itself cannot tell whether one comes twice
-        self._touched = False
+        self._known = KnownIds()
+        self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
+        self._newest = ""
+        self._of_link = LinkRows(0)
+        self._n_links = self._n_done = self._n_expected = 0
+        self._is_started = self._touched = False
 
-    def start(self, n_rows: int) -> None:
-        """Empty the table if it is to be, and make room for ``n_rows`` more: nothing moves while threads write."""
-        self._seen = IdIndex()
-        if self.load.with_rows:
-            if self.load.clear:
-                self._touched = True
-                self._target.clear()
-            if isinstance(self.load.table, HashTable) and self._where == RowFilter():
-                self._target.store.reserve(len(self._target) + n_rows)
+    def expect(self, directory: str, n_rows: int) -> None:
+        """Count a link, which has so many rows in the batches that are read."""
+        self._newest = self._newest or directory
+        self._n_links += 1
+        self._n_expected += n_rows
+
+    def start(self) -> None:
+        """Before the first link, empty the table if it is to be, and make room: nothing moves while threads write."""
+        if self._is_started:
+            return
+        self._is_started, self._known = True, KnownIds()
+        if not self.load.with_rows:
+            return
+        if self.load.clear:
+            self._touched = True
+            self._target.clear()
+        takes_all = self._where == RowFilter()
+        if isinstance(self.load.table, HashTable) and takes_all:
+            self._target.store.reserve(len(self._target) + min(self._n_expected, self.load.entry.rows))
+        self._is_set = self._target.is_aside and len(self._target) == 0 and (takes_all or self._n_links == 1)
+
+    def begin_link(self) -> None:
+        """Take all ids so far for those of newer links."""
+        self._known.begin_link()
+        self._of_link = LinkRows(len(self._target))
+
+    def end_link(self, deletes: Int64s) -> None:
+        """Take the ids that the link deletes for known; after the last link, check how many rows there were."""
+        self._n_done += 1
+        if self._n_done < self._n_links:
+            self._known.delete(self._owned(deletes, {})[0])
+            return
+        self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
+        self._known = KnownIds()
+        owns_all = self._slice is None or self._slice.is_everything  # else a rank cannot tell
+        if not self.load.entry.is_whole and owns_all and n_rows != self.load.entry.rows:
+            path, where = layout.join(self._newest, layout.MANIFEST), f"table {self.load.entry.name!r}"
+            expected = f"{n_rows}, as in its chain"
+            raise CorruptCheckpointError(path, where, found=f"{self.load.entry.rows} rows", expected=expected)
 
     def undo(self) -> None:
         """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
@@ -144,40 +99,62 @@ class Filler:
 
     def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
         """Refuse a batch as ``fill`` would, before ``start``, and change nothing."""
-        self._check_new(np.frombuffer(column_buffer(columns[ID]), np.int64), path)
+        ids, _ = self._owned(np.frombuffer(column_buffer(columns[ID]), np.int64), {})
+        self._new_rows(ids, {}, path)
 
     def fill(self, columns: Mapping[str, pa.Array], path: str) -> None:
-        """Take the rows of one batch that the table owns and the filter keeps; refuse it where an id comes twice."""
+        """Take the rows of one batch that the table owns and the filter keeps, and no newer link has named.
+
+        Refuse the batch where an id comes twice.
+        """
         ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
         found = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
-        ids, found = self._chosen(ids, found)
+        ids, found = self._owned(ids, found)
+        if self._is_set:
+            ids, found = self._not_deleted(ids, found, path)
+        elif self.load.with_rows or self._n_links > 1:
+            ids, found = self._new_rows(ids, found, path)
+        ids, found = self._kept(ids, found)
         self._touched = True
         values = {slot: found[there] for slot, there in self.load.slots.items()}
         if not self.load.with_rows:
             self._fill_present(ids, values)
-        elif isinstance(self.load.table, HashTable):
-            if not self.load.clear:
-                self._check_new(ids, path)
-            if self._target.is_aside:
-                # Nobody knows how many rows a filter keeps: columns grow, and rows move, while no one else writes them.
-                with nullcontext() if self._where == RowFilter() else self._lock:
-                    self._fill_aside(self.load.table, ids, values, path)
-            else:
-                self._merge(self.load.table, ids, values)
+        elif not isinstance(self.load.table, HashTable):
+            self._fill_foreign(self.load.table, ids, values)
+        elif self._target.is_aside:
+            # Nobody knows how many rows a filter keeps: columns grow, and rows move, while no one else writes them.
+            with nullcontext() if self._where == RowFilter() else self._lock:
+                self._fill_aside(self.load.table, ids, values, path)
         else:
-            self._fill_foreign(self.load.table, ids, values, path)
+            self._merge(self.load.table, ids, values)
 
-    def _chosen(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that the table owns and the filter keeps."""
-        if self._slice is not None and not self._slice.is_everything:
-            ids, found = _rows_of(ids, found, np.flatnonzero(self._slice.owns(ids)))
-        if self._where != RowFilter():
-            looked_at = {slot: found[slot].to(torch.float64).view(-1).numpy() for slot in self._where.slots}
-            kept = np.flatnonzero(self._where.keeps(ids, looked_at))
-            with self._lock:
-                self.n_filtered += len(ids) - len(kept)
-            ids, found = _rows_of(ids, found, kept)
-        return ids, found
+    def _owned(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that the table owns."""
+        if self._slice is None or self._slice.is_everything:
+            return ids, found
+        return _rows_of(ids, found, np.flatnonzero(self._slice.owns(ids)))
+
+    def _new_rows(self, ids: Int64s, found: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that no newer link has named."""
+        with self._lock, self._refusing(path):
+            new = self._known.new_rows(ids)
+        return _rows_of(ids, found, new)
+
+    def _not_deleted(self, ids: Int64s, found: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that no newer link has deleted, where the table tells which rows there are."""
+        with self._lock, self._refusing(path):
+            left = self._known.without(ids)
+        return _rows_of(ids, found, left)
+
+    def _kept(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that the filter keeps."""
+        if self._where == RowFilter():
+            return ids, found
+        looked_at = {slot: found[slot].to(torch.float64).view(-1).numpy() for slot in self._where.slots}
+        kept = np.flatnonzero(self._where.keeps(ids, looked_at))
+        with self._lock:
+            self.n_filtered += len(ids) - len(kept)
+        return _rows_of(ids, found, kept)
 
     def _fill_aside(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
         """Add rows to the store aside: the ids one thread at a time, then their values."""
@@ -187,9 +164,11 @@ class Filler:
             at, new_ids = rows.claim(ids)
             rows.ids.write(first, torch.from_numpy(new_ids))
             rows.publish()
+            if self._is_set:
+                with self._refusing(path):
+                    new = self._of_link.new(ids, at, len(new_ids))
+                at, values = _rows_of(at, values, new)
             self.n_rows += len(at)
-        if self.load.clear and len(new_ids) < len(ids):
-            raise self._twice(path, ids[_first_repeat(at)])
         whole = self._whole(values)
         rows.initialize(first, first + len(new_ids), without=whole | {EMBEDDING})
         if EMBEDDING not in whole and len(new_ids):
@@ -204,10 +183,9 @@ class Filler:
             store.write(rows, self._fitted(rows, values))
             self.n_rows += len(rows)
 
-    def _fill_foreign(self, table: AnyTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
+    def _fill_foreign(self, table: AnyTable, ids: Int64s, values: dict[str, Tensor]) -> None:
         slots = {name: tensor.clone() for name, tensor in values.items()}
         embeddings = slots.pop(EMBEDDING)
-        self._check_new(ids, path)
         with self._lock:
             table.insert(torch.from_numpy(ids.copy()), embeddings, slots)
             self.n_rows += len(ids)
@@ -239,15 +217,14 @@ class Filler:
             fitted[name][..., :width] = value[..., :width]
         return fitted
 
-    def _check_new(self, ids: Int64s, path: str) -> None:
-        with self._lock:
-            rows, new_ids = self._seen.find_or_add(ids)
-        if len(new_ids) < len(ids):
-            raise self._twice(path, ids[_first_repeat(rows)])
-
-    def _twice(self, path: str, id_: int) -> CorruptCheckpointError:
-        where = f"table {self.load.entry.name!r}"
-        return CorruptCheckpointError(path, where, found=f"id {id_} twice", expected="every id once")
+    @contextmanager
+    def _refusing(self, path: str) -> Iterator[None]:
+        """Refuse an id that is twice in a link."""
+        try:
+            yield
+        except RepeatedIdError as error:
+            where = f"table {self.load.entry.name!r}"
+            raise CorruptCheckpointError(path, where, found=str(error), expected="every id once") from error
 
 
 def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int64s, dict[str, Tensor]]:
@@ -262,10 +239,3 @@ def _as_tensor(array: pa.Array, spec: SlotSpec, n_rows: int) -> Tensor:
     buffer = column_buffer(array)
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.size).from_address(buffer.address))
     return torch.from_numpy(memory).view(getattr(torch, spec.dtype)).view(n_rows, *spec.shape)
-
-
-def _first_repeat(rows: Int64s) -> Any:
-    """Return the position of a row that was there before, or earlier in the batch."""
-    _, first = np.unique(rows, return_index=True)
-    repeats = np.setdiff1d(np.arange(len(rows)), first)
-    return repeats[0] if len(repeats) else np.argmin(rows)

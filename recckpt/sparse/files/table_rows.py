@@ -116,7 +116,7 @@ class BucketOrder:
 
 
 class TableSource(Protocol):
-    """Rows 0 to ``n_rows - 1`` of one table."""
+    """Rows 0 to ``n_rows - 1`` of one table: all, or those that have changed since another checkpoint."""
 
     @property
     def name(self) -> str:
@@ -125,6 +125,10 @@ class TableSource(Protocol):
     @property
     def n_rows(self) -> int:
         """Number of rows."""
+
+    @property
+    def n_all(self) -> int:
+        """Rows of the table, those that have not changed included."""
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
@@ -138,6 +142,9 @@ class TableSource(Protocol):
     def n_kept(self) -> int:
         """Rows that were copied aside because training changed them meanwhile."""
 
+    def deletes(self) -> npt.NDArray[np.int64]:
+        """Return the ids, all different, that were deleted since that other checkpoint."""
+
     def read(self, rows: npt.NDArray[Any], targets: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Copy the bytes of rows, each asked for once, into a target for the ids and one for each slot. Thread-safe."""
 
@@ -147,18 +154,23 @@ class TableSource(Protocol):
 
 @dataclass(frozen=True)
 class StillTable:
-    """A table that does not change while it is read."""
+    """A table that does not change while it is read; or ids without slots, of a table of ``n_all`` rows."""
 
     name: str
     n_rows: int
     ids: Column
     columns: dict[str, Column]
+    n_all: int
     n_kept = 0
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
         """The slots, in the order of their columns in the file."""
         return tuple(column.spec for column in self.columns.values())
+
+    def deletes(self) -> npt.NDArray[np.int64]:
+        """Return nothing: who has all rows knows what is not there."""
+        return np.empty(0, np.int64)
 
     def read(self, rows: npt.NDArray[Any], targets: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Copy rows of all columns."""
@@ -177,7 +189,7 @@ def source_of(table: AnyTable) -> StillTable:
         ValueError: no table, or no slot, can have this name.
     """
     if isinstance(table, HashTable):
-        return StillTable(table.name, len(table), table.store.ids, _in_order(table.store.columns))
+        return StillTable(table.name, len(table), table.store.ids, _in_order(table.store.columns), len(table))
     ids = table.ids().detach().cpu()
     for name in table.slots:
         check_slot_name(table.name, name)
@@ -196,7 +208,13 @@ def source_of(table: AnyTable) -> StillTable:
         name: Column.over(SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:])), tensor)
         for name, tensor in tensors.items()
     }
-    return StillTable(check_table_name(table.name), n_rows, Column.over(_ID_SPEC, ids), _in_order(columns))
+    return StillTable(check_table_name(table.name), n_rows, Column.over(_ID_SPEC, ids), _in_order(columns), n_rows)
+
+
+def deleted_from(source: TableSource) -> StillTable:
+    """Return the ids that a delta has to name as deleted, as rows without slots."""
+    ids = source.deletes()
+    return StillTable(source.name, len(ids), Column.over(_ID_SPEC, torch.from_numpy(ids)), {}, source.n_all)
 
 
 def source_to_save(table: AnyTable, *, detached: bool) -> TableSource:
@@ -217,7 +235,7 @@ def source_to_save(table: AnyTable, *, detached: bool) -> TableSource:
     if not detached:
         return source
     columns = {name: _copied(column, source.n_rows) for name, column in source.columns.items()}
-    return StillTable(source.name, source.n_rows, _copied(source.ids, source.n_rows), columns)
+    return StillTable(source.name, source.n_rows, _copied(source.ids, source.n_rows), columns, source.n_all)
 
 
 def _copied(column: Column, n_rows: int) -> Column:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.catalog import Part
+from recckpt.format.catalog import Held, Part
 from recckpt.format.manifest import Manifest
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
@@ -25,7 +25,7 @@ class PartCheck:
 
     path: str
     errors: list[CorruptCheckpointError] = field(default_factory=list)
-    ids: dict[str, IdCheck] = field(default_factory=dict)  # by table: what the next part of the shard has to fit to
+    ids: dict[tuple[Held, str], IdCheck] = field(default_factory=dict)  # by kind and table: what the next has to fit to
 
 
 def check_part(
@@ -33,7 +33,8 @@ def check_part(
 ) -> PartCheck:
     """Hold every byte of a part against its catalog entry; ``advance`` counts the bytes of each batch."""
     done = PartCheck(layout.join(directory, part.file))
-    slots = {table.slots for name in part.tables if (table := manifest.table(name))}
+    tables = [table for name in part.tables if (table := manifest.table(name))]
+    slots = {table.slots if part.holds == "rows" else () for table in tables}
     if len(slots) != 1:
         found, expected = f"tables of {len(slots)} kinds of slots", "tables that agree in their slots"
         done.errors.append(CorruptCheckpointError(done.path, "its tables", found=found, expected=expected))
@@ -61,17 +62,17 @@ def check_part(
 
 def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError]:
     """Yield what is wrong where a table goes on in the next part; takes the parts of a shard in their order."""
-    before: dict[str, IdCheck] = {}
+    before: dict[tuple[Held, str], IdCheck] = {}
     for part in parts:
-        for table, ids in part.ids.items():
-            if table in before:
-                for found, expected in ids.follow(before[table]):
-                    yield CorruptCheckpointError(part.path, f"table {table!r}", found=found, expected=expected)
-            before[table] = ids
+        for key, ids in part.ids.items():
+            if key in before:
+                for found, expected in ids.follow(before[key]):
+                    yield CorruptCheckpointError(part.path, f"table {key[1]!r}", found=found, expected=expected)
+            before[key] = ids
 
 
 def _batch_errors(
-    reader: PartReader, part: Part, number: int, values: pa.RecordBatch, ids: dict[str, IdCheck]
+    reader: PartReader, part: Part, number: int, values: pa.RecordBatch, ids: dict[tuple[Held, str], IdCheck]
 ) -> Iterator[CorruptCheckpointError]:
     batch = part.batches[number]
     problems = {name: reader.column_problem(number, values, name) for name in values.schema.names}
@@ -79,7 +80,7 @@ def _batch_errors(
     where = f"batch {number} (table {batch.table!r})"
     if problems[ID] is None:
         found_ids = np.frombuffer(column_buffer(values.column(ID)), np.int64)
-        for found, expected in ids.setdefault(batch.table, IdCheck()).check(found_ids, batch):
+        for found, expected in ids.setdefault((part.holds, batch.table), IdCheck()).check(found_ids, batch):
             yield CorruptCheckpointError(reader.path, where, found=found, expected=expected)
 
 

@@ -189,7 +189,8 @@ class DeltaSource:
     """The changed rows of a snapshot as rows 0 to ``n_rows - 1``, which the saver reads as those of a table."""
 
     def __init__(self, snapshot: Snapshot, rows: Int64s, erased: Sequence[Int64s]) -> None:
-        self.name, self.slots, self.n_rows = snapshot.name, snapshot.slots, len(rows)
+        self.name, self.slots = snapshot.name, snapshot.slots
+        self.n_rows, self.n_all = len(rows), snapshot.n_rows
         self._snapshot, self._rows, self._erased = snapshot, rows, erased
 
     @property

@@ -165,9 +165,18 @@ class Snapshot:
         return SnapshotIds(self.read_ids)
 
     @property
+    def n_all(self) -> int:
+        """Rows of the table: those of the snapshot."""
+        return self.n_rows
+
+    @property
     def n_kept(self) -> int:
         """Rows that were copied aside so far."""
         return self._slots.n_kept
+
+    def deletes(self) -> Int64s:
+        """Return nothing: who has all rows knows what is not there."""
+        return np.empty(0, np.int64)
 
     def keep_rows(self, rows: Int64s) -> None:
         """Copy aside the slots of ``rows``, all different, which are about to change."""

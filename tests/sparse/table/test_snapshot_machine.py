@@ -28,11 +28,12 @@ from recckpt.format.buckets import bucket_of
 from recckpt.format.tables import TableEntry
 from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
-from recckpt.sparse.files.loader import CheckpointLoad, load_tables
+from recckpt.sparse.files.link_pass import LinkLoad
+from recckpt.sparse.files.load_target import TableLoad
+from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.saver import SparseSaver
-from recckpt.sparse.files.table_fill import TableLoad
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
@@ -87,10 +88,10 @@ class Saving:
         error = self._writer.finish()
         assert error is None or "closed" in str(error)
 
-    def as_load(self, table: HashTable, clear: bool) -> CheckpointLoad:
+    def as_load(self, table: HashTable, clear: bool) -> LinkLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
         load = TableLoad(table, self.entry, slots, True, clear, RowFilter())
-        return CheckpointLoad([load], self.parts, self._storage, self._directory)
+        return LinkLoad([load], [self.parts], self._storage, self._directory)
 
     def _save(self, saver: SparseSaver) -> None:
         catalog = saver.save(

@@ -1,0 +1,98 @@
+"""Whether the next checkpoint is a delta: a pure decision by counts of the chain that it would stand on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from recckpt.types import positive_int, positive_number
+
+MAX_DELTAS = 999  # part of the format: a chain has at most 1,000 links, one of them full
+_PATIENCE = 2  # where the chain is compacted it may grow so many times as long before a save is full
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a delta would stand on: the newest link that is full, or has a form, and the deltas since.
+
+    Attributes:
+        n_deltas: links since the full one.
+        delta_bytes: of all files of these.
+        full_bytes: of all files of the full one.
+    """
+
+    n_deltas: int
+    delta_bytes: int
+    full_bytes: int
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """Deltas, and now and then a full checkpoint, or in its place one that is compacted while training goes on.
+
+    Args:
+        full_every: how many deltas follow a full checkpoint.
+        max_chain_bytes: how many times the bytes of the full checkpoint the deltas since may take.
+        max_dirty: which part of the rows may have changed; with more, a delta saves little and the save is full.
+        compact: whether a thread of the saver makes an offer where a chain reaches these limits; a save is full only
+            where the chain is twice as long then.
+
+    Raises:
+        ValueError: an argument is invalid.
+    """
+
+    full_every: int = 20
+    max_chain_bytes: float = 1.0
+    max_dirty: float = 0.5
+    compact: bool = False
+
+    def __post_init__(self) -> None:
+        if positive_int("Deltas: full_every", self.full_every) > MAX_DELTAS:
+            raise ValueError(f"Deltas: full_every must be at most {MAX_DELTAS}, found {self.full_every}")
+        positive_number("Deltas: max_chain_bytes", self.max_chain_bytes)
+        if positive_number("Deltas: max_dirty", self.max_dirty) > 1:
+            raise ValueError(f"Deltas: max_dirty must be at most 1, found {self.max_dirty!r}")
+        if type(self.compact) is not bool:
+            raise ValueError(f"Deltas: compact must be True or False, found {self.compact!r}")
+
+    def why_full(self, chain: Chain | None, n_changed: int, n_rows: int) -> str | None:
+        """Return why the next checkpoint is full, None where it is a delta; pure.
+
+        Args:
+            chain: that of the base; None where there is no base.
+            n_changed: rows that a delta would hold, of all tables and ranks.
+            n_rows: rows of all tables and ranks.
+        """
+        if chain is None:
+            return "there is no checkpoint to count changes from"
+        if n_rows == 0:
+            return "there are no rows"
+        if n_changed > self.max_dirty * n_rows:
+            return f"{n_changed} of {n_rows} rows have changed, more than the part {self.max_dirty} (max_dirty)"
+        return self._why_too_long(chain, _PATIENCE if self.compact else 1)
+
+    def why_compact(self, chain: Chain) -> str | None:
+        """Return why an offer is to be made of a chain, None where it is not; pure."""
+        return self._why_too_long(chain, 1) if self.compact else None
+
+    def _why_too_long(self, chain: Chain, times: int) -> str | None:
+        n_deltas, factor = min(times * self.full_every, MAX_DELTAS), times * self.max_chain_bytes
+        if chain.n_deltas >= n_deltas:
+            return f"{chain.n_deltas} deltas since the last full one, the most is {n_deltas} (full_every)"
+        if chain.delta_bytes > factor * chain.full_bytes:
+            found = f"{chain.delta_bytes} bytes of deltas on {chain.full_bytes} of the full one"
+            return f"{found}, the most is {factor} times as many (max_chain_bytes)"
+        return None
+
+
+def as_deltas(deltas: Any) -> Deltas | None:
+    """Return the policy that an argument ``deltas`` stands for, None for full checkpoints only.
+
+    Raises:
+        ValueError: it is neither a bool nor a policy.
+    """
+    if isinstance(deltas, Deltas):
+        return deltas
+    if type(deltas) is not bool:
+        raise ValueError(f"deltas must be True, False or Deltas(...), found {deltas!r}")
+    return Deltas() if deltas else None

@@ -1,0 +1,117 @@
+"""The base of a saver: the checkpoint from which it counts what changes, to write deltas (docs/format.md, 12.5)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.commit import chain_of
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.policies.deltas import Chain, Deltas, as_deltas
+from recckpt.sparse.table.marks import Tracker
+from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.storage import Storage
+from recckpt.types import HashTable, SlotSpec
+
+log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A committed checkpoint as deltas know it, whichever form of it they read.
+
+    Attributes:
+        save_id: its name.
+        place: where it stands in the order of commits.
+        slots: those of its tables.
+        is_candidate: whether it was restored, and is yet to be confirmed.
+    """
+
+    save_id: str
+    place: tuple[int, int]
+    slots: Mapping[str, tuple[SlotSpec, ...]]
+    is_candidate: bool = False
+
+
+class Changes:
+    """What changes in the tables of a saver, and since which checkpoint. Each rank has one; not thread-safe.
+
+    An acknowledged commit makes a base. A restore makes a candidate, which the next save confirms on rank 0, or drops:
+    where another writer has gone on from it, it may be removed at any time.
+
+    Args:
+        policy: when a save is full all the same.
+
+    Attributes:
+        tracker: the marks of the tables.
+        base: from which they count; None where the next save is full.
+    """
+
+    def __init__(self, policy: Deltas) -> None:
+        self.policy, self.tracker = policy, Tracker()
+        self.base: Origin | None = None
+
+    @property
+    def has_candidate(self) -> bool:
+        """Whether the base is yet to be confirmed."""
+        return self.base is not None and self.base.is_candidate
+
+    def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[HashTable]) -> None:
+        """Count from a checkpoint of the own output dir, which the rows of these tables are exactly those of."""
+        found = _origin(checkpoint.manifest)
+        if self.base is None or self.base.save_id != found.save_id:
+            self.base = replace(found, is_candidate=True)
+        for table in tables:
+            if isinstance(table, OurTable):
+                self.tracker.begin(table, found.save_id)
+
+    def confirm(self, storage: Storage, fence: Fence) -> None:
+        """Take the output dir over, and drop a candidate that may be removed by others or lost in a power cut.
+
+        Raises:
+            WriterFencedError, OSError: as :meth:`Fence.hold`; or the storage failed.
+        """
+        fence.hold()
+        base = self.base
+        if base is None:
+            return
+        links = chain_of(fence.listing, base.save_id)
+        if base.place != fence.newest_at_takeover or not links:
+            log.info("%s: the next save is full, since what was restored is not the newest there", storage.url)
+            self.base = None
+            return
+        for link in links:
+            _sync(storage, link)
+        storage.sync_dir("")
+        self.base = replace(base, is_candidate=False)
+
+    def committed(self, record: Manifest) -> None:
+        """Count from a checkpoint of this saver, which is acknowledged and not ephemeral."""
+        self.base = _origin(record)
+
+    def chain(self, fence: Fence) -> Chain | None:
+        """Return what the policy has to know of what a delta would stand on, as the owner has last seen it."""
+        links = chain_of(fence.listing, self.base.save_id) if self.base else ()
+        if not links:
+            return None
+        *deltas, full = [link.manifest.n_bytes for link in links]
+        return Chain(len(deltas), sum(deltas), full)
+
+
+def changes_of(deltas: bool | Deltas) -> Changes | None:
+    """Return what a saver counts with, None where all its saves are full; ValueError where it is neither."""
+    policy = as_deltas(deltas)
+    return Changes(policy) if policy else None
+
+
+def _origin(record: Manifest) -> Origin:
+    return Origin(record.origin, record.place, {table.name: table.slots for table in record.tables})
+
+
+def _sync(storage: Storage, link: Checkpoint) -> None:
+    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in link.manifest.files)}:
+        storage.sync_dir(layout.join(link.directory, subdirectory))

@@ -1,0 +1,87 @@
+"""Whether a save is full or a delta, and which tables it holds whole: one answer, from what all ranks tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from recckpt.policies.deltas import Chain, Deltas
+from recckpt.save.base import Changes
+from recckpt.sparse.files.table_rows import TableSource
+from recckpt.sparse.table.marks import Frozen
+
+
+@dataclass(frozen=True)
+class TableChanges:
+    """A table on one rank: rows and deleted ids that a delta would hold, of so many rows; or it has to hold all."""
+
+    n_changed: int
+    n_rows: int
+    is_replaced: bool
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank that writes deltas tells at the moment of a save; the chain, as long as there is one, rank 0 does."""
+
+    policy: Deltas
+    base: str | None
+    chain: Chain | None
+    tables: Mapping[str, TableChanges]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a save is.
+
+    Attributes:
+        base: save id of the checkpoint that a delta stands on; None of a full one.
+        replaced: tables of which a delta holds all rows.
+        why_full: why it is no delta, where deltas are on.
+        n_links: of the chain, this one included.
+    """
+
+    base: str | None = None
+    replaced: frozenset[str] = frozenset()
+    why_full: str | None = None
+    n_links: int = 1
+
+    @property
+    def name(self) -> str:
+        """``"full"`` or ``"delta"``."""
+        return "full" if self.base is None else "delta"
+
+
+FULL = Kind()
+
+
+def tell(changes: Changes, chain: Chain | None, tables: Sequence[TableSource], frozen: Mapping[str, Frozen]) -> Told:
+    """Say what a rank has to write."""
+    base = changes.base
+
+    def changes_of(table: TableSource) -> TableChanges:
+        marks = frozen.get(table.name)  # a table of the user's own has none
+        is_replaced = base is None or marks is None or marks.is_replaced(base.save_id)
+        if base is None or marks is None or is_replaced or base.slots.get(table.name) != table.slots:
+            return TableChanges(table.n_rows, table.n_rows, is_replaced=True)
+        return TableChanges(marks.n_changed, table.n_rows, is_replaced=False)
+
+    told = {table.name: changes_of(table) for table in tables}
+    return Told(changes.policy, base.save_id if base else None, chain, told)
+
+
+def agreed_kind(told: Sequence[Told | None]) -> Kind:
+    """Return what the save is, by what each rank told, None where it writes no deltas; pure."""
+    first = told[0]
+    if first is None:
+        return FULL
+    others = [rank for rank, each in enumerate(told) if each is None or each.base != first.base]
+    if others:
+        return Kind(why_full=f"rank {others[0]} counts changes from another checkpoint, or none")
+    tables = [(name, table) for each in told if each for name, table in each.tables.items()]
+    replaced = frozenset(name for name, table in tables if table.is_replaced)
+    n_changed = sum(table.n_rows if name in replaced else table.n_changed for name, table in tables)
+    why_full = first.policy.why_full(first.chain, n_changed, sum(table.n_rows for _, table in tables))
+    if why_full is not None or first.chain is None:
+        return Kind(why_full=why_full)
+    return Kind(first.base, replaced, n_links=first.chain.n_deltas + 2)

@@ -1,0 +1,90 @@
+"""The merged rows of a chain as a dataset of Arrow, by its protocol for those that others make (no torch here)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from recckpt.sparse.files.arrow_format import TABLE, part_schema
+
+if TYPE_CHECKING:
+    from recckpt.sparse.files.chain_table import ChainTable
+
+
+class ChainDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
+    """Rows that are merged, and checked, anew for each query; polars, duckdb and pandas query it by its ``scanner``.
+
+    What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead.
+    """
+
+    def __init__(self, table: ChainTable, condition: ds.Expression | None = None) -> None:
+        file_format = ds.IpcFileFormat()
+        fragment = file_format.make_fragment(pa.PythonFile(_NoFile(), "r"))
+        super().__init__([fragment], part_schema(table.links[0].specs), file_format)
+        self._table, self._condition = table, condition
+
+    def scanner(
+        self, columns: Any = None, filter: ds.Expression | None = None, *, cache_metadata: bool = True, **options: Any
+    ) -> ds.Scanner:
+        """Return a scan of the rows, as that of any dataset; slots that it does not name are not read."""
+        every = self._table.links[0].slots
+        named: Collection[str] = every if columns is None else [slot for slot in every if slot in columns]
+        condition = _both(self._condition, filter)
+        try:
+            return self._scan([slot for slot in every if slot in named], columns, condition, options)
+        except pa.ArrowInvalid:  # filters and expressions may name others
+            return self._scan(every, columns, condition, options)
+
+    def filter(self, expression: ds.Expression) -> ChainDataset:
+        """Return the dataset of those rows for which this holds."""
+        return ChainDataset(self._table, _both(self._condition, expression))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a dataset of open files cannot be pickled; open one in each process")
+
+    def _scan(
+        self, slots: Collection[str], columns: Any, condition: ds.Expression | None, options: dict[str, Any]
+    ) -> ds.Scanner:
+        table = self._table.with_slots(list(slots))
+        schema = part_schema(table.links[0].specs)
+        batches = _with_name(table, schema)
+        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=condition, **options)
+
+
+def _both(one: ds.Expression | None, other: ds.Expression | None) -> ds.Expression | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
+
+
+def _with_name(table: ChainTable, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Yield the merged rows as parts have them: with a column that names their table."""
+    names = pa.array([table.links[0].entry.name])
+    for batch in table.all_rows():
+        numbers = pa.array(np.zeros(batch.num_rows, np.int16))
+        columns = {TABLE: pa.DictionaryArray.from_arrays(numbers, names)}
+        columns |= {name: batch.column(name) for name in batch.schema.names}
+        yield pa.RecordBatch.from_arrays([columns[field.name] for field in schema], schema=schema)
+
+
+class _NoFile(io.RawIOBase):
+    """What Arrow would read the rows from by itself."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, *_: int) -> NoReturn:
+        raise NotImplementedError(
+            "the rows of a delta lie in several checkpoints: query to_table(), to_batches(), or "
+            "scanner() of the dataset, or write it with write_dataset() and query that"
+        )
+
+    tell = read = seek

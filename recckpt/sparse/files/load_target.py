@@ -1,0 +1,89 @@
+"""What a load fills: a table, in place or aside until all rows are there, and what of a checkpoint it takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from recckpt.format.buckets import Slice
+from recckpt.format.catalog import Batch
+from recckpt.format.tables import TableEntry
+from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import HashTable as AnyTable
+
+
+class LoadTarget:
+    """One table during a load.
+
+    A table of ours that is empty, or to be emptied, gets all its rows at once when the load is over: they are gathered
+    in a store of their own, which is not seen yet. Other tables change batch by batch.
+    """
+
+    def __init__(self, table: AnyTable) -> None:
+        self.table = table
+        self.was_empty = len(table) == 0
+        self.lock = threading.RLock()
+        self._aside: RowStore | None = None
+        if self.was_empty and isinstance(table, HashTable):
+            self._aside = table.store.emptied()
+
+    @property
+    def store(self) -> RowStore:
+        """The store to fill, of a table of ours."""
+        assert isinstance(self.table, HashTable)
+        return self.table.store if self._aside is None else self._aside
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the store is not seen by others yet."""
+        return self._aside is not None
+
+    def __len__(self) -> int:
+        return len(self.store) if isinstance(self.table, HashTable) else len(self.table)
+
+    def clear(self) -> None:
+        """Drop all rows; those of a table that has some at once, since there is never memory for both."""
+        if len(self.table):
+            self.table.clear()
+        if isinstance(self.table, HashTable):
+            self._aside = self.table.store.emptied()
+
+    def finish(self) -> None:
+        """Let the table have what was gathered aside."""
+        if isinstance(self.table, HashTable) and self._aside is not None:
+            self.table.store.adopt(self._aside)
+
+    def undo(self, *, is_cleared: bool) -> None:
+        """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
+        if len(self.table) and (self.was_empty or is_cleared):
+            self.table.clear()
+
+
+@dataclass(frozen=True)
+class TableLoad:
+    """One table to fill from the table ``entry`` of a checkpoint."""
+
+    table: AnyTable
+    entry: TableEntry
+    slots: Mapping[str, str]  # here -> there; slots left out start at their initial values in new rows
+    with_rows: bool  # whether ids are taken; otherwise only the slots of ids that the table has
+    clear: bool  # whether the table is emptied first; otherwise rows are merged in, and the loaded ones win
+    where: RowFilter
+
+    def wants(self, batch: Batch) -> bool:
+        """Say whether the table may own rows of a batch."""
+        owned: Slice | None = getattr(self.table, "slice", None)
+        return owned is None or owned.meets(*batch.buckets)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The slots in the checkpoint that have to be read."""
+        return frozenset(self.slots.values()) | self.where.slots
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in the columns that are read, the id included."""
+        return 8 + sum(slot.row_bytes for slot in self.entry.slots if slot.name in self.columns)

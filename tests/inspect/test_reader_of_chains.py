@@ -1,0 +1,306 @@
+"""Readers of deltas and forms, without torch: held against a dict, and against each other."""
+
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import duckdb
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pytest
+from forge import filled, save_tables
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import ROOT
+from spec_reader import counting
+from spec_writer import write_delta, write_form
+
+import recckpt
+from recckpt import CheckpointReader
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.format.buckets import bucket_of
+from recckpt.output_dir.open_files import HeldFiles
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.storage import open_storage
+
+START = {id_: (float(id_),) * 2 for id_ in range(6)}
+
+
+def full(path):
+    """Save a full checkpoint, ckpt_1, of rows whose values are their ids."""
+    storage = open_storage(str(path))
+    storage.prepare()
+    save_tables(storage, [filled("t", list(START))], concurrency=1)
+    return counting(Path(path))[0]
+
+
+@pytest.fixture
+def base(tmp_path):
+    return full(tmp_path / "runs")
+
+
+@pytest.fixture
+def delta(base):
+    """Since the base 1 has changed, 2 and 3 were deleted, 9 is new; a shard deletes 4, which is in the other now."""
+    return write_delta(base, "ckpt_2", 5, [({1: (7, 7), 9: (9, 9)}, [2, 4]), ({4: (8, 8)}, [3])])
+
+
+CHANGED = {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)}
+
+
+def rows_in(batches):
+    """Return id -> vector, having seen no id twice."""
+    rows = [(row["id"], tuple(row["embedding"])) for batch in batches for row in batch.to_pylist()]
+    assert len(dict(rows)) == len(rows)
+    return dict(rows)
+
+
+def rows_of(path, ids=None):
+    with CheckpointReader(path) as reader:
+        return rows_in(reader.table("t", ids=ids))
+
+
+def test_a_delta_gives_the_rows_of_its_chain_in_bucket_order(tmp_path, delta):
+    assert rows_of(tmp_path / "runs") == rows_of(delta.directory) == CHANGED
+    assert rows_of(tmp_path / "runs" / "ckpt_1") == START
+    with CheckpointReader(delta.directory) as reader:
+        ids = np.concatenate([batch.column("id").to_numpy() for batch in reader.table("t")])
+        assert reader.manifest.rows == len(ids)
+    assert (np.diff(bucket_of(ids)) >= 0).all()
+
+
+def test_a_lookup_takes_the_newest_row_and_stops_at_deletes(delta):
+    with CheckpointReader(delta.directory) as reader:
+        found = reader.lookup("t", [0, 1, 2, 3, 4, 9, 77], columns=["embedding"])
+        assert rows_in(found.to_batches()) == {id_: CHANGED[id_] for id_ in (0, 1, 4, 9)}
+        assert reader.lookup("t", [2, 3]).num_rows == 0
+        assert reader.lookup("t", [5], columns=[]).to_pydict() == {"id": [5]}
+
+
+def test_a_lookup_of_what_the_newest_link_knows_reads_no_other(base, delta):
+    for path in base.directory.glob("sparse/*.arrow"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert rows_of(delta.directory, [9, 2]) == {9: (9, 9)}
+    with pytest.raises(CorruptCheckpointError, match="ckpt_1/sparse"):
+        rows_of(delta.directory, [0])
+
+
+def test_of_a_replaced_table_nothing_older_is_read(base, delta):
+    for path in base.directory.glob("sparse/*.arrow"):
+        path.write_bytes(bytes(path.stat().st_size))
+    replaced = write_delta(delta, "ckpt_3", 1, [({3: (1, 1)}, [])], replaced=True)
+    assert rows_of(replaced.directory) == {3: (1, 1)}
+    newer = write_delta(replaced, "ckpt_4", 2, [({1: (2, 2)}, [])])
+    assert rows_of(newer.directory) == {3: (1, 1), 1: (2, 2)}
+    assert recckpt.dataset(newer.directory, "t").count_rows() == 2
+
+
+def test_a_form_gives_what_its_delta_gives(tmp_path, delta):
+    before = rows_of(delta.directory)
+    table = recckpt.dataset(delta.directory, "t").to_table().sort_by("id")
+    form = write_form(delta, CHANGED)
+    for path in (form.directory, delta.directory, tmp_path / "runs"):
+        assert rows_of(path) == before
+        assert recckpt.dataset(path, "t").to_table().sort_by("id").equals(table)
+    assert rows_of(form.directory, [1, 2, 4]) == {1: (7, 7), 4: (8, 8)}
+
+
+IDS = st.integers(-4, 9)
+SHARD = st.tuples(st.sets(IDS), st.sets(IDS))
+LINKS = st.lists(st.tuples(st.lists(SHARD, min_size=1, max_size=3), st.integers(0, 7)), max_size=6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(LINKS, st.sets(IDS))
+def test_what_a_reader_gives_of_a_chain_is_what_a_dict_gives(links, asked):
+    with TemporaryDirectory() as path:
+        model, newest = START, full(path)
+        for number, (shards, chance) in enumerate(links, 2):
+            model, newest = next_link(newest, f"ckpt_{number}", model, shards, replaced=chance == 0, number=number)
+            if chance == 1:
+                write_form(newest, model)
+        with CheckpointReader(path) as reader:
+            assert rows_in(reader.table("t")) == model
+            assert rows_in(reader.table("t", ids=asked)) == {id_: model[id_] for id_ in asked if id_ in model}
+            assert rows_in(reader.dataset("t").to_batches(columns=["id", "embedding"])) == model
+
+
+def next_link(below, ckpt_id, model, shards, *, replaced, number):
+    """Write a delta with rows of this number, and return the rows that there are then, and it."""
+    taken, written, deleted = set(), [], set()
+    for upserts, deletes in shards:
+        upserts, deletes = upserts - taken, deletes - upserts if not replaced else set()
+        taken |= upserts
+        deleted |= deletes
+        written.append(({id_: (number, id_) for id_ in upserts}, sorted(deletes)))
+    kept = {} if replaced else {id_: row for id_, row in model.items() if id_ not in deleted}
+    model = kept | {id_: (number, id_) for id_ in taken}
+    return model, write_delta(below, ckpt_id, len(model), written, replaced=replaced)
+
+
+# Datasets
+
+
+def test_arrow_polars_and_duckdb_query_a_delta_lazily(delta):
+    rows = recckpt.dataset(delta.directory, "t")
+    assert rows_in(rows.to_batches(columns=["id", "embedding"])) == CHANGED
+    assert set(rows.to_table()["table"].to_pylist()) == {"t"}
+    assert rows.schema == rows.to_table().schema == recckpt.dataset(delta.directory.parent / "ckpt_1", "t").schema
+    assert (rows.count_rows(), rows.head(3).num_rows) == (5, 3)
+    assert rows.to_table(columns=["id"], filter=pc.field("id") > 4).sort_by("id").to_pydict() == {"id": [5, 9]}
+    assert rows.filter(pc.field("id") > 4).filter(pc.field("id") < 9).to_table(columns=["id"]).to_pydict() == {
+        "id": [5]
+    }
+    doubled = rows.to_table(columns={"twice": pc.field("id") * 2}, filter=pc.field("id") == 9)
+    assert doubled.to_pydict() == {"twice": [18]}
+    frame = pl.scan_pyarrow_dataset(rows).filter(pl.col("id") > 4).select("id").collect()
+    assert sorted(frame["id"]) == [5, 9]
+    assert duckdb.sql("select sum(id), max(embedding[1]) from rows where id < 9").fetchall() == [(10, 8.0)]
+
+
+def test_a_dataset_of_a_delta_is_read_to_its_end_though_links_are_removed(tmp_path, delta):
+    rows = recckpt.dataset(delta.directory, "t")
+    for path in sorted((tmp_path / "runs").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert rows.count_rows() == 5
+
+
+def test_a_dataset_reads_no_slots_that_a_query_does_not_name(delta, monkeypatch):
+    columns, init = set(), PartReader.__init__
+
+    def seen(self, storage, directory, part, slots, names=None, **options):
+        columns.update(names)
+        init(self, storage, directory, part, slots, names, **options)
+
+    rows = recckpt.dataset(delta.directory, "t")
+    monkeypatch.setattr(PartReader, "__init__", seen)
+    assert rows.to_table(columns=["id"], filter=pc.field("id") == 9).num_rows == 1
+    assert columns == set()
+    assert rows.to_table(columns=["id"], filter=pc.list_element(pc.field("embedding"), 0) == 8).num_rows == 1
+    assert columns == {"embedding"}
+
+
+def test_damage_reaches_who_queries(base, delta):
+    path = next(base.directory.glob("sparse/*.arrow"))
+    rows = recckpt.dataset(delta.directory, "t")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(np.array([5.0, 5.0], np.float32).tobytes(), bytes(8)))
+    with pytest.raises(CorruptCheckpointError, match="ckpt_1/sparse"):
+        rows.to_table()
+
+
+def test_what_cannot_be_asked_of_merged_rows_says_what_can(tmp_path, delta):
+    rows = recckpt.dataset(delta.directory, "t")
+    for ask in (lambda: rows.sort_by("id"), lambda: ds.Scanner.from_dataset(rows).to_table()):
+        with pytest.raises(NotImplementedError, match=r"query to_table\(\)"):
+            ask()
+    with pytest.raises(TypeError, match="open one in each process"):
+        rows.__reduce__()
+    ds.write_dataset(rows, tmp_path / "out", format="ipc")
+    assert ds.dataset(tmp_path / "out", format="ipc").sort_by("id").to_table()["id"].to_pylist() == sorted(CHANGED)
+
+
+def test_a_delta_is_read_without_torch(delta):
+    code = (
+        f"import recckpt, sys; print(recckpt.dataset({str(delta.directory)!r}, 't').count_rows(), "
+        f"recckpt.CheckpointReader({str(delta.directory)!r}).lookup('t', [9]).num_rows, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "5 1 False\n", done.stderr
+
+
+# Refresh
+
+
+def held(monkeypatch):
+    """Note which directories are opened."""
+    opened, init = [], HeldFiles.__init__
+
+    def seen(self, storage, directory, *args, **options):
+        opened.append(directory)
+        init(self, storage, directory, *args, **options)
+
+    monkeypatch.setattr(HeldFiles, "__init__", seen)
+    return opened
+
+
+def test_a_reader_moves_to_the_newest_checkpoint_and_opens_only_new_links(tmp_path, base, monkeypatch):
+    opened = held(monkeypatch)
+    with CheckpointReader(tmp_path / "runs") as reader:
+        assert rows_in(reader.table("t")) == START
+        assert set(opened) == {"ckpt_1"}
+        assert not reader.refresh()
+        opened.clear()
+        second = write_delta(base, "ckpt_2", 7, [({8: (8, 8)}, [])])
+        write_delta(second, "ckpt_3", 6, [({9: (9, 9)}, [1, 8])])
+        before = reader.table("t")
+        assert reader.refresh()
+        assert set(opened) == {"ckpt_2", "ckpt_3"}
+        assert reader.manifest.ckpt_id == "ckpt_3"
+        assert rows_in(before) == START
+        assert rows_in(reader.table("t")) == {**{id_: row for id_, row in START.items() if id_ != 1}, 9: (9, 9)}
+        assert not reader.refresh()
+
+
+def test_a_reader_takes_the_form_of_what_it_reads_and_lets_go_of_the_links(tmp_path, delta, monkeypatch):
+    with CheckpointReader(tmp_path / "runs") as reader:
+        form = write_form(delta, CHANGED)
+        opened = held(monkeypatch)
+        assert not reader.refresh(), "it is the same checkpoint"
+        assert set(opened) == {form.directory.name}
+        assert rows_in(reader.table("t")) == CHANGED
+
+
+def test_a_reader_that_cannot_move_stays_where_it_is(tmp_path, base, delta):
+    with CheckpointReader(delta.directory) as reader:
+        for path in (*delta.directory.rglob("*"), *base.directory.rglob("*")):
+            if path.is_file():
+                path.unlink()
+        with pytest.raises((CorruptCheckpointError, CheckpointNotFoundError)):
+            reader.refresh()
+        assert rows_in(reader.table("t")) == CHANGED
+
+
+def test_a_closed_reader_opens_all_again(tmp_path, delta):
+    reader = CheckpointReader(tmp_path / "runs")
+    reader.close()
+    assert not reader.refresh()
+    reader.close()
+    assert rows_in(reader.table("t")) == CHANGED
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    ("rows", "shards", "changes", "path", "found"),
+    [
+        (7, [({9: (9, 9)}, []), ({9: (1, 1)}, [])], {}, "ckpt_2/sparse", "id 9 twice"),
+        (7, [({9: (9, 9), 1: (1, 1)}, [1])], {}, "ckpt_2/sparse", "id 1 twice"),
+        (9, [({9: (9, 9)}, [])], {}, "ckpt_2/sparse", "7 rows in the chain"),
+        (5, [({}, [77])], {}, "ckpt_2/sparse", "6 rows in the chain"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_the_name_of_the_link(base, rows, shards, changes, path, found):
+    delta = write_delta(base, "ckpt_2", rows, shards, **changes)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        rows_of(delta.directory)
+    assert (caught.value.path, caught.value.found) == (path, found)
+
+
+@pytest.mark.parametrize(("shards", "id_"), [([({9: (9, 9)}, []), ({9: (1, 1)}, [])], 9), ([({1: (1, 1)}, [1])], 1)])
+def test_a_lookup_refuses_an_id_that_is_twice_in_a_link(base, shards, id_):
+    delta = write_delta(base, "ckpt_2", 7, shards)
+    with pytest.raises(CorruptCheckpointError, match=f"ckpt_2/.*id {id_} twice"):
+        rows_of(delta.directory, [id_])
+    assert rows_of(delta.directory, [0]) == {0: (0, 0)}
+
+
+def test_a_delete_of_an_id_that_is_not_there_means_nothing(base):
+    delta = write_delta(base, "ckpt_2", 6, [({}, [77, -5])])
+    assert rows_of(delta.directory) == START
+    assert pa.Table.from_batches(recckpt.dataset(delta.directory, "t").to_batches()).num_rows == 6

@@ -1,0 +1,125 @@
+"""Full or delta: decided by counts, and held against a saver that counts what it has written."""
+
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas, as_deltas
+
+FULL = 1000  # bytes
+
+
+def chain(n_deltas: int = 0, delta_bytes: int = 0) -> Chain:
+    return Chain(n_deltas, delta_bytes, FULL)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "3", True, None])
+def test_a_number_of_deltas_that_is_none_is_refused(count):
+    with pytest.raises(ValueError, match="Deltas: full_every must be an int of at least 1, found"):
+        Deltas(full_every=count)
+
+
+def test_more_deltas_than_a_chain_may_have_are_refused():
+    assert Deltas(full_every=MAX_DELTAS).full_every == 999
+    with pytest.raises(ValueError, match="full_every must be at most 999, found 1000"):
+        Deltas(full_every=1000)
+
+
+@pytest.mark.parametrize("name", ["max_chain_bytes", "max_dirty"])
+@pytest.mark.parametrize("number", [0, -1, "3", True, None, float("nan"), float("inf")])
+def test_a_part_that_is_none_is_refused(name, number):
+    with pytest.raises(ValueError, match=f"Deltas: {name} must be a finite number above 0, found"):
+        Deltas(**{name: number})
+
+
+def test_more_than_all_rows_are_refused():
+    assert Deltas(max_dirty=1).max_dirty == 1
+    with pytest.raises(ValueError, match=r"max_dirty must be at most 1, found 1\.5"):
+        Deltas(max_dirty=1.5)
+
+
+@pytest.mark.parametrize("compact", [None, 1, "yes"])
+def test_compacting_that_is_neither_true_nor_false_is_refused(compact):
+    with pytest.raises(ValueError, match="Deltas: compact must be True or False, found"):
+        Deltas(compact=compact)
+
+
+def test_a_policy_is_a_value():
+    assert pickle.loads(pickle.dumps(Deltas(7))) == Deltas(full_every=7)
+    assert len({Deltas(), Deltas(20)}) == 1
+    with pytest.raises(FrozenInstanceError):
+        Deltas().full_every = 3
+
+
+@pytest.mark.parametrize(("given_as", "policy"), [(True, Deltas()), (False, None), (Deltas(3), Deltas(3))])
+def test_an_argument_stands_for_a_policy(given_as, policy):
+    assert as_deltas(given_as) == policy
+
+
+@pytest.mark.parametrize("given_as", [None, 1, 20, "yes", Deltas])
+def test_what_is_no_policy_is_refused(given_as):
+    with pytest.raises(ValueError, match=r"deltas must be True, False or Deltas\(\.\.\.\), found"):
+        as_deltas(given_as)
+
+
+def test_without_a_base_a_save_is_full():
+    assert Deltas().why_full(None, 0, 100) == "there is no checkpoint to count changes from"
+
+
+def test_a_save_in_which_more_than_half_of_the_rows_changed_is_full():
+    assert Deltas().why_full(chain(), 50, 100) is None
+    assert Deltas().why_full(chain(), 51, 100) == "51 of 100 rows have changed, more than the part 0.5 (max_dirty)"
+
+
+def test_a_model_without_rows_is_saved_in_full_since_a_delta_would_save_nothing():
+    assert Deltas().why_full(chain(), 0, 0) == "there are no rows"
+
+
+def test_a_save_is_full_after_so_many_deltas():
+    assert Deltas(full_every=3).why_full(chain(2), 1, 100) is None
+    reason = Deltas(full_every=3).why_full(chain(3), 1, 100)
+    assert reason == "3 deltas since the last full one, the most is 3 (full_every)"
+
+
+def test_a_save_is_full_once_the_deltas_have_more_bytes_than_the_full_one():
+    assert Deltas().why_full(chain(1, FULL), 1, 100) is None
+    reason = Deltas().why_full(chain(1, FULL + 1), 1, 100)
+    assert reason == "1001 bytes of deltas on 1000 of the full one, the most is 1.0 times as many (max_chain_bytes)"
+
+
+@pytest.mark.parametrize("long", [chain(20), chain(1, FULL + 1)])
+def test_a_long_chain_is_compacted_where_that_is_asked_for_and_the_save_is_a_delta(long):
+    assert Deltas().why_compact(long) is None
+    assert Deltas(compact=True).why_compact(long) == Deltas().why_full(long, 1, 100)
+    assert Deltas(compact=True).why_full(long, 1, 100) is None
+
+
+@pytest.mark.parametrize("longer", [chain(40), chain(1, 2 * FULL + 1)])
+def test_a_save_is_full_where_no_compaction_has_come_in_time(longer):
+    assert Deltas(compact=True).why_full(chain(39, 2 * FULL), 1, 100) is None
+    assert Deltas(compact=True).why_full(longer, 1, 100) is not None
+
+
+def test_no_chain_grows_longer_than_readers_take():
+    patient = Deltas(full_every=MAX_DELTAS, compact=True)
+    assert patient.why_full(chain(MAX_DELTAS - 1), 1, 100) is None
+    assert patient.why_full(chain(MAX_DELTAS), 1, 100) is not None
+
+
+@given(
+    st.builds(Deltas, st.integers(1, 8), st.floats(0.1, 3), st.floats(0.05, 1)),
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 400)), min_size=1, max_size=60),
+)
+def test_the_deltas_of_a_run_stay_within_the_limits(deltas, saves):
+    base, n_since = None, 0
+    for n_changed, n_bytes in saves:
+        if deltas.why_full(base, n_changed, 100) is not None:
+            base, n_since = chain(), 0
+        else:
+            assert n_changed <= deltas.max_dirty * 100
+            assert base.delta_bytes <= deltas.max_chain_bytes * FULL  # a delta may pass it, and is the last one then
+            base, n_since = chain(n_since + 1, base.delta_bytes + n_bytes), n_since + 1
+        assert n_since <= deltas.full_every

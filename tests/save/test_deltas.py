@@ -1,0 +1,253 @@
+"""Deltas that a saver writes, each held against a full save of the same moment by a reader that knows only the page."""
+
+import pytest
+import spec_reader
+import torch
+from builders import OPTIMIZERS, ClickModel
+from foreign import ForeignTable
+from forge import Tables
+from spec_reader import DamagedError
+from torch import nn
+
+from recckpt import Deltas, Saver
+from recckpt.errors import SaveFailedError
+from recckpt.inspect.verify import verify
+from recckpt.sparse import HashTable
+
+
+class Training:
+    """A model that trains in one process, and its saver with deltas."""
+
+    def __init__(self, root, **options):
+        torch.manual_seed(0)
+        self.root, self.n_full, self.infos = root, 0, []
+        self.model = ClickModel()
+        self.optimizer = OPTIMIZERS["adam"](self.model.tables)
+        options = {"max_keep": None, "deltas": True, **options}
+        self.saver = Saver(self.model, self.optimizer, str(root / "deltas"), on_save=self.infos.append, **options)
+        self.train(range(400))
+
+    def train(self, ids):
+        ids = torch.as_tensor(list(ids))
+        (self.model.users(ids) + self.model.items(ids)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self
+
+    def save(self, ckpt_id, **options):
+        """Save, and check that a reader finds the rows that a full save would have."""
+        record = self.saver.save(ckpt_id, **options)
+        self.check(ckpt_id, self.full())
+        return record
+
+    def full(self):
+        """Return the rows of now, by a full save."""
+        self.n_full += 1
+        other = self.root / f"full {self.n_full}"
+        Saver(self.model, self.optimizer, str(other)).save("full")
+        return {table.name: spec_reader.read(other, "full", table.name) for table in self.model.tables}
+
+    def check(self, ckpt_id, rows):
+        for table, expected in rows.items():
+            assert spec_reader.read(self.root / "deltas", ckpt_id, table) == expected
+
+
+@pytest.fixture
+def training(tmp_path):
+    return Training(tmp_path)
+
+
+def held(record, table="item"):
+    """Return what a delta holds of a table: rows, deleted ids, and whether these are all."""
+    delta = record.table(table).delta
+    return delta.upserts, delta.deletes, delta.replaced
+
+
+def test_the_first_save_is_full_and_the_next_holds_what_has_changed(training):
+    assert training.save("a").kind == "full"
+    record = training.train(range(390, 410)).save("b")
+    assert (record.kind, record.table("item").rows, held(record)) == ("delta", 410, (20, 0, False))
+    assert held(training.save("c")) == (0, 0, False)
+
+
+def test_a_delta_names_what_it_stands_on(training):
+    first, second = training.save("a"), training.save("b")
+    third = training.save("c")
+    assert (third.parent.ckpt_id, third.parent.save_id, third.parent.directory) == ("b", second.save_id, "b")
+    assert third.parent.manifest == second.xxh3
+    assert [(link.ckpt_id, link.save_id) for link in third.chain] == [("b", second.save_id), ("a", first.save_id)]
+
+
+def test_erased_ids_are_deleted_and_those_that_are_back_are_rows(training):
+    training.save("a")
+    training.model.items.erase(torch.arange(10, 20))
+    training.model.items(torch.arange(15, 18))
+    record = training.save("b")
+    assert (record.table("item").rows, held(record)) == (393, (3, 7, False))
+    files = [file.name for file in record.files if "deletes" in file.name]
+    assert files == ["sparse/00000-of-00001.deletes.00.arrow"]
+
+
+def test_a_table_that_was_cleared_moved_or_got_a_slot_is_replaced(training):
+    training.train(range(1000, 4000)).save("a")
+    training.model.items.clear()
+    training.train(range(10))
+    record = training.save("b")
+    assert held(record) == (10, 0, True)
+    assert held(record, "user/1") == (10, 0, False)
+    training.model.items.add_slot("late", ())
+    assert held(training.save("c")) == (10, 0, True)
+    training.model.items._store = training.model.items.store.to(torch.device("cpu"))
+    assert held(training.save("d")) == (10, 0, True)
+    assert held(training.save("e")) == (0, 0, False)
+
+
+def test_a_new_table_is_replaced_and_one_that_is_gone_is_not_in_the_delta(training):
+    training.save("a")
+    training.model.more = HashTable(2, name="more")
+    training.model.more(torch.arange(5))
+    assert held(training.saver.save("b"), "more") == (5, 0, True)
+    assert len(spec_reader.read(training.root / "deltas", "b", "more")) == 5
+    del training.model.more
+    assert training.save("c").table("more") is None
+
+
+def test_a_foreign_table_is_always_replaced(tmp_path):
+    table = HashTable(2, name="ours")
+    table(torch.arange(100))
+    model = Tables([table, ForeignTable("foreign", torch.arange(5), torch.ones(5, 2))])
+    saver = Saver(model, output_dir=str(tmp_path), max_keep=None, deltas=True)
+    saver.save("a")
+    record = saver.save("b")
+    assert (held(record, "ours"), held(record, "foreign")) == ((0, 0, False), (5, 0, True))
+    assert len(spec_reader.read(tmp_path, "b", "foreign")) == 5
+
+
+def test_a_failed_save_keeps_what_has_changed_for_the_next(training, monkeypatch):
+    training.save("a")
+    training.train(range(10))
+    training.model.items.erase(torch.arange(20, 25))
+    with monkeypatch.context() as patch:
+        patch.setattr(training.saver.storage, "put_if_absent", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
+        with pytest.raises(SaveFailedError):
+            training.saver.save("b")
+    training.train(range(5, 15))
+    record = training.save("c")
+    assert (record.parent.ckpt_id, held(record)) == ("a", (15, 5, False))
+
+
+def test_nothing_stands_on_an_ephemeral_delta(training):
+    training.save("a")
+    assert held(training.train(range(10)).save("b", ephemeral=True)) == (10, 0, False)
+    record = training.train(range(10, 20)).save("c")
+    assert (record.parent.ckpt_id, held(record)) == ("a", (20, 0, False))
+
+
+def test_training_goes_on_while_a_delta_is_written(training):
+    training.save("a")
+    training.train(range(30))
+    expected = training.full()
+    handle = training.saver.save_async("b")
+    training.train(range(20, 50))
+    assert held(handle.wait()) == (30, 0, False)
+    training.check("b", expected)
+    assert held(training.save("c")) == (30, 0, False)
+
+
+def test_a_checkpoint_that_is_superseded_may_be_a_link(training):
+    training.save("a")
+    record = training.train(range(10)).save("a", overwrite=True)
+    assert (record.kind, record.parent.directory, record.parent.ckpt_id) == ("delta", "a", "a")
+    assert training.train(range(10)).save("b").parent.directory == "a.1"
+
+
+@pytest.mark.parametrize("max_keep", [1, 2])
+def test_rotation_leaves_what_a_delta_stands_on(tmp_path, max_keep):
+    training = Training(tmp_path, max_keep=max_keep, deltas=Deltas(full_every=3, max_chain_bytes=100))
+    for number in range(10):
+        training.train(range(number, number + 20)).save(str(number))
+        assert verify(str(tmp_path / "deltas")) == []
+
+
+def test_a_second_saver_counts_by_itself(training):
+    training.save("a")
+    other = Saver(training.model, training.optimizer, str(training.root / "other"), max_keep=None, deltas=True)
+    assert other.save("a").kind == "full"
+    training.train(range(10))
+    assert held(training.save("b")) == (10, 0, False)
+    training.train(range(10, 20))
+    assert held(other.save("b")) == (20, 0, False)
+    assert held(training.save("c")) == (10, 0, False)
+
+
+def test_where_the_base_is_gone_the_save_fails_and_the_next_is_full(training):
+    training.save("a")
+    (training.root / "deltas" / "a" / "manifest.json").unlink()
+    training.train(range(10))
+    with pytest.raises(SaveFailedError, match="is gone or damaged: the next is full"):
+        training.saver.save("b")
+    assert training.save("c").kind == "full"
+    assert training.save("d").kind == "delta"
+
+
+def test_what_goes_while_a_delta_is_written_is_seen_before_it_is_committed(training, monkeypatch):
+    training.save("a")
+    training.train(range(10))
+    put = training.saver.storage.sync_dir
+
+    def remove_the_base(name):
+        (training.root / "deltas" / "a" / "manifest.json").unlink(missing_ok=True)
+        return put(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.saver.storage, "sync_dir", remove_the_base)
+        with pytest.raises(SaveFailedError, match="is gone or damaged: the next is full"):
+            training.saver.save("b")
+    with pytest.raises((DamagedError, ValueError)):
+        spec_reader.read(training.root / "deltas", "b", "item")
+    assert training.save("c").kind == "full"
+
+
+def test_a_save_says_what_it_is(training):
+    training.save("a")
+    training.train(range(10))
+    training.model.items.erase(torch.arange(50, 55))
+    record = training.save("b")
+    first, second = training.infos
+    assert (first.kind, first.why_full, first.n_links) == ("full", "there is no checkpoint to count changes from", 1)
+    assert (first.n_rows, first.n_upserts, first.n_deletes) == (800, 800, 0)
+    assert (second.kind, second.why_full, second.n_links) == ("delta", None, 2)
+    assert (second.n_rows, second.n_upserts, second.n_deletes) == (795, 20, 5)
+    assert second.n_bytes == record.n_bytes
+
+
+def test_where_no_deltas_are_asked_for_nothing_is_marked(tmp_path):
+    training = Training(tmp_path, deltas=False)
+    assert [training.save(str(number)).kind for number in range(2)] == ["full", "full"]
+    assert training.model.items.store._marks == []
+    assert training.infos[1].why_full is None
+
+
+@pytest.mark.parametrize("deltas", [None, 1, "yes", 0])
+def test_what_is_no_policy_is_refused(tmp_path, deltas):
+    with pytest.raises(ValueError, match="deltas must be True, False or Deltas"):
+        Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "new"), deltas=deltas)
+    assert not (tmp_path / "new").exists()
+
+
+def test_batches_of_a_delta_are_as_wide_as_those_of_a_full_checkpoint(tmp_path):
+    table = HashTable(64, name="t")
+    table(torch.arange(100_000))
+    saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), max_keep=None, deltas=True, concurrency=1)
+    saver.save("a")
+    table.insert(torch.arange(20_000), torch.ones(20_000, 64))
+    saver.save("b")
+    batches = [batch for batch in _batches(tmp_path / "b") if batch["rows"]]
+    assert len(batches) == pytest.approx(len(_batches(tmp_path / "a")), abs=1)
+
+
+def _batches(directory):
+    import json
+
+    [catalog] = directory.glob("sparse/*.json")
+    return [batch for part in json.loads(catalog.read_bytes())["parts"] for batch in part["batches"]]
