@@ -8,14 +8,17 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import warm_python
 from paths import ROOT
 
 from recckpt import CheckpointReader
 
+Python = Callable[..., subprocess.CompletedProcess[str]]
 RATINGS = ROOT.parent / "shared/data/ml-latest-small/ratings.csv.gz"
 
 
@@ -25,9 +28,15 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
-def train(cwd: Path, output_dir: str, *options: object) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(params=["warm", pytest.param("as users do", marks=pytest.mark.slow)])
+def python(request: pytest.FixtureRequest) -> Python:
+    """Both ways to run it: where torch is imported already, and in an interpreter of its own."""
+    return warm_python.run if request.param == "warm" else run
+
+
+def train(cwd: Path, output_dir: str, *options: object, python: Python = run) -> subprocess.CompletedProcess[str]:
     small = ("--steps", 12, "--save-interval", 5, "--batch-size", 64, "--output-dir", output_dir)
-    return run(ROOT / "examples/train_ctr.py", *small, *options, cwd=cwd)
+    return python(ROOT / "examples/train_ctr.py", *small, *options, cwd=cwd)
 
 
 def losses(output: str) -> list[float]:
@@ -42,12 +51,12 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return demo
 
 
-def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, *options: object) -> None:
-    straight = train(tmp_path, "straight", *options)
+def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, python: Python, *options: object) -> None:
+    straight = train(tmp_path, "straight", *options, python=python)
     assert straight.returncode == 0, straight.stderr
-    crashed = train(tmp_path, "crashed", *options, "--crash-at", 8)
+    crashed = train(tmp_path, "crashed", *options, "--crash-at", 8, python=python)
     assert crashed.returncode == -signal.SIGKILL, crashed.stderr
-    resumed = train(tmp_path, "crashed", *options)
+    resumed = train(tmp_path, "crashed", *options, python=python)
     assert resumed.returncode == 0, resumed.stderr
 
     assert "resuming at step 5" in resumed.stdout
@@ -58,13 +67,13 @@ def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, *option
 def test_a_run_killed_between_two_saves_resumes_and_ends_equal_to_one_that_was_not(
     tmp_path: Path, demo: ModuleType
 ) -> None:
-    resumes_as_if_nothing_had_happened(tmp_path, demo)
+    resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
 def test_a_run_on_movie_ratings_resumes_as_well(tmp_path: Path, demo: ModuleType) -> None:
-    resumes_as_if_nothing_had_happened(tmp_path, demo, "--ratings", RATINGS)
+    resumes_as_if_nothing_had_happened(tmp_path, demo, run, "--ratings", RATINGS)
 
 
 @pytest.mark.slow
@@ -132,19 +141,21 @@ def python_of(document: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL))
 
 
-def test_the_python_blocks_of_the_readme_and_then_its_commands_run_as_they_stand(tmp_path: Path) -> None:
+def test_the_python_blocks_of_the_readme_and_then_its_commands_run_as_they_stand(
+    tmp_path: Path, python: Python
+) -> None:
     readme = ROOT / "README.md"
     commands = re.findall(r"^recckpt ([^#\n]+)", readme.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(commands) >= 5
     script = tmp_path / "readme.py"
     script.write_text(python_of(readme), encoding="utf-8")
 
-    done = run(script, cwd=tmp_path)
+    done = python(script, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/clicks/ckpt_300/manifest.json").exists()
     for command in commands:
-        done = run("-m", "recckpt", *command.split(), cwd=tmp_path)
+        done = python("-m", "recckpt", *command.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 

@@ -1,14 +1,11 @@
 """Two ranks as real processes: all save, or none does, and both know why."""
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from paths import PYTHONPATH
+from warm_python import WarmProcess
 
 from recckpt.checkpointer import make_sync_checkpointer
 
@@ -20,13 +17,13 @@ BOTH = ["checkpoint_0.pt", "checkpoint_1.pt"]
 def results(tmp_path_factory):
     """What both ranks found: (kind, scene) -> one result a rank."""
     root = tmp_path_factory.mktemp("ranks")
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, HERE / "ranks.py"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), root], env=env, stderr=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    errors = [rank.communicate()[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    said = [root / "said_0", root / "said_1"]
+    ranks = []
+    for rank, path in enumerate(said):
+        with path.open("w") as file:
+            ranks.append(WarmProcess(HERE / "ranks.py", rank, root, files=(0, 1, file)))
+    codes, errors = [rank.wait() for rank in ranks], [path.read_text() for path in said]
+    assert codes == [0, 0], "\n".join(errors)
     found = [pickle.loads((root / f"results_{rank}").read_bytes()) for rank in range(2)]
     return {"root": root, "printed": errors[0]} | {scene: (found[0][scene], found[1][scene]) for scene in found[0]}
 

@@ -18,7 +18,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it has much to say of connections
 
 import torch
 import torch.distributed as dist
-from rank_processes import warm_up, whole_life
+from rank_processes import whole_life
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -203,7 +203,6 @@ def main():
     torch.set_num_threads(1)
     root, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    warm_up()
     for first in range(0, len(cases), AT_ONCE):
         running = []
         try:

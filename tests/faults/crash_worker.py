@@ -63,10 +63,6 @@ def run_child(order, told):
 
 def main():
     torch.set_num_threads(1)
-    warm = Job("memory://warm")  # compiles what there is to compile
-    warm.advance()
-    warm.save()
-    warm.manager.restore()
     told = mmap.mmap(-1, _TOLD_BYTES)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -50,10 +50,6 @@ def main():
     loader = session.get_component("data_loader")
     for name in ("service-2", "endpoint-rule-set-1"):
         loader.load_service_model("s3", name)
-    warm = Job("memory://warm", 1)  # compiles what there is to compile
-    warm.advance()
-    warm.manager.save()
-    warm.manager.restore()
     print("ready", flush=True)
     for line in sys.stdin:
         pid = os.fork()

@@ -4,8 +4,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from faults.http_proxy import Proxy
 from faults.store_scene import Scene, Store, as_json, options_of
 from faults.store_worker import JOBS
 from fsspec.config import conf
-from paths import PYTHONPATH
+from warm_python import Piped
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth request
 SWEEPS = {  # scene, job, whether deaths begin with the process: which requests, of those that SWEEP_STRIDE leaves
@@ -28,14 +26,7 @@ class Worker:
     """The process that forks the children."""
 
     def __init__(self):
-        here = Path(__file__).parent
-        self.process = subprocess.Popen(
-            [sys.executable, str(here / "store_worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        )
+        self.process = Piped(Path(__file__).with_name("store_worker.py"))
         assert self.process.stdout.readline() == "ready\n"
 
     def save(self, order, armed):

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 from faults.crash_worker import NOT_DURABLE, SAVE_FAILED, SAVED
 from faults.job import State
-from paths import PYTHONPATH
+from warm_python import Piped
 
-NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
 STRACE = shutil.which("strace")
 
 
@@ -71,14 +69,7 @@ class Worker:
     def __init__(self):
         if STRACE is None:
             pytest.skip("NO CRASH WAS TESTED: strace is not installed")
-        here = Path(__file__).parent
-        self.process = subprocess.Popen(
-            [sys.executable, str(here / "crash_worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, **NO_THREADS},
-        )
+        self.process = Piped(Path(__file__).with_name("crash_worker.py"))
         assert self.process.stdout.readline() == "ready\n"
 
     def run(self, url, max_keep, save, *options):

@@ -1,15 +1,14 @@
 """Ranks that work together, and what one rank is without others."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
+import signal
 
 import numpy as np
 import pytest
 from builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
-from paths import PYTHONPATH, SUPPORT
+from paths import SUPPORT
+from warm_python import WarmProcess
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError, StateMismatchError
@@ -191,21 +190,12 @@ def test_ranks_connect_when_they_first_act_and_once_for_all_that_tell_other_erro
 def two_ranks(tmp_path_factory):
     """Run all scenes of two_ranks.py in two processes, and return the output root and the results of both."""
     root = tmp_path_factory.mktemp("ranks")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": PYTHONPATH,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen([sys.executable, str(SUPPORT / "two_ranks.py"), str(rank), str(root)], env=environment)
-        for rank in (0, 1)
-    ]
+    ranks = [WarmProcess(SUPPORT / "two_ranks.py", rank, root) for rank in (0, 1)]
     try:
-        codes = [rank.wait(timeout=120) for rank in ranks]
+        codes = [rank.wait(120) for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
+            rank.send_signal(signal.SIGKILL)
             rank.wait()
     assert codes == [0, 0]
     return root, [pickle.loads((root / f"results_{rank}").read_bytes()) for rank in (0, 1)]

@@ -1,16 +1,13 @@
 """Two real ranks that save to one server: how much they send at once, what fails them both, what they see late."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 from faults.http_proxy import Proxy
 from faults.store_scene import as_json, options_of
-from paths import PYTHONPATH
+from warm_python import Piped
 
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
@@ -26,18 +23,8 @@ class Ranks:
     """The processes; each call is one save and one load."""
 
     def __init__(self, port, options, tmp):
-        env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp)}
-        command = [sys.executable, str(Path(__file__).parent / "upload_ranks.py")]
-        self.processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(tmp), as_json(options_of(options, port))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=env,
-            )
-            for rank in range(2)
-        ]
+        script, reach = Path(__file__).with_name("upload_ranks.py"), as_json(options_of(options, port))
+        self.processes = [Piped(script, rank, tmp, reach, env={"TMPDIR": str(tmp)}) for rank in range(2)]
         assert [process.stdout.readline() for process in self.processes] == ["ready\n"] * 2
 
     def run(self, url, late=({}, {}), **options):

@@ -3,7 +3,6 @@
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,20 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from paths import PYTHONPATH
+from warm_python import WarmProcess
 
 _SECONDS = 60  # that a collective may take
 
 
 def run_script(script: Path, root: Path, *arguments: object, seconds: float = 300) -> None:
     """Run a script that calls :func:`fork_ranks`, which must end well; end it and its ranks in any case."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": PYTHONPATH,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen([sys.executable, str(script), str(root), *map(str, arguments)], env=env)
+    process = WarmProcess(script, root, *arguments)
     try:
         code = process.wait(seconds)
     finally:
@@ -44,7 +37,6 @@ def fork_ranks(size: int, root: Path, work: Callable[[int, int, Path], Any]) -> 
 
     The interpreter ends where a rank fails. One rank alone has no process group.
     """
-    warm_up()
     pids: set[int] = set()
 
     def stop(*_: object) -> None:
@@ -64,17 +56,6 @@ def fork_ranks(size: int, root: Path, work: Callable[[int, int, Path], Any]) -> 
         pids.remove(pid)
         if status:
             stop()
-
-
-def warm_up() -> None:
-    """Load what numba and recckpt put off to their first use: once, and not on every rank."""
-    import torch
-
-    from recckpt.sparse import HashTable, SparseSGD
-
-    table = HashTable(1, name="warm")
-    table(torch.arange(2)).sum().backward()
-    SparseSGD([table]).step()
 
 
 @contextmanager

@@ -8,14 +8,13 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import torch
-from paths import PYTHONPATH
 from torch import nn
+from warm_python import Piped
 
 from recckpt import CheckpointManager, Saver
 from recckpt.policies.when import EveryEventTime
@@ -70,10 +69,7 @@ class Runs:
     """The other end: a process of this file, and what became of its runs."""
 
     def __init__(self):
-        env = {**os.environ, "PYTHONPATH": PYTHONPATH, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
+        self._process = Piped(__file__)
         assert self._process.stdout.readline() == "ready\n"
 
     def run(self, scene, url, ranks=1, **options):
@@ -234,10 +230,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 def main():
     torch.set_num_threads(1)
-    warm = Job("memory://warm")  # compiles what there is to compile
-    warm.train(1)
-    warm.manager.save()
-    warm.manager.restore()
     print("ready", flush=True)
     for line in sys.stdin:
         order = {"options": {}, "job": {}, **json.loads(line)}

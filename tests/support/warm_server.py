@@ -1,0 +1,104 @@
+"""An interpreter that has imported all there is and forks processes which run scripts; driven by warm_python.py.
+
+It runs no threads of ours, so that a fork is a whole process; those of Arrow, which it may have, know how to fork.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+
+def command_of_a_fork():
+    """Take orders; returns in each process that is to follow one, with its command."""
+    warm_up()
+    orders = socket.socket(fileno=os.dup(0))
+    orders.send(b"ready")
+    while True:
+        order, descriptors, *_ = socket.recv_fds(orders, 1 << 20, 4)
+        if not order:
+            os._exit(0)
+        if os.fork() == 0:
+            orders.close()
+            *files, said = descriptors
+            pid = os.fork()
+            if pid:
+                mind(pid, files, socket.socket(fileno=said))
+            os.close(said)
+            return become(files, **json.loads(order))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def warm_up():
+    """Load what torch, numba and recckpt put off to their first use."""
+    import torch
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.optim
+    from builders import Run
+
+    torch.set_num_threads(1)
+    run = Run("memory://warm").train(1)
+    run.manager.save()
+    run.manager.restore()
+    gc.collect()
+    gc.freeze()  # else each fork would copy all pages of it when it ends
+
+
+def mind(pid, files, said):
+    """Be the parent of the process: send it the signals that are asked for, say how it ends, and end."""
+    for file in files:
+        os.close(file)
+    said.send(str(pid).encode())
+    over, asked = os.pidfd_open(pid), [said]
+    while over not in select.select([over, *asked], [], [])[0]:
+        number = said.recv(1)
+        if not number:
+            asked = []  # whoever started it is gone
+        signal.pidfd_send_signal(over, number[0] if number else signal.SIGTERM)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        said.send(str(code).encode())
+    os._exit(0)
+
+
+def become(files, command, cwd, env):
+    """Make of this process one that was started for the command."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    return command
+
+
+def follow(command):
+    """Do in ``__main__`` what Python does there with such arguments."""
+    main = sys.modules["__main__"].__dict__
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    script = Path(command[0]).resolve()
+    sys.argv = [str(script), *command[1:]]
+    sys.path[0] = str(script.parent)
+    for name in [name for name in main if not name.startswith("__")]:
+        del main[name]
+    main.update(__file__=str(script), __doc__=None)
+    exec(compile(script.read_bytes(), script, "exec", dont_inherit=True), main)
+
+
+if __name__ == "__main__":
+    follow(command_of_a_fork())
