@@ -60,8 +60,7 @@ class Saver(OneProcess):
             most half of ``timeout_sec``.
         on_save: called with the :class:`recckpt.SaveInfo` of each save that is committed, once rotation is over,
             in the thread of the save; what it raises is logged and fails nothing.
-        deltas: whether a save writes only what has changed since the one before, and now and then all: True, or a
-            :class:`recckpt.Deltas` that says how often; see docs/deltas.md.
+        deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, or ``sparse_optim`` trains other tables.
@@ -104,6 +103,7 @@ class Saver(OneProcess):
         extra = self._extra = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model)))
         io_state = self._io_state = io_registry()
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
+        self.loader.on_whole_restore = changes.on_whole_restore if changes else None
         self._live = Live(model, sparse_optim, extra, io_state)
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)

@@ -1,0 +1,196 @@
+"""The base of a saver: what it may count changes from, so that no delta stands on what somebody removes."""
+
+import pytest
+import spec_reader
+import torch
+from builders import Run, state_of
+
+from recckpt import Deltas, Saver
+from recckpt.errors import SaveFailedError, WriterFencedError
+from recckpt.output_dir.listing import list_checkpoints
+
+LONG = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0)
+
+
+def start(root, **options):
+    """Return a run that saves by hand, and writes a delta whenever it has a base."""
+    options = {"max_keep": None, "deltas": LONG, **options}
+    return Run(root, 10_000, **options)
+
+
+def resumed(root, step=None, **options):
+    run = start(root, seed=1, **options)
+    run.manager.restore(step)
+    return run
+
+
+def save(run, **options):
+    """Save the step of a run, and check what a reader finds of its tables."""
+    ckpt_id = f"ckpt_{run.manager.global_step}"
+    record = run.saver.save(ckpt_id, **options)
+    for table in run.model.tables:
+        rows = spec_reader.read(run.root, ckpt_id, table.name)
+        assert rows.keys() == set(table.ids().tolist())
+        order = table.ids().tolist()
+        embeddings = table.embeddings()
+        for row, id_ in enumerate(order):
+            assert rows[id_]["embedding"] == embeddings[row].numpy().tobytes()
+    return record
+
+
+@pytest.fixture(autouse=True)
+def roots(monkeypatch):
+    def init(run, url, *args, **options):
+        real(run, url, *args, **options)
+        run.root = url
+
+    real = Run.__init__
+    monkeypatch.setattr(Run, "__init__", init)
+
+
+def test_a_restored_run_goes_on_with_deltas(tmp_path):
+    run = start(tmp_path).train(5)
+    save(run)
+    last = save(run.train(2))
+    later = resumed(tmp_path)
+    record = save(later.train(3))
+    assert (record.kind, record.parent.save_id) == ("delta", last.save_id)
+    assert len(record.chain) == 2
+    assert state_of(resumed(tmp_path)) == state_of(later)
+    assert save(later.train(1)).parent.ckpt_id == record.ckpt_id
+
+
+def test_a_saver_that_loads_all_of_the_newest_goes_on_with_deltas_too(tmp_path):
+    save(start(tmp_path).train(5))
+    run = start(tmp_path, seed=1)
+    run.saver.load()
+    assert save(run.train(1)).kind == "delta"
+
+
+def test_a_restored_ephemeral_checkpoint_is_a_base_and_stays_while_it_is(tmp_path):
+    run = start(tmp_path, max_keep=1).train(5)
+    save(run)
+    save(run.train(1), ephemeral=True)
+    later = resumed(tmp_path, max_keep=1)
+    first = save(later.train(1), ephemeral=True)
+    second = save(later.train(1))
+    assert [record.parent.ckpt_id for record in (first, second)] == ["ckpt_6", "ckpt_6"]
+
+
+def test_what_is_not_the_newest_is_no_base(tmp_path):
+    run = start(tmp_path).train(5)
+    save(run)
+    save(run.train(2))
+    assert save(resumed(tmp_path, 5).train(1)).kind == "full"
+
+
+def test_what_another_writer_has_gone_on_from_is_no_base(tmp_path):
+    save(start(tmp_path).train(5))
+    mine, other = resumed(tmp_path), resumed(tmp_path)
+    assert save(other.train(1)).kind == "delta"
+    assert save(mine.train(2)).kind == "full"
+    with pytest.raises(WriterFencedError):
+        other.saver.save("late")
+
+
+def test_what_is_older_than_a_damaged_checkpoint_is_no_base(tmp_path):
+    run = start(tmp_path).train(5)
+    save(run)
+    save(run.train(2))
+    (tmp_path / "ckpt_7" / "model.pt").unlink()
+    assert save(resumed(tmp_path).train(1)).kind == "full"
+
+
+def test_a_part_of_a_checkpoint_is_no_base(tmp_path):
+    save(start(tmp_path).train(5))
+    run = start(tmp_path, seed=1)
+    run.manager.restore(load_conf={"exclude": ["item"]})
+    assert save(run.train(1)).kind == "full"
+
+
+def test_a_checkpoint_of_another_output_dir_is_no_base(tmp_path):
+    save(start(tmp_path / "a").train(5))
+    run = start(tmp_path / "b", seed=1)
+    run.manager.load_model_bank([{"path": str(tmp_path / "a")}])
+    assert save(run.train(1)).kind == "full"
+
+
+def test_a_run_that_restores_its_own_last_save_goes_on_from_it(tmp_path):
+    run = start(tmp_path).train(5)
+    save(run)
+    last = save(run.train(2))
+    run.train(3)
+    run.manager.restore()
+    record = save(run.train(1))
+    assert record.parent.save_id == last.save_id
+
+
+def test_a_run_that_restores_what_it_saved_before_the_last_writes_full(tmp_path):
+    run = start(tmp_path).train(5)
+    save(run)
+    save(run.train(2))
+    run.manager.restore(5)
+    assert save(run.train(1)).kind == "full"
+    assert save(run.train(1), overwrite=True).kind == "delta"
+
+
+def test_what_a_load_brings_in_after_a_base_is_in_the_delta(tmp_path):
+    save(start(tmp_path / "other", seed=7).train(5))
+    run = start(tmp_path / "own").train(5)
+    save(run)
+    run.saver.load(str(tmp_path / "other"), load_conf={"load": ["item"]})
+    record = save(run.train(1))
+    assert record.table("item").delta.replaced
+
+
+def test_the_base_of_a_restored_run_is_durable_before_anything_stands_on_it(tmp_path, monkeypatch):
+    save(start(tmp_path).train(5))
+    run, done = resumed(tmp_path), []
+    storage = run.saver.storage
+    sync_dir, make_dir = storage.sync_dir, storage.make_dir
+    monkeypatch.setattr(storage, "sync_dir", lambda name: (done.append(name), sync_dir(name)))
+    monkeypatch.setattr(storage, "make_dir", lambda name: (done.append(f"make {name}"), make_dir(name)))
+    save(run.train(1))
+    before = done[: done.index("make ckpt_6")]
+    assert {"ckpt_5", "ckpt_5/sparse", "ckpt_5/dense", ""} <= set(before[before.index("ckpt_5") :])
+
+
+def test_a_base_that_could_not_be_made_durable_waits_for_the_next_save(tmp_path, monkeypatch):
+    save(start(tmp_path).train(5))
+    run = resumed(tmp_path)
+    run.train(1)
+
+    def fail(name):
+        raise OSError(5, "Input/output error", name)
+
+    with monkeypatch.context() as patch:
+        run.saver._to.fence.hold()
+        patch.setattr(run.saver.storage, "sync_dir", fail)
+        with pytest.raises(SaveFailedError, match="Input/output error"):
+            run.saver.save("ckpt_6")
+    assert save(run).kind == "delta"
+
+
+def test_a_base_that_is_gone_when_the_run_goes_on_is_none(tmp_path):
+    run = start(tmp_path).train(5)
+    save(run)
+    save(run.train(1))
+    later = resumed(tmp_path)
+    (tmp_path / "ckpt_5" / "manifest.json").unlink()
+    assert save(later.train(1)).kind == "full"
+    assert list_checkpoints(later.saver.storage).ckpt_ids == ["ckpt_7"]
+
+
+def test_a_saver_without_deltas_is_told_nothing(tmp_path):
+    save(start(tmp_path).train(5))
+    run = resumed(tmp_path, deltas=False)
+    assert save(run.train(1)).kind == "full"
+    assert all(table.store._marks == [] for table in run.model.tables)
+
+
+def test_a_save_before_anything_was_restored_is_full(tmp_path):
+    save(start(tmp_path).train(5))
+    fresh = start(tmp_path, seed=1)
+    fresh.model.users(torch.arange(3))
+    assert fresh.saver.save("fresh").kind == "full"
+    assert isinstance(fresh.saver, Saver)
