@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from recckpt.cli.result import Outcome, usage_checked
@@ -11,7 +12,7 @@ from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.format.tables import TableEntry
+from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles, until_whole
@@ -30,7 +31,7 @@ def show(args: argparse.Namespace) -> Outcome:
 
     storage, checkpoint, tensors, problems = until_whole(find, _with_tensors)
     url, manifest = layout.join(storage.url.removesuffix("/"), checkpoint.directory), checkpoint.manifest
-    data, lines = _data(url, manifest, tensors), _lines(url, manifest, tensors)
+    data, lines = _data(url, checkpoint, tensors), _lines(url, checkpoint, tensors)
     if args.files:
         data["files"] = [_file_data(file) for file in manifest.files]
         lines += _section("files", _file_lines(manifest))
@@ -63,13 +64,16 @@ def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _data(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[str, Any]:
+def _data(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
         "id": manifest.ckpt_id,
         "url": url,
         "step": manifest.step,
         "time": manifest.time,
-        "kind": "full",
+        "kind": manifest.kind,
+        "form_of": None if manifest.form_of is None else manifest.form_of.save_id,
+        "links": [_link_data(link) for link in checkpoint.links],
         "save_id": manifest.save_id,
         "epoch": manifest.epoch,
         "seq": manifest.seq,
@@ -86,21 +90,26 @@ def _data(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> dict[s
 
 def _table_data(table: TableEntry) -> dict[str, Any]:
     slots = [{"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)} for slot in table.slots]
-    return {"name": table.name, "rows": table.rows, "bytes": table.rows * table.row_bytes, "slots": slots}
+    data = {"name": table.name, "rows": table.rows, "bytes": table.rows * table.row_bytes, "slots": slots}
+    return data if table.delta is None else {**data, "delta": asdict(table.delta)}
 
 
-def _lines(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> list[str]:
+def _link_data(link: Checkpoint) -> dict[str, Any]:
+    manifest = link.manifest
+    kind = {"id": manifest.ckpt_id, "directory": link.directory, "kind": manifest.kind, "save_id": manifest.save_id}
+    return {**kind, "step": manifest.step, "bytes": manifest.n_bytes}
+
+
+def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> list[str]:
+    manifest = checkpoint.manifest
     flags = ["ephemeral"] if manifest.ephemeral else []
-    tables = [
-        (escaped(t.name), count(t.rows), size(t.rows * t.row_bytes), ", ".join(map(_slot, t.slots)))
-        for t in manifest.tables
-    ]
     dense = [(escaped(t["name"]), t["dtype"], str(tuple(t["shape"])), size(t["bytes"])) for t in tensors]
     state = [(escaped(name), one_line(cell(value))) for name, value in manifest.state.items()]
     lines = pairs(
         [
             ("checkpoint", escaped(manifest.ckpt_id)),
             ("url", url),
+            *_kind(manifest),
             ("step", "-" if manifest.step is None else str(manifest.step)),
             ("time", escaped(manifest.time)),
             ("size", f"{size(manifest.n_bytes)} in {plural(len(manifest.files), 'file')}"),
@@ -110,9 +119,43 @@ def _lines(url: str, manifest: Manifest, tensors: list[dict[str, Any]]) -> list[
             *([("flags", ", ".join(flags))] if flags else []),
         ]
     )
-    lines += _section("tables", grid(("NAME", "ROWS", "SIZE", "SLOTS"), tables, ("ROWS", "SIZE")) if tables else [])
+    lines += _section("links", _link_lines(checkpoint.links) if checkpoint.below else [])
+    lines += _section("tables", _lines_of_tables(manifest) if manifest.tables else [])
     lines += _section("dense tensors", grid(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",)) if dense else [])
     return lines + _section("training state", pairs(state))
+
+
+def _kind(manifest: Manifest) -> list[tuple[str, str]]:
+    """Return what is said of a delta or form, nothing of other full checkpoints."""
+    if manifest.parent is not None:
+        return [("kind", f"delta on {escaped(manifest.parent.ckpt_id)}")]
+    return [] if manifest.form_of is None else [("kind", "full, made of a delta and what it stood on")]
+
+
+def _link_lines(links: Sequence[Checkpoint]) -> list[str]:
+    """Return a table of what a delta is read from."""
+    rows = []
+    for link in links:
+        manifest = link.manifest
+        held = sum(table.held for table in manifest.tables)
+        rows.append((f"{escaped(link.directory)}/", manifest.kind, count(held), size(manifest.n_bytes)))
+    return grid(("DIRECTORY", "KIND", "ROWS", "SIZE"), rows, ("ROWS", "SIZE"))
+
+
+def _lines_of_tables(manifest: Manifest) -> list[str]:
+    """Return a table of the tables; in a delta with what it holds of each."""
+    head, rows = ["NAME", "ROWS", "SIZE"], []
+    for table in manifest.tables:
+        row = [escaped(table.name), count(table.rows), size(table.rows * table.row_bytes)]
+        row += [] if table.delta is None else [_of_delta(table.delta)]
+        rows.append([*row, ", ".join(map(_slot, table.slots))])
+    head += ["IN THIS DELTA"] if manifest.kind == "delta" else []
+    return grid([*head, "SLOTS"], rows, ("ROWS", "SIZE"))
+
+
+def _of_delta(delta: DeltaRows) -> str:
+    """Say what a delta holds of a table; one that keeps no marks, such as one of the user's own, is whole in each."""
+    return "all rows" if delta.replaced else f"{plural(delta.upserts, 'row')}, {plural(delta.deletes, 'delete')}"
 
 
 def _section(title: str, lines: list[str]) -> list[str]:

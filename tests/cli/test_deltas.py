@@ -3,7 +3,7 @@
 import pytest
 from forge import filled, save_tables
 from spec_reader import counting
-from spec_writer import write_delta
+from spec_writer import write_delta, write_form
 
 from recckpt.storage import open_storage
 
@@ -32,3 +32,35 @@ def test_get_and_head_give_the_rows_of_the_chain(recckpt, runs):
     answer = recckpt("get", runs, "t", "9", "2", "1", "--json")
     assert [row["id"] for row in answer.json["rows"]] == [9, 1]
     assert (answer.code, answer.json["missing"]) == (1, [2])
+
+
+def test_show_says_what_a_delta_stands_on_and_what_it_holds(recckpt, runs):
+    base = counting(runs)[0]
+    answer = recckpt("show", runs)
+    assert answer.code == 0
+    assert ["kind", "delta", "on", "ckpt_1"] in answer.lines
+    assert [line[:3] for line in answer.lines if line and line[0].startswith("ckpt_")] == [
+        ["ckpt_2/", "delta", "2"],
+        ["ckpt_1/", "full", "6"],
+    ]
+    assert any("2 rows, 2 deletes" in line for line in answer.out.splitlines())
+    shown = recckpt("show", runs, "--json").json
+    assert (shown["kind"], [link["directory"] for link in shown["links"]]) == ("delta", ["ckpt_2", "ckpt_1"])
+    assert shown["tables"][0]["delta"] == {"upserts": 2, "deletes": 2, "replaced": False}
+    assert (shown["rows"], shown["form_of"]) == (6, None)
+    assert "kind" not in [line[0] for line in recckpt("show", base.directory).lines if line]
+    files = recckpt("show", runs, "--files", "--json").json["tables"][0]["files"]
+    assert [name.split(".")[1] for name in files] == ["g0", "deletes"]
+
+
+def test_show_says_which_tables_are_whole_in_a_delta(recckpt, runs):
+    newest = max(counting(runs), key=lambda found: found.place)
+    write_delta(newest, "ckpt_3", 1, [({1: (7, 7)}, [])], replaced=True)
+    assert any("all rows" in line for line in recckpt("show", runs).out.splitlines())
+
+
+def test_show_says_that_a_checkpoint_is_a_form(recckpt, runs):
+    newest = max(counting(runs), key=lambda found: found.place)
+    write_form(newest, {0: (0, 0), 1: (7, 7), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
+    assert any("full, made of a delta" in line for line in recckpt("show", runs).out.splitlines())
+    assert recckpt("show", runs, "--json").json["form_of"] == newest.origin
