@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from recckpt.cli.result import CommandError, Outcome, usage_checked
-from recckpt.inspect.salvage import Lost
 from recckpt.inspect.salvage import salvage as salvage_table
+from recckpt.inspect.salvage_link import Lost
 from recckpt.text import count, escaped, grid, one_line, plural
 
 _HEAD = ("FILE", "BUCKETS", "ROWS", "REASON")

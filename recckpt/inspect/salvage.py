@@ -1,39 +1,24 @@
-"""Saves the rows of a damaged table that are still whole, batch by batch (no torch here)."""
+"""Saves the rows of a damaged table that are still whole, batch by batch, link by link (no torch here)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
-import xxhash
 
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format import catalog as catalogs
+from recckpt.errors import CheckpointNotFoundError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.format.catalog import Batch, Catalog, Part
-from recckpt.format.manifest import Manifest
-from recckpt.format.tables import TableEntry
+from recckpt.inspect.salvage_chain import FoundLink, links_of
+from recckpt.inspect.salvage_link import LinkRemains, Lost, ids_of
 from recckpt.output_dir.checkpoint_dir import read_manifest
-from recckpt.sparse.files.arrow_format import ID, column_buffer
-from recckpt.sparse.files.damaged_part import Remains, unverified_batches
-from recckpt.sparse.files.id_check import FormerShards, Int64s
+from recckpt.sparse.files.id_check import Int64s, is_among
 from recckpt.sparse.files.table_reader import table_schema
-from recckpt.storage import NOT_READABLE, SinkFile, Storage, missing, new_file, open_parent, open_storage
-from recckpt.storage.local_files import mapped
+from recckpt.storage import SinkFile, Storage, new_file, open_parent, open_storage
 from recckpt.text import Progress, escaped
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A range of buckets in which rows of the table are lost."""
-
-    file: str  # what is damaged, as named under the output dir
-    buckets: tuple[int, int]  # [begin, end); of the buckets at both ends other rows may be there
-    rows: int | None  # how many are lost; None where no file says so any more
-    reason: str  # what is wrong with the file, with the first of the batches where there are several
 
 
 @dataclass(frozen=True)
@@ -42,8 +27,8 @@ class Salvaged:
 
     rows: int  # rows in the file that was written
     expected: int  # rows of the table by the manifest
-    unverified: int  # those of ``rows`` that no checksum vouches for
-    lost: tuple[Lost, ...]  # what is not there, in the order of the files
+    unverified: int  # those of ``rows`` that nothing vouches for
+    lost: tuple[Lost, ...]  # what is not there, in the order of the files, of a delta by link, the newest first
 
 
 def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Salvaged:
@@ -53,11 +38,15 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     taken whose checksums can still be read there and hold. Where several shards have the same id, the row of the first
     is taken. Needs memory for one batch, and where shards overlap in their buckets, 8 bytes a row.
 
+    Of a delta, the newest link comes first. Rows of older links are left out where a newer link has lost some in their
+    buckets: they may have changed since, or been deleted. That takes 8 bytes for each row of the newer links.
+
     Args:
         path: the checkpoint; any fsspec URL.
         table: name of the table.
         out: the file to write, which must not exist; any fsspec URL.
-        unverified: whether to also take rows of parts whose catalog cannot be read, which no checksum covers.
+        unverified: whether to also take rows of parts whose catalog cannot be read, which no checksum covers, and those
+            of older links that may have changed since.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -73,156 +62,65 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
         what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
         raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
     entry = manifest.named_table(table)
-    remains = _Table(storage, directory, manifest, entry)
+    remains = _Remains(storage, links_of(storage, directory, manifest, table))
     with new_file(out) as sink, Progress(f"salvaging {escaped(table)}", entry.rows * entry.row_bytes) as progress:
         # Not a context manager: it would complete the file on an error too.
-        writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), remains.schema)
+        writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), table_schema(entry.slots))
         for batch in remains.batches(unverified=unverified):
             writer.write_batch(batch)
-            progress.n_rows = remains.rows
+            progress.n_rows = remains.n_rows
             progress.advance(batch.num_rows * entry.row_bytes)
         writer.close()
-    return Salvaged(remains.rows, entry.rows, remains.unverified_rows, remains.lost())
+    return Salvaged(remains.n_rows, entry.rows, remains.n_unverified, tuple(remains.lost))
 
 
-class _Table:
-    """One table of a damaged checkpoint."""
+class _Remains:
+    """The rows of a table that are left in its links."""
 
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest, entry: TableEntry) -> None:
-        self._storage, self._directory, self._manifest, self._entry = storage, directory, manifest, entry
-        self.schema = table_schema(entry.slots)
-        self.rows = self.unverified_rows = 0
-        self._lost: list[Lost] = []
-        self._former = FormerShards(manifest.shards)
+    def __init__(self, storage: Storage, links: Iterable[FoundLink | Lost]) -> None:
+        self._storage, self._links = storage, list(links)
+        self.n_rows = self.n_unverified = 0
+        self.lost: list[Lost] = []
+        self._known: Int64s = np.empty(0, np.int64)  # to newer links, sorted
+        self._is_doubtful = np.zeros(N_BUCKETS, np.bool_)  # where newer links have lost rows or deletes
 
     def batches(self, *, unverified: bool) -> Iterator[pa.RecordBatch]:
-        """Yield the whole batches, and keep account of the others."""
-        for number, shard in enumerate(self._manifest.shards):
-            self._former.next_shard()
-            catalog, problem = self._catalog(number)
-            if catalog is not None:
-                for part in catalog.parts:
-                    yield from self._counted(self._part(part, trusted=not problem))
-            elif shard.buckets != (0, 0):  # or it has no rows
-                self._lost.append(Lost(self._path(shard.catalog), shard.buckets, None, problem))
-                if unverified:
-                    before = self.rows
-                    yield from self._counted(self._unlisted(number))
-                    self.unverified_rows += self.rows - before
-
-    def lost(self) -> tuple[Lost, ...]:
-        """Return what was lost, once all batches have been asked for."""
-        rest = self._entry.rows - self.rows - sum(lost.rows or 0 for lost in self._lost)
-        unknown = [lost for lost in self._lost if lost.rows is None]
-        if rest <= 0:
-            return tuple(lost for lost in self._lost if lost.rows is not None)
-        if not unknown:
-            path, reason = self._path(layout.MANIFEST), "counts rows that no catalog lists"
-            return (*self._lost, Lost(path, (0, N_BUCKETS), rest, reason))
-        return tuple(replace(lost, rows=rest) if [lost] == unknown else lost for lost in self._lost)
-
-    def _counted(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            self.rows += batch.num_rows
-            yield batch
-
-    def _path(self, name: str) -> str:
-        return layout.join(self._directory, name)
-
-    def _catalog(self, number: int) -> tuple[Catalog | None, str]:
-        """Return the catalog of a shard, and what is wrong with it; a flipped bit may leave most of it readable."""
-        file = self._manifest.file(self._manifest.shards[number].catalog)
-        assert file is not None  # the manifest was checked for that
-        path = self._path(file.name)
-        try:
-            data = self._storage.read(path, min(file.n_bytes, catalogs.MAX_BYTES) + 1)
-            catalog = catalogs.decode(data, path, self._manifest, number)
-        except NOT_READABLE as error:
-            return None, missing(path, error, "").found
-        except (CorruptCheckpointError, FormatVersionError, OSError) as error:
-            return None, f"unreadable ({getattr(error, 'found', error)})"
-        digest = xxhash.xxh3_64_intdigest(data)
-        return catalog, "" if digest == file.xxh3 else f"checksum {digest:016x}, expected {file.xxh3:016x}"
-
-    def _part(self, part: Part, *, trusted: bool) -> Iterator[pa.RecordBatch]:
-        """Yield the whole batches of the table in a part; with a damaged catalog, the file must name the table too."""
-        numbers = [number for number, batch in enumerate(part.batches) if batch.table == self._entry.name]
-        remains = self._remains(part) if numbers else "no rows of the table"
-        lost: dict[int, str] = {}
-        for number in numbers:
-            found: pa.RecordBatch | str = remains if isinstance(remains, str) else remains.batch(number)
-            if not isinstance(found, str) and not trusted:
-                named = remains.table(number) if isinstance(remains, Remains) else None
-                if named != self._entry.name:
-                    found = f"rows of {named!r} by the file, of {self._entry.name!r} by a damaged catalog"
-            if not isinstance(found, str) and not _lies_in(found, part.batches[number]):
-                found = "ids of other buckets than its catalog says"
-            if isinstance(found, str):
-                lost[number] = found
+        """Yield the rows, and keep account of what is lost."""
+        for link in self._links:
+            if isinstance(link, Lost):
+                self._lose([link])
             else:
-                yield self._without_repeats(found, part.file, part.batches[number].buckets)
-        ranges = _ranges(self._path(part.file), part, numbers, lost)
-        self._lost += ranges if trusted else (replace(lost, rows=None) for lost in ranges)
+                yield from self._of_link(link, unverified=unverified, is_last=link is self._links[-1])
 
-    def _remains(self, part: Part) -> Remains | str:
-        data = self._data(part.file)
-        return data if isinstance(data, str) else Remains(data, part, self._entry.slots)
+    def _of_link(self, link: FoundLink, *, unverified: bool, is_last: bool) -> Iterator[pa.RecordBatch]:
+        remains = LinkRemains(self._storage, link.directory, link.manifest, link.entry)
+        own, n_doubtful = [np.empty(0, np.int64)], 0
+        for batch, vouched in remains.batches(unverified=unverified):
+            ids = ids_of(batch)
+            own += [] if is_last else [ids]
+            is_wanted = ~is_among(ids, self._known)
+            is_doubtful = is_wanted & self._is_doubtful[bucket_of(ids)]
+            n_doubtful += int(is_doubtful.sum())
+            is_wanted &= unverified | ~is_doubtful
+            n_wanted = int(is_wanted.sum())
+            self.n_rows += n_wanted
+            self.n_unverified += int((is_wanted & is_doubtful).sum()) if vouched else n_wanted
+            if n_wanted:
+                yield batch if n_wanted == len(ids) else batch.take(pa.array(np.flatnonzero(is_wanted)))
+        lost = list(remains.lost())
+        if n_doubtful and not unverified:
+            path, reason = layout.join(link.directory, layout.SPARSE_DIR), "may have changed or gone in newer links"
+            lost.append(Lost(path, _span(self._is_doubtful), n_doubtful, reason))
+        self._known = np.unique(np.concatenate([self._known, remains.deleted, *own]))
+        self._lose(lost)
 
-    def _data(self, name: str) -> memoryview | str:
-        """Return the bytes of a file, or why there are none."""
-        try:
-            return mapped(self._storage, self._path(name))
-        except NOT_READABLE as error:
-            return missing(name, error, "").found
-        except OSError as error:
-            return f"an error: {error}"
-
-    def _unlisted(self, number: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that no catalog describes."""
-        shard = self._manifest.shards[number]
-        prefix = shard.catalog.removesuffix(".json") + "."
-        for file in self._manifest.files:
-            if layout.is_part(file.name) and file.name.startswith(prefix):
-                data = self._data(file.name)
-                if not isinstance(data, str):
-                    for batch in unverified_batches(data, self._entry.name, self._entry.slots, shard.buckets):
-                        yield self._without_repeats(batch, file.name, shard.buckets)
-
-    def _without_repeats(self, batch: pa.RecordBatch, file: str, buckets: tuple[int, int]) -> pa.RecordBatch:
-        """Drop rows whose ids an earlier shard has: it cannot be known which of the two is right."""
-        repeated = self._former.had(_ids(batch))
-        if not repeated.any():
-            return batch
-        first = _ids(batch)[repeated][0]
-        self._lost.append(
-            Lost(self._path(file), buckets, int(repeated.sum()), f"ids that another shard has, such as {first}")
-        )
-        return batch.take(pa.array(np.flatnonzero(~repeated)))
+    def _lose(self, lost: Iterable[Lost]) -> None:
+        for one in lost:
+            self.lost.append(one)
+            self._is_doubtful[slice(*one.buckets)] = True
 
 
-def _ids(batch: pa.RecordBatch) -> Int64s:
-    return np.frombuffer(column_buffer(batch.column(ID)), np.int64)
-
-
-def _lies_in(batch: pa.RecordBatch, entry: Batch) -> bool:
-    """Say whether the ids of a batch lie in the buckets that its catalog says."""
-    buckets = bucket_of(_ids(batch))
-    return bool(entry.buckets[0] <= buckets.min() and buckets.max() < entry.buckets[1])
-
-
-def _ranges(path: str, part: Part, numbers: Sequence[int], lost: dict[int, str]) -> Iterator[Lost]:
-    """Join the losses of neighbouring batches."""
-    run: Lost | None = None
-    for number in numbers:
-        if number not in lost:
-            if run:
-                yield run
-            run = None
-            continue
-        batch = part.batches[number]
-        if run is None:
-            run = Lost(path, batch.buckets, batch.rows, lost[number])
-        else:
-            run = replace(run, buckets=(run.buckets[0], batch.buckets[1]), rows=(run.rows or 0) + batch.rows)
-    if run:
-        yield run
+def _span(buckets: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Return [begin, end) of the marked buckets."""
+    marked = np.flatnonzero(buckets)
+    return int(marked[0]), int(marked[-1]) + 1
