@@ -6,7 +6,7 @@ Pinned ones stay, by a small file each, so that any process may pin.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 
@@ -19,31 +19,85 @@ from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
+_LAST = frozenset({layout.INTENT, layout.OFFER})  # files of an attempt, of an offer
 THREADS = 8  # to remove files with, where the caller has no number of its own
 
 
 def expired(
-    listing: Listing, keep: int | Keep | None, pinned: Collection[str], now: datetime | None = None
+    listing: Listing,
+    keep: int | Keep | None,
+    pinned: Collection[str],
+    base: str | None,
+    now: datetime | None = None,
 ) -> list[Checkpoint]:
-    """Return the committed checkpoints that go: superseded ones, and those that the policy does not want.
+    """Return the checkpoints that go, in the order in which they go: what nothing that stays is read from.
 
-    The newest of all stays whatever the policy says. So do pinned ones, and the newest that a manager made: a save by
-    hand takes nothing of what a run goes on from. An ephemeral checkpoint stays only while it is the newest of all; the
-    policy does not see it. Damaged and fenced checkpoints neither count nor go.
+    The newest of all stays whatever the policy says. So do pinned ones, the newest that a manager made (a save by hand
+    takes nothing of what a run goes on from), and what a person has copied under a name of its own. An ephemeral
+    checkpoint stays only while it is the newest of all; the policy does not see it. Links that others stand on stay and
+    do not count. Damaged and fenced checkpoints neither count nor go, but for those that a whole form stands for, and
+    damaged forms.
+
+    Args:
+        listing: what is there.
+        keep: the policy.
+        pinned: ids.
+        base: save id of the checkpoint that the writer counts changes from, None where it has none.
+        now: the time for the policy.
     """
+    kept = _kept(listing, keep, pinned, now or datetime.now(timezone.utc))
+    stay = listing.chains.closure([*(c.manifest.origin for c in kept), *([base] if base else [])])
+    for checkpoint in listing.committed:
+        if not layout.is_attempt(checkpoint.directory, checkpoint.ckpt_id):
+            stay.update(link.directory for link in checkpoint.links)
+    gone = [c for c in listing.committed if c.directory not in stay]
+    gone += [c for c in listing.lost if _is_replaced(c, listing)]
+    return _in_order(gone, listing)
+
+
+def _kept(listing: Listing, keep: int | Keep | None, pinned: Collection[str], now: datetime) -> list[Checkpoint]:
+    """Return the checkpoints that stay for their own sake."""
     current = listing.current
-    regular = [checkpoint.manifest for checkpoint in current if not checkpoint.manifest.ephemeral]
-    wanted = as_keep(keep).kept(regular, now or datetime.now(timezone.utc))
+    regular = [checkpoint for checkpoint in current if not checkpoint.manifest.ephemeral]
+    wanted_ids = as_keep(keep).kept([checkpoint.manifest for checkpoint in regular], now)
+    wanted = [checkpoint for checkpoint in regular if checkpoint.ckpt_id in wanted_ids]
+    of_steps = [checkpoint for checkpoint in regular if layout.parse_step(checkpoint.ckpt_id) is not None]
+    kept = [*current[-1:], *of_steps[-1:], *wanted, *(c for c in current if c.ckpt_id in pinned)]
+    if len(wanted) > 1 and regular[-1].below:  # one flipped bit of the newest full one must not take all
+        newest_full = regular[-1].links[-1].directory
+        kept += [c for c in regular if c.links[-1].directory != newest_full][-1:]
+    return kept
 
-    of_steps = [c for c in current if layout.parse_step(c.ckpt_id) is not None and not c.manifest.ephemeral]
 
-    def stays(checkpoint: Checkpoint) -> bool:
-        record = checkpoint.manifest
-        is_newest = checkpoint is current[-1] or checkpoint in of_steps[-1:]
-        return is_newest or record.ckpt_id in pinned or (record.ckpt_id in wanted and not record.ephemeral)
+def _is_replaced(damaged: Checkpoint, listing: Listing) -> bool:
+    """Say whether readers have another representation of a damaged checkpoint, and one of the two is a form."""
+    there = listing.representation(damaged.manifest.origin)
+    is_ours = layout.is_attempt(damaged.directory, damaged.ckpt_id)
+    return is_ours and there is not None and (damaged.manifest.form_of or there.manifest.form_of) is not None
 
-    kept = {checkpoint.directory for checkpoint in current if stays(checkpoint)}
-    return [checkpoint for checkpoint in listing.committed if checkpoint.directory not in kept]
+
+def _in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
+    """Return them as they go: what stands on others before those, and of one place the delta before its forms.
+
+    Damaged forms, and superseded ones on which nothing stands, go first: they must not become current again.
+    """
+    current = {checkpoint.manifest.origin for checkpoint in listing.current}
+    parents = {c.manifest.parent.save_id for c in gone if c.manifest.parent}
+
+    def urgency(checkpoint: Checkpoint) -> tuple[bool, bool]:
+        is_damaged_form = checkpoint.manifest.form_of is not None and checkpoint in listing.lost
+        return is_damaged_form, checkpoint.manifest.origin not in current | parents
+
+    newest_first = sorted(gone, key=lambda c: (c.manifest.place, c.manifest.kind == "delta"), reverse=True)
+    return sorted(newest_first, key=urgency, reverse=True)
+
+
+def sync_forms(storage: Storage, listing: Listing, gone: Sequence[Checkpoint]) -> None:
+    """Make the forms that stay durable, before what they replace goes."""
+    removed = {checkpoint.directory for checkpoint in gone}
+    forms = [c.directory for c in listing.committed if c.manifest.form_of and c.directory not in removed]
+    for directory in [*forms, ""] if forms and gone else []:
+        storage.sync_dir(directory)
 
 
 def pin(storage: Storage, ckpt_id: str) -> None:
@@ -118,10 +172,10 @@ def abandon(storage: Storage, directory: str) -> None:
 
 
 def _remove_files(storage: Storage, directory: str, listed: Collection[str], concurrency: int) -> None:
-    """Remove our files, and the directory if it is empty then; INTENT last, since it says whose leftover this is."""
+    """Remove our files, and the directory if it is empty then; last the file that says whose leftover this is."""
     names = [name for name in storage.list_files(directory) if name in listed or layout.is_ours(name)]
-    paths = [layout.join(directory, name) for name in names if name != layout.INTENT]
+    paths = [layout.join(directory, name) for name in names if name not in _LAST]
     run_all(storage.remove, paths, storage.threads(concurrency))  # of 1,024 ranks, 11,000 requests
-    if layout.INTENT in names:
-        storage.remove(layout.join(directory, layout.INTENT))
+    for name in _LAST.intersection(names):
+        storage.remove(layout.join(directory, name))
     storage.remove_empty_dirs(directory)

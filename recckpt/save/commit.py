@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import StateMismatchError, WriterFencedError
-from recckpt.format import layout
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import DeltaRows, TableEntry
@@ -107,11 +106,13 @@ def rotate(job: Job, to: Destination) -> None:
     try:
         with info.timed("rotate"):
             listing = fence.listing
+            victims = _expired(listing, job.max_keep, rotation.pinned_ids(storage), _base_of(to))
+            going = {victim.directory for victim in victims}
             for directory, error in listing.damaged.items():
-                log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-            for victim in _expired(listing, job.max_keep, rotation.pinned_ids(storage), _base_of(to)):
-                if not layout.is_attempt(victim.directory, victim.ckpt_id):
-                    continue  # a copy that a person made under another name is theirs
+                if directory not in going:
+                    log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
+            rotation.sync_forms(storage, listing, victims)
+            for victim in victims:
                 fence.check()
                 if rotation.remove(storage, victim, to.concurrency):
                     fence.listing = fence.listing.minus([victim.directory])
@@ -135,10 +136,7 @@ def _base_of(to: Destination) -> str | None:
 def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str], base: str | None) -> list[Checkpoint]:
     """Return what goes; nothing does where a policy of the caller's own fails."""
     try:
-        going = rotation.expired(listing, max_keep, pinned)
-        stay = {c.manifest.origin for c in listing.committed if c not in going} | ({base} if base else set())
-        links = listing.chains.closure(stay)
-        return [victim for victim in reversed(going) if victim.directory not in links]
+        return rotation.expired(listing, max_keep, pinned, base)
     except Exception:
         log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
         return []

@@ -59,7 +59,7 @@ def without_dir_fsync(of):
 
 COMMIT, PUT = "recckpt.output_dir.commit:commit", "        storage.put_if_absent(path, data)\n"
 REMOVE = "recckpt.output_dir.rotation:remove"
-ORDER = "c.manifest.place"
+LIST, ORDER = "recckpt.output_dir.listing:_list", "committed=committed"
 MTIME = "__import__('os').stat(f'{storage.url}/{c.directory}/manifest.json').st_mtime_ns"
 
 PLANTS = {
@@ -123,9 +123,13 @@ PLANTS = {
     "a manifest that was put is not read back": Plant(
         "recckpt.storage.objects:ObjectStorage._put", "        doubt = error\n", "        raise\n"
     ),
-    "order by steps as strings": Plant("recckpt.output_dir.listing:_list", ORDER, "str(c.manifest.step)"),
+    "order by steps as strings": Plant(
+        LIST, ORDER, "committed=tuple(sorted(committed, key=lambda c: str(c.manifest.step)))"
+    ),
     "order by mtime": Plant(
-        "recckpt.output_dir.listing:_list", ORDER, f"({ORDER} if '://' in storage.url else {MTIME})"
+        LIST,
+        ORDER,
+        f"committed=tuple(sorted(committed, key=lambda c: c.manifest.place if '://' in storage.url else {MTIME}))",
     ),
     "checksums of manifests are not compared": Plant(
         "recckpt.format.json_fields:check_seal", "if digest != int(found[2], 16):", "if False:"

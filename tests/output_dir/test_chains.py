@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from faults import delta_states as model
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from links import SLOTS, delta, form, full
+from links import SLOTS, as_in_the_model, delta, form, full, output_dirs
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format.links import MAX_LINKS
@@ -131,53 +130,12 @@ def test_a_link_whose_manifest_cannot_be_read_is_named_by_the_hint():
     assert chains_of(B, damaged={"a": lost}).broken["b"] is lost
 
 
-@st.composite
-def output_dirs(draw):
-    """Manifests of checkpoints, some of them gone and some forms damaged, and the same in the words of the model."""
-    made: list[Manifest] = []
-    for n in range(draw(st.integers(1, 6))):
-        deltas = [record for record in made if record.form_of is None]
-        on = draw(st.none() | st.sampled_from(deltas)) if deltas else None
-        made.append(full(str(n), n) if on is None else delta(str(n), n, on))
-    found = {directory_of(record): record for record in made}
-    of_deltas = [record for record in made if record.parent]
-    for n, of in enumerate(draw(st.lists(st.sampled_from(of_deltas), max_size=4)) if of_deltas else []):
-        made.append(form(of, draw(st.sampled_from("az")) + str(n)))
-        found[directory_of(made[-1])] = made[-1]
-    gone = draw(st.sets(st.sampled_from(sorted(found)), max_size=3))
-    there = {name: record for name, record in found.items() if name not in gone}
-    forms = sorted(name for name, record in there.items() if record.form_of)
-    damaged = draw(st.sets(st.sampled_from(forms))) if forms else set()
-    return there, damaged
-
-
-def as_in_the_model(there: dict[str, Manifest], damaged: set[str]) -> model.View:
-    found, offers = [], []
-    for name, record in there.items():
-        parent = record.parent.save_id if record.parent else ""
-        form_of, offer = (record.origin, record.files_id) if record.form_of else ("", "")
-        one = model.Checkpoint(
-            name,
-            record.save_id,
-            record.epoch,
-            record.place,
-            parent,
-            frozenset(),
-            frozenset(),
-            form_of=form_of,
-            offer=offer,
-        )
-        found.append(one)
-        if form_of and name not in damaged:
-            offers.append(model.Offer(name, form_of, frozenset(), offer, offer))
-    return model.View(model.Rules(), found, frozenset(offers))
-
-
 @settings(max_examples=500)
 @given(output_dirs())
 def test_the_chains_are_those_that_readers_of_the_model_take(made):
     there, damaged = made
-    chains, view = Chains(there, {name: damage(name) for name in damaged}), as_in_the_model(there, damaged)
+    chains = Chains(there, {name: damage(name) for name in damaged})
+    view = model.View(model.Rules(), *as_in_the_model(there, damaged))
     for record in there.values():
         expected = tuple(link.directory for link in view.chain(record.origin))
         best = chains.representations(record.origin)[:1]

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 from forge import Forge, filled, save_tables
+from spec_reader import counting
+from spec_writer import write_delta, write_form
+from torch import nn
 
+from recckpt import Saver
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
 from recckpt.storage import Storage, open_storage
@@ -24,7 +28,7 @@ def save(storage: Storage, *ids: str, **options) -> None:
 
 
 def rotate(storage: Storage, max_keep: int | None) -> None:
-    for victim in rotation.expired(list_checkpoints(storage), max_keep, ()):
+    for victim in rotation.expired(list_checkpoints(storage), max_keep, (), None):
         rotation.remove(storage, victim, 1)
 
 
@@ -109,14 +113,14 @@ def test_a_failed_removal_is_logged_and_done_at_the_next_time(storage, monkeypat
     def fails(self, name):
         raise OSError(errno.EIO, "broken", name)
 
-    [victim] = rotation.expired(list_checkpoints(storage), 1, ())
+    [victim] = rotation.expired(list_checkpoints(storage), 1, (), None)
     with monkeypatch.context() as patch:
         patch.setattr(type(storage), method, fails)
         rotation.remove(storage, victim, 1)
     assert "broken" in caplog.text
     listing = list_checkpoints(storage)
     assert listing.current[-1].ckpt_id == "b"
-    for left in [*rotation.leftovers(storage, listing, epoch=1), *rotation.expired(listing, 1, ())]:
+    for left in [*rotation.leftovers(storage, listing, epoch=1), *rotation.expired(listing, 1, (), None)]:
         rotation.remove_leftover(storage, left.directory, 1)
     assert storage.list_files("a") == [] or method == "remove"
 
@@ -165,3 +169,49 @@ def test_the_intent_of_a_leftover_goes_last(storage, monkeypatch):
     monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
     rotation.remove_leftover(storage, "a", 1)
     assert removed[-1] == "a/INTENT"
+
+
+@pytest.fixture
+def replaced(local):
+    """An output dir with a full checkpoint a, a delta b on it, and a form of b."""
+    save(local, "a")
+    delta = write_delta(counting(Path(local.url))[0], "b", 3, [({1: (1, 1)}, [])])
+    form = write_form(delta, {1: (1, 1)}).directory
+    (form / "OFFER").write_bytes(b"{}")
+    return form
+
+
+def test_what_a_form_replaces_goes_only_after_the_form_is_durable(local, replaced, monkeypatch):
+    done, sync = [], type(local).sync_dir
+    monkeypatch.setattr(type(local), "sync_dir", lambda self, name: (done.append(name), sync(self, name)))
+    listing = list_checkpoints(local)
+    rotation.sync_forms(local, listing, rotation.expired(listing, 1, (), None))
+    assert done == [replaced.name, ""]
+    rotation.sync_forms(local, listing, ())
+    assert done == [replaced.name, ""]
+    rotate(local, 1)
+    assert attempt_dirs(local) == [replaced.name]
+    assert [c.ckpt_id for c in list_checkpoints(local).current] == ["b"]
+
+
+def test_the_offer_goes_last_of_a_form_and_its_manifest_first(local, replaced, monkeypatch):
+    remove, removed = type(local).remove, []
+    monkeypatch.setattr(type(local), "remove", lambda self, name: (removed.append(name), remove(self, name)))
+    found = next(c for c in list_checkpoints(local).committed if c.directory == replaced.name)
+    rotation.remove(local, found, 1)
+    assert (removed[0], removed[-1]) == (f"{replaced.name}/manifest.json", f"{replaced.name}/OFFER")
+    assert not replaced.exists()
+
+
+def test_an_offer_is_no_leftover_of_a_save(local, replaced):
+    (replaced / "manifest.json").unlink()
+    assert rotation.leftovers(local, list_checkpoints(local), epoch=99) == []
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_save_drops_what_a_form_replaces_or_the_form_where_that_is_damaged(local, replaced, caplog, is_whole):
+    if not is_whole:
+        next(replaced.glob("sparse/*.arrow")).unlink()
+    Saver(nn.ModuleDict({"item": filled("item", range(3))}), output_dir=local.url, max_keep=2).save("c")
+    assert sorted(attempt_dirs(local)) == ([replaced.name, "c"] if is_whole else ["a", "b", "c"])
+    assert "damaged" not in caplog.text

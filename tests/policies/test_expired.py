@@ -1,5 +1,6 @@
 """Which checkpoints go: the choice of rotation against a model that looks at them one by one, without a disk."""
 
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from hypothesis import given, settings
@@ -20,11 +21,16 @@ def listing_of(*ids: str, ephemeral: tuple[int, ...] = ()) -> Listing:
 
 
 def listing_with(manifests: list[Manifest]) -> Listing:
-    return Listing(tuple(Checkpoint(f"{n}", manifest) for n, manifest in enumerate(manifests)), {}, {})
+    made = (replace(manifest, save_id=f"{n}", seq=n) for n, manifest in enumerate(manifests))
+    return Listing(tuple(Checkpoint(f"{record.ckpt_id}.{record.seq + 1}", record) for record in made), {}, {})
+
+
+def in_order(listing: Listing, keep, pinned=()) -> list[str]:
+    return [checkpoint.manifest.save_id for checkpoint in rotation.expired(listing, keep, pinned, None, NOW)]
 
 
 def expired(listing: Listing, keep, pinned=()) -> list[str]:
-    return [checkpoint.directory for checkpoint in rotation.expired(listing, keep, pinned, NOW)]
+    return sorted(in_order(listing, keep, pinned))
 
 
 class Nothing:
@@ -171,10 +177,10 @@ def test_a_policy_judges_the_newest_of_each_id_and_not_what_that_superseded():
 def test_the_age_is_that_of_now():
     old, young = (Manifest(i, "", n, f"20{n}6-11-20T12:00:00Z", (), (), ()) for n, i in ((0, "old"), (9, "young")))
     last = Manifest("last", "", 10, "", (), (), ())
-    victims = rotation.expired(listing_with([old, young, last]), YoungerThan(60), ())
+    victims = rotation.expired(listing_with([old, young, last]), YoungerThan(60), (), None)
     assert [victim.ckpt_id for victim in victims] == ["old"]
     late = datetime(2097, 1, 1, tzinfo=timezone.utc)
-    assert len(rotation.expired(listing_with([old, young, last]), YoungerThan(60), (), now=late)) == 2
+    assert len(rotation.expired(listing_with([old, young, last]), YoungerThan(60), (), None, now=late)) == 2
 
 
 @settings(max_examples=200)
@@ -187,7 +193,11 @@ def test_rotation_does_what_the_words_of_its_policy_say(manifests, keep, pinned)
 @given(MANIFESTS, KEEPS, PINNED)
 def test_a_rotation_that_is_cut_short_is_finished_by_the_next(manifests, keep, pinned):
     listing = listing_with(manifests)
-    victims = expired(listing, keep, pinned)
+    victims = in_order(listing, keep, pinned)
     for done in range(len(victims) + 1):
-        left = tuple(c for c in listing.committed if c.directory not in victims[:done])
-        assert expired(Listing(left, {}, {}), keep, pinned) == victims[done:]
+        left = tuple(c for c in listing.committed if c.manifest.save_id not in victims[:done])
+        assert in_order(Listing(left, {}, {}), keep, pinned) == victims[done:]
+
+
+def test_superseded_ones_go_first_and_then_the_newest():
+    assert in_order(listing_of("a", "b", "c", "a", "d"), 1) == ["0", "3", "2", "1"]

@@ -4,7 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import xxhash
+from faults import delta_states as model
+from hypothesis import strategies as st
 
+from recckpt.format import layout
 from recckpt.format.links import FormOf, Link, Parent
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import DeltaRows, TableEntry
@@ -38,3 +41,57 @@ def form(of: Manifest, save_id: str, **changes: Any) -> Manifest:
     return full(
         of.ckpt_id, 90, **{"epoch": 9, "save_id": save_id, "form_of": form_of, "ephemeral": of.ephemeral, **changes}
     )
+
+
+def attempt_of(record: Manifest) -> str:
+    """Return where a checkpoint lies, among others of its id."""
+    return layout.offer_dir(record.ckpt_id, record.save_id) if record.form_of else f"{record.ckpt_id}.{record.seq + 1}"
+
+
+@st.composite
+def output_dirs(draw, ids: str = ""):
+    """Directories with their manifests, some gone, and which forms are damaged; ids may occur several times."""
+    made: list[Manifest] = []
+    for n in range(draw(st.integers(1, 6))):
+        deltas = [record for record in made if record.form_of is None]
+        on = draw(st.none() | st.sampled_from(deltas)) if deltas else None
+        names = {"save_id": f"s{n}", "ephemeral": bool(ids) and draw(st.integers(0, 4)) == 0}
+        ckpt_id = draw(st.sampled_from(ids)) if ids else f"c{n}"
+        made.append(full(ckpt_id, n, **names) if on is None else delta(ckpt_id, n, on, **names))
+    found = {attempt_of(record): record for record in made}
+    of_deltas = [record for record in made if record.parent]
+    for n, of in enumerate(draw(st.lists(st.sampled_from(of_deltas), max_size=4)) if of_deltas else []):
+        made.append(form(of, f"{draw(st.integers(0, 9))}{n}".zfill(32)))
+        found[attempt_of(made[-1])] = made[-1]
+    gone = draw(st.sets(st.sampled_from(sorted(found)), max_size=3))
+    there = {name: record for name, record in found.items() if name not in gone}
+    forms = sorted(name for name, record in there.items() if record.form_of)
+    damaged = draw(st.sets(st.sampled_from(forms))) if forms else set()
+    return there, damaged
+
+
+def as_in_the_model(
+    there: dict[str, Manifest], damaged: set[str]
+) -> tuple[frozenset[model.Checkpoint], frozenset[model.Offer]]:
+    """Return the checkpoints and the files of forms in the words of the model."""
+    found, offers = [], []
+    for name, record in there.items():
+        parent = record.parent.save_id if record.parent else ""
+        form_of, offer = (record.origin, record.files_id) if record.form_of else ("", "")
+        one = model.Checkpoint(
+            name,
+            record.save_id,
+            record.epoch,
+            record.place,
+            parent,
+            frozenset(),
+            frozenset(),
+            record.ephemeral,
+            form_of,
+            offer,
+            ckpt_id=record.ckpt_id,
+        )
+        found.append(one)
+        if form_of and name not in damaged:
+            offers.append(model.Offer(name, form_of, frozenset(), offer, offer))
+    return frozenset(found), frozenset(offers)
