@@ -195,6 +195,14 @@ def test_a_table_goes_by_another_name_in_all_links(make):
     assert rows_of(table) == chain.rows["a"]
 
 
+@pytest.mark.parametrize(("dim", "dtype"), [(2, torch.float64), (3, torch.float32), (1, torch.float16)])
+def test_rows_of_a_chain_are_cast_and_resized(make, dim, dtype):
+    chain, table = make(*THREE), HashTable(dim, name="a", dtype=dtype)
+    load(chain.source({"on_mismatch": "resize"}), [table])
+    found = dict(zip(table.ids().tolist(), table.embeddings()[:, :2].tolist(), strict=True))
+    assert found == {id_: [*numbers[: min(dim, 2)]] for id_, numbers in chain.rows["a"].items()}
+
+
 def test_what_is_older_than_a_replaced_table_is_not_even_opened(make):
     chain, table = make(*THREE, [({7}, ())], [({8}, ())], replaced=[3]), table_of("a")
     source = chain.source()

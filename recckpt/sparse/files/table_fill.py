@@ -110,9 +110,7 @@ class Filler:
         ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
         found = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
         ids, found = self._owned(ids, found)
-        if self._is_set:
-            ids, found = self._not_deleted(ids, found, path)
-        elif self.load.with_rows or self._n_links > 1:
+        if not self._is_set and (self.load.with_rows or self._n_links > 1):
             ids, found = self._new_rows(ids, found, path)
         ids, found = self._kept(ids, found)
         self._touched = True
@@ -140,12 +138,6 @@ class Filler:
             new = self._known.new_rows(ids)
         return _rows_of(ids, found, new)
 
-    def _not_deleted(self, ids: Int64s, found: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that no newer link has deleted, where the table tells which rows there are."""
-        with self._lock, self._refusing(path):
-            left = self._known.without(ids)
-        return _rows_of(ids, found, left)
-
     def _kept(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the filter keeps."""
         if self._where == RowFilter():
@@ -158,22 +150,27 @@ class Filler:
 
     def _fill_aside(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
         """Add rows to the store aside: the ids one thread at a time, then their values."""
-        rows = self._target.store.rows
-        with self._lock:
+        rows, taken = self._target.store.rows, np.arange(len(ids))
+        with self._lock, self._refusing(path):
+            if self._is_set:
+                taken = self._known.without(ids)  # deleted in newer links
             first = len(rows)
-            at, new_ids = rows.claim(ids)
+            at, new_ids = rows.claim(ids if len(taken) == len(ids) else ids[taken])
             rows.ids.write(first, torch.from_numpy(new_ids))
             rows.publish()
             if self._is_set:
-                with self._refusing(path):
-                    new = self._of_link.new(ids, at, len(new_ids))
-                at, values = _rows_of(at, values, new)
+                new = self._of_link.new(ids[taken], at, len(new_ids))
+                at, taken = at[new], taken[new]
             self.n_rows += len(at)
         whole = self._whole(values)
         rows.initialize(first, first + len(new_ids), without=whole | {EMBEDDING})
         if EMBEDDING not in whole and len(new_ids):
             rows.columns[EMBEDDING].write(first, table.first_embeddings(new_ids))
-        rows.put(at, self._fitted(at, values))
+        if self._is_set and len(taken) < len(ids):  # each row is new: no copy of the values in between
+            for name in whole:
+                rows.columns[name].write_some(first, values[name], taken)
+            values = {name: value for name, value in values.items() if name not in whole}
+        rows.put(at, self._fitted(at, _rows_of(ids, values, taken)[1]))
 
     def _merge(self, table: HashTable, ids: Int64s, values: dict[str, Tensor]) -> None:
         """Add rows to a table that others may use meanwhile."""

@@ -149,6 +149,13 @@ class Column:
             piece.copy_(values[done : done + len(piece)].detach())
             done += len(piece)
 
+    def write_some(self, begin: int, values: Tensor, rows: Int64s) -> None:
+        """Set the rows from ``begin`` on, one after another, to those ``rows`` of ``values``."""
+        if values.dtype == self.dtype and values.device == self.device:
+            Column.over(self.spec, values).copy_rows(rows, self, begin)
+        else:
+            self.write(begin, values[torch.from_numpy(rows).to(values.device)])
+
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield views that cover the rows [begin, end), block by block."""
         blocks = self.blocks
