@@ -15,6 +15,7 @@ from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.offers import adopt_offers
 from recckpt.policies.keep import Keep
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import SaveInfo, append_to_timeline
@@ -119,6 +120,7 @@ def rotate(job: Job, to: Destination) -> None:
             for left in rotation.leftovers(storage, listing, fence.epoch):
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
+            adopt_offers(storage, fence, to.transfers.visible, to.concurrency)
             fence.check()
             fence.write_index()
         append_to_timeline(storage, info)
