@@ -14,7 +14,7 @@ from recckpt.output_dir.rotation import pinned_ids
 from recckpt.storage import Storage, open_storage
 from recckpt.text import count, escaped, grid, one_line, plural, size
 
-_HEAD = ("ID", "STEP", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
+_HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
 
 
@@ -26,20 +26,19 @@ def ls(args: argparse.Namespace) -> Outcome:
     leftovers, pinned = _leftovers(storage, listing), pinned_ids(storage)
     if not listing.committed and not listing.damaged and not listing.unreadable:
         _refuse_checkpoint(args.dir)
-    current = {checkpoint.directory for checkpoint in listing.current}
-    newest = listing.current[-1].directory if listing.current else None
+    needed = _needed_by(listing)
     rows = []
     checkpoints = []
     for checkpoint in listing.committed:
-        is_pinned = checkpoint.ckpt_id in pinned
-        marks = _marks(checkpoint, checkpoint.directory in current, checkpoint.directory == newest, is_pinned)
-        checkpoints.append(_data(checkpoint, marks))
-        rows.append(_row(checkpoint, marks))
+        marks = _marks(checkpoint, listing, pinned)
+        kept_for = needed.get(checkpoint.directory, [])
+        checkpoints.append(_data(checkpoint, marks, kept_for))
+        rows.append(_row(checkpoint, marks, kept_for))
     others = {directory: f"damaged: {one_line(str(error))}" for directory, error in listing.damaged.items()}
     others |= {directory: f"unreadable: {one_line(str(error))}" for directory, error in listing.unreadable.items()}
     others |= {directory: f"fenced: {one_line(reason)}" for directory, reason in listing.fenced.items()}
-    others |= dict.fromkeys(leftovers, f"no {layout.MANIFEST}: a save that died, or still runs")
-    rows += [(escaped(directory), *"-----", text) for directory, text in others.items()]
+    others |= {directory: f"no {layout.MANIFEST}: {_unfinished(directory)}" for directory in leftovers}
+    rows += [(escaped(directory), *"------", text) for directory, text in others.items()]
     data = {
         "output_dir": storage.url,
         "checkpoints": checkpoints,
@@ -74,18 +73,44 @@ def _leftovers(storage: Storage, listing: Listing) -> list[str]:
     return [name for name in listing.uncommitted if any(map(layout.is_ours, storage.list_files(name)))]
 
 
-def _marks(checkpoint: Checkpoint, current: bool, newest: bool, pinned: bool) -> list[str]:
-    ephemeral = checkpoint.manifest.ephemeral
-    flags = {"newest": newest, "superseded": not current, "pinned": pinned, "ephemeral": ephemeral}
+def _unfinished(directory: str) -> str:
+    return "an offer that is not adopted" if layout.is_offer_dir(directory) else "a save that died, or still runs"
+
+
+def _needed_by(listing: Listing) -> dict[str, list[str]]:
+    """Return for each link the ids of the current checkpoints that are read from it too, oldest first."""
+    needed: dict[str, list[str]] = {}
+    for checkpoint in listing.current:
+        for link in checkpoint.below:
+            needed.setdefault(link.directory, []).append(checkpoint.ckpt_id)
+    return needed
+
+
+def _marks(checkpoint: Checkpoint, listing: Listing, pinned: set[str]) -> list[str]:
+    best = listing.find(checkpoint.ckpt_id)
+    form_of = best.manifest.form_of if best is not None and best is not checkpoint else None
+    is_replaced = form_of is not None and form_of.save_id == checkpoint.manifest.origin
+    flags = {
+        "newest": checkpoint is listing.current[-1],
+        "superseded": best is not checkpoint and not is_replaced,
+        "replaced by a form": is_replaced,
+        "pinned": checkpoint.ckpt_id in pinned,
+        "ephemeral": checkpoint.manifest.ephemeral,
+    }
     return [mark for mark, holds in flags.items() if holds]
 
 
-def _data(checkpoint: Checkpoint, marks: list[str]) -> dict[str, Any]:
+def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict[str, Any]:
     manifest = checkpoint.manifest
     return {
         "id": manifest.ckpt_id,
         "directory": checkpoint.directory,
         "step": manifest.step,
+        "kind": manifest.kind,
+        "form_of": None if manifest.form_of is None else manifest.form_of.save_id,
+        "parent": None if manifest.parent is None else manifest.parent.ckpt_id,
+        "links": [link.directory for link in checkpoint.links],
+        "kept_for": kept_for,
         "time": manifest.time,
         "rows": manifest.rows,
         "bytes": manifest.n_bytes,
@@ -94,15 +119,30 @@ def _data(checkpoint: Checkpoint, marks: list[str]) -> dict[str, Any]:
     }
 
 
-def _row(checkpoint: Checkpoint, marks: list[str]) -> tuple[str, ...]:
+def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple[str, ...]:
     manifest = checkpoint.manifest
     moved = checkpoint.directory != layout.encode_id(manifest.ckpt_id)
+    said = [*marks, *_link_of(kept_for), *([f"in {checkpoint.directory}/"] if moved else [])]
     return (
         escaped(manifest.ckpt_id),
         "-" if manifest.step is None else str(manifest.step),
+        _kind(checkpoint),
         escaped(manifest.time),
         count(manifest.rows),
         size(manifest.n_bytes),
         count(len(manifest.tables)),
-        ", ".join([*marks, *([f"in {checkpoint.directory}/"] if moved else [])]),
+        ", ".join(said),
     )
+
+
+def _kind(checkpoint: Checkpoint) -> str:
+    parent = checkpoint.manifest.parent
+    return "full" if parent is None else f"delta on {escaped(parent.ckpt_id)}"
+
+
+def _link_of(ids: list[str]) -> list[str]:
+    """Say for which others a checkpoint is kept, as its marks do."""
+    if not ids:
+        return []
+    more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
+    return [f"link of {escaped(ids[-1])}{more}"]

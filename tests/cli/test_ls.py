@@ -1,5 +1,7 @@
 from builders import Run
 from forge import Forge, filled, save_tables
+from spec_reader import counting
+from spec_writer import write_delta, write_form
 
 from recckpt.output_dir.rotation import pin
 from recckpt.storage import open_storage
@@ -19,7 +21,7 @@ def test_checkpoints_are_listed_oldest_first_and_the_newest_is_marked(recckpt, u
     answer = recckpt("ls", url)
     assert answer.code == 0
     assert answer.err == ""
-    assert answer.lines[0] == ["ID", "STEP", "TIME", "ROWS", "SIZE", "TABLES", "MARKS"]
+    assert answer.lines[0] == ["ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES", "MARKS"]
     assert [line[0] for line in answer.lines[1:]] == ["ckpt_900", "ckpt_1000", "ckpt_20"]
     assert [line[1] for line in answer.lines[1:]] == ["900", "1000", "20"]
     assert [line[-1] for line in answer.lines[1:]] == ["2", "2", "newest"]
@@ -78,6 +80,33 @@ def test_superseded_and_flagged_checkpoints_are_marked_and_their_directory_is_na
     answer = recckpt("ls", tmp_path)
     assert "superseded, pinned" in answer.out.splitlines()[1]
     assert "newest, pinned, ephemeral, in ckpt_10.1/" in answer.out.splitlines()[2]
+
+
+def test_deltas_say_what_they_stand_on_and_links_for_whom_they_are_kept(recckpt, tmp_path):
+    save_tables(open_storage(str(tmp_path)), [filled("item", range(3))], ckpt_id="ckpt_10")
+    [full] = counting(tmp_path)
+    delta = write_delta(full, "ckpt_20", 3, [({1: (1, 1)}, [])])
+    write_delta(delta, "ckpt_30", 3, [({1: (1, 1)}, [])])
+    first, second, third = recckpt("ls", tmp_path).out.splitlines()[1:]
+    assert " full " in first
+    assert first.endswith("  link of ckpt_30 and 1 more")
+    assert " delta on ckpt_10 " in second
+    assert second.endswith("  link of ckpt_30")
+    assert " delta on ckpt_20 " in third
+    assert third.endswith("  newest")
+    form = write_form(delta, {1: (1, 1)}).directory.name
+    offer = tmp_path / ("ckpt_20." + "0f" * 16)
+    offer.mkdir()
+    (offer / "OFFER").touch()
+    base, replaced, kept, _, offered = recckpt("ls", tmp_path).out.splitlines()[1:]
+    assert base.split()[-1] == "1"
+    assert replaced.endswith("  replaced by a form")
+    assert kept.endswith(f"  link of ckpt_30, in {form}/")
+    assert offered.endswith("no manifest.json: an offer that is not adopted")
+    found = {each["directory"]: each for each in recckpt("ls", tmp_path, "--json").json["checkpoints"]}
+    told = ("kind", "parent", "links", "kept_for", "form_of")
+    assert [found[form][key] for key in told] == ["full", None, [form], ["ckpt_30"], delta.origin]
+    assert [found["ckpt_30"][key] for key in told] == ["delta", "ckpt_20", ["ckpt_30", form], [], None]
 
 
 def test_where_nothing_was_saved_nothing_is_found(recckpt, tmp_path):
