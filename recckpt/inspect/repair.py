@@ -15,6 +15,7 @@ from recckpt.output_dir.checkpoint_dir import read_intent, read_manifest
 from recckpt.output_dir.claims import last_takeover, read_claim
 from recckpt.output_dir.index_file import index_problem, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.offers import Found, clock, look_at, may_go
 from recckpt.storage import Storage, open_storage
 
 _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that runs has one for an instant
@@ -94,19 +95,39 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         alive = last_takeover(storage).epoch
     except CorruptCheckpointError:
         alive = 0  # then no writer is known to be dead
+    offers = {found.directory: found for found in _offers(storage, listing)}
     for directory, reason in listing.fenced.items():
-        yield Leftover(directory, f"a late commit, {reason}", True), partial(_remove_fenced, storage, directory)
+        is_dead = directory not in offers or may_go(offers[directory])  # what is left of a form is an offer again
+        yield Leftover(directory, f"a late commit, {reason}", is_dead), partial(_remove_fenced, storage, directory)
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
         if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
             continue  # committed meanwhile, or not ours
-        what, is_dead = _attempt(storage, directory, alive, names)
+        if directory in offers:
+            what, is_dead = _offer(offers[directory]), may_go(offers[directory])
+        else:
+            what, is_dead = _attempt(storage, directory, alive, names)
         yield (
             Leftover(directory, what, is_dead),
             partial(rotation.remove_leftover, storage, directory, rotation.THREADS),
         )
     for name in filter(layout.is_temporary, storage.list_files("")):
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
+
+
+def _offers(storage: Storage, listing: Listing) -> list[Found]:
+    """Return what looks like an offer, adopted too late or not at all."""
+    names = [name for name in (*listing.fenced, *listing.uncommitted) if layout.is_offer_dir(name)]
+    now = None
+    with suppress(OSError):  # where nothing can be written, as in a copy, no offer has an age
+        now = clock(storage) if names else None
+    return [look_at(storage, name, now) for name in names]
+
+
+def _offer(found: Found) -> str:
+    """Say what a directory for an offer is: its compactor may be at work, and the owner may adopt it."""
+    age = "of unknown age" if found.age_sec is None else f"{found.age_sec / 3600:.1f} hours old"
+    return f"an offer that is not adopted, {age}: {found.problem or 'whole, for the next save to look at'}"
 
 
 def _attempt(storage: Storage, directory: str, alive: int, names: Sequence[str]) -> tuple[str, bool]:

@@ -72,7 +72,7 @@ def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy, concurren
 def find_offers(storage: Storage, listing: Listing) -> list[Found]:
     """Return the offers in the directories that a listing knows; the caller owns the output dir."""
     directories = [name for name in listing.uncommitted if layout.is_offer_dir(name)]
-    now = _now(storage) if directories else None
+    now = clock(storage) if directories else None
     return [look_at(storage, name, now) for name in directories]
 
 
@@ -156,9 +156,14 @@ def adopt(storage: Storage, fence: Fence, found: Found, visible: RetryPolicy) ->
 def sweep(storage: Storage, fence: Fence, found: Iterable[Found], concurrency: int) -> None:
     """Remove what is no offer and offers that are too old, whole or not; the owner does, or WriterFencedError."""
     for each in found:
-        if not each.is_begun or (each.age_sec is not None and each.age_sec >= 2 * DAY_SEC):
+        if may_go(each):
             fence.check()
             rotation.remove_leftover(storage, each.directory, concurrency)
+
+
+def may_go(found: Found) -> bool:
+    """Say whether nobody adopts an offer any more, so that it may be removed, whole or not."""
+    return not found.is_begun or (found.age_sec is not None and found.age_sec >= 2 * DAY_SEC)
 
 
 def _form(said: Offer, delta: Manifest, fence: Fence) -> Manifest:
@@ -195,7 +200,7 @@ def _is_form_of(checkpoint: Checkpoint, delta: Checkpoint) -> bool:
     return of is not None and (of.save_id, of.manifest) == (delta.manifest.save_id, delta.manifest.xxh3)
 
 
-def _now(storage: Storage) -> float | None:
+def clock(storage: Storage) -> float | None:
     """Return the time by the clock of the storage: that of a file which is written for it."""
     probe = f".probe-{secrets.token_hex(8)}.tmp"
     storage.put_if_absent(probe, b"")
