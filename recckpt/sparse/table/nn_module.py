@@ -40,7 +40,9 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import would take seconds
+        # Where nothing is compiled: the import of what compiles takes seconds. Asked first, since a compiler that gets to
+        # see sys.modules goes through all of it, which takes as long.
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not uncompiled:
             uncompiled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
