@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 
 import paths
@@ -52,6 +53,16 @@ def room(name: str) -> str:
     return name.partition(".")[0]
 
 
+@cache
+def imports_of(name: str) -> set[str]:
+    return set(imports(TREES[name]))
+
+
+@cache
+def names_used_in(name: str) -> set[str]:
+    return {ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)}
+
+
 def imports(tree: ast.AST) -> Iterator[str]:
     """Yield the full names that a file imports, wherever it does so, but for the eyes of the type checker."""
     for node in ast.iter_child_nodes(tree):
@@ -68,7 +79,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def inner_imports(name: str) -> set[str]:
     """Return the files of recckpt that a file imports."""
-    inner = (full.partition(".")[2] for full in imports(TREES[name]) if room(full) == "recckpt")
+    inner = (full.partition(".")[2] for full in imports_of(name) if room(full) == "recckpt")
     return {part if part in FILES else part.rpartition(".")[0] or "recckpt" for part in inner}
 
 
@@ -85,8 +96,7 @@ def test_no_files_import_each_other_in_a_circle():
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_is_known_to_those_only_who_need_it(library):
     def knows(name):
-        uses = {ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)}
-        return any(f"{found}.".startswith(f"{library}.") for found in {*imports(TREES[name]), *uses})
+        return any(f"{found}.".startswith(f"{library}.") for found in imports_of(name) | names_used_in(name))
 
     allowed = tuple(f"{place}." for place in LIBRARIES[library])
     assert not [name for name in FILES if knows(name) and not f"{name}.".startswith(allowed)]

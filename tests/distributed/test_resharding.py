@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from itertools import product, starmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,8 +36,13 @@ def saved(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("m_ranks", SIZES)
-@pytest.mark.parametrize("n_ranks", SIZES)
+def some(n_ranks, m_ranks):
+    """Return the pair: of those that the test of catalogs and parts does not have, a few are in the default suite."""
+    is_quick = (n_ranks, m_ranks) in [(1, 1), (1, 8), (2, 3), (3, 2), (5, 8)]
+    return pytest.param(n_ranks, m_ranks, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("n_ranks", "m_ranks"), list(starmap(some, product(SIZES, SIZES))))
 def test_every_number_of_ranks_restores_what_any_other_saved_and_reads_it_once(saved, n_ranks, m_ranks):
     url, manifest = saved(n_ranks)
     ranks = on_ranks(m_ranks, lambda rank, connect: Job(url, rank, m_ranks, connect=connect).restore())

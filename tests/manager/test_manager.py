@@ -308,14 +308,24 @@ DAMAGED = {
 }
 
 
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """An output dir of two processes, each with a checkpoint, and the state of the first and the second."""
+    root = tmp_path_factory.mktemp("two") / "runs"
+    expected = state_of(Run(root, interval=5, max_keep=2).train(5))
+    Run(root, interval=5, max_keep=2).manager.restore()
+    longer = Run(root, interval=5, max_keep=2)
+    longer.manager.restore()
+    return root, expected, state_of(longer.train(5))
+
+
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
 @pytest.mark.parametrize("file", DAMAGED)
-def test_a_damaged_newest_checkpoint_is_passed_over_with_an_error_that_names_it(tmp_path, caplog, file, how):
-    expected = state_of(Run(tmp_path, interval=5, max_keep=2).train(5))
-    Run(tmp_path, interval=5, max_keep=2).manager.restore()
-    longer = Run(tmp_path, interval=5, max_keep=2)
-    longer.manager.restore()
-    longer.train(5)
+def test_a_damaged_newest_checkpoint_is_passed_over_with_an_error_that_names_it(
+    two_checkpoints, tmp_path, caplog, file, how
+):
+    root, expected, longer = two_checkpoints
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "ckpt_10" / DAMAGED[file]
     if how == "flip":
         flip_bit(path)
@@ -344,7 +354,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_an_error_that_names_it(
     assert state_of(run) == before
 
     run.train(5)  # and its step is saved once more
-    assert state_of(run) == state_of(longer)
+    assert state_of(run) == longer
     assert Run(tmp_path, interval=5, seed=4).manager.restore() == 10
 
 

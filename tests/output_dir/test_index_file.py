@@ -1,6 +1,7 @@
 """What is wrong with the index file is said, and the next save makes it anew; a stale one is no news to readers."""
 
 import logging
+import shutil
 
 import pytest
 from builders import Run
@@ -19,11 +20,17 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp("two") / "runs"
+    Run(root, interval=5, max_keep=2).train(10)
+    return root
+
+
 @pytest.fixture
-def runs(tmp_path):
+def runs(two_checkpoints, tmp_path):
     """An output dir with ckpt_5 and ckpt_10."""
-    Run(tmp_path / "runs", interval=5, max_keep=2).train(10)
-    return tmp_path / "runs"
+    return shutil.copytree(two_checkpoints, tmp_path / "runs")
 
 
 @pytest.fixture

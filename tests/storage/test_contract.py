@@ -78,8 +78,16 @@ def test_a_file_is_created_once(storage):
     assert storage.read("d/x", 10) == b"first"
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyError("x"), KeyboardInterrupt(), Interrupted()])
-@pytest.mark.parametrize("size", [0, 1_000_000])
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (OSError(errno.ENOSPC, "full"), 0),
+        (OSError(errno.ENOSPC, "full"), 1_000_000),
+        (KeyError("x"), 1_000_000),
+        (KeyboardInterrupt(), 0),
+        (Interrupted(), 1_000_000),
+    ],
+)
 def test_an_error_while_a_file_is_written_leaves_none(storage, error, size):
     with pytest.raises(type(error)), storage.create("d/x") as sink:  # noqa: PT012  # the write is the point
         sink.write(b"x" * size)

@@ -1,6 +1,7 @@
 import errno
 import threading
 import tracemalloc
+from itertools import product, starmap
 
 import numpy as np
 import pyarrow as pa
@@ -59,8 +60,15 @@ def test_few_rows_or_none_come_back(storage, n_rows):
     assert rows_of(twin) == rows_of(table)
 
 
-@pytest.mark.parametrize("concurrency", [1, 2, 4, 8])
-@pytest.mark.parametrize("batch_bytes", [1, 100, 5000, 8 << 20])
+def some(concurrency, batch_bytes):
+    """Return the pair, of which each number is once in the default suite."""
+    is_quick = (concurrency, batch_bytes) in [(8, 1), (4, 100), (2, 5000), (1, 8 << 20)]
+    return pytest.param(concurrency, batch_bytes, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "batch_bytes"), list(starmap(some, product([1, 2, 4, 8], [1, 100, 5000, 8 << 20])))
+)
 def test_any_number_of_writers_and_readers_and_any_batch_size_will_do(storage, concurrency, batch_bytes):
     n_rows = 60 if batch_bytes == 1 else 2000
     tables = [random_table("a", n_rows, torch.float32, seed=1), random_table("b", n_rows // 3, torch.float32, seed=2)]
@@ -72,12 +80,12 @@ def test_any_number_of_writers_and_readers_and_any_batch_size_will_do(storage, c
         assert all(batch.rows == 1 for part in parts_of(storage) for batch in part.batches)
 
 
-def test_a_thousand_tables_make_few_files(storage):
+def test_a_thousand_tables_make_few_files(local):
     tables = [filled(f"feature/{n}", range(n % 5), shape=1 + n % 3) for n in range(1000)]
-    save_tables(storage, tables, concurrency=4)
-    assert len(storage.list_files("ckpt_1")) <= 20
+    save_tables(local, tables, concurrency=4)
+    assert len(local.list_files("ckpt_1")) <= 20
     twins = [empty(table.name, shape=table.embedding_shape) for table in tables]
-    assert load(storage, twins) == 2000
+    assert load(local, twins) == 2000
     assert all(rows_of(twin) == rows_of(table) for twin, table in zip(twins, tables, strict=True))
 
 
