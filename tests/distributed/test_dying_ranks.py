@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from distributed.dying_ranks import PHASES, Job
+from dying_ranks import PHASES, Job
+from paths import SUPPORT
 from rank_processes import run_script
 from thread_ranks import on_ranks
 
@@ -31,7 +31,7 @@ def case(n_ranks, victim, number, phase, *, background=False):
 
 
 def run(root, cases):
-    run_script(Path(__file__).with_name("dying_ranks.py"), root, json.dumps(cases), seconds=40.0 * len(cases) + 120)
+    run_script(SUPPORT / "dying_ranks.py", root, json.dumps(cases), seconds=40.0 * len(cases) + 120)
     for number, one in enumerate(cases):
         try:
             check_survivors(one, json.loads((root / str(number) / "survivors.json").read_text()))

@@ -3,12 +3,12 @@
 import threading
 from collections import Counter
 from itertools import product, starmap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from distributed.resharding import Job, check
+from paths import SUPPORT
 from rank_processes import results, run_script
+from resharding import Job, check
 from thread_ranks import on_ranks
 
 from recckpt.format import catalog as catalogs
@@ -93,7 +93,7 @@ def test_ranks_of_nearly_as_many_read_three_catalogs_at_most(n_ranks, m_ranks):
 
 
 def with_real_ranks(root, n_rows, saving, restoring):
-    script = Path(__file__).with_name("resharding.py")
+    script = SUPPORT / "resharding.py"
     run_script(script, root, n_rows, *(",".join(map(str, sizes)) for sizes in (saving, restoring)))
     for size in restoring:
         ranks = results(root / f"restore-{size}", size)

@@ -40,8 +40,8 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # Where nothing is compiled: the import of what compiles takes seconds. Asked first, since a compiler that gets to
-        # see sys.modules goes through all of it, which takes as long.
+        # Where nothing is compiled, the import of what compiles would take seconds. A compiler does not get to see
+        # sys.modules: it would go through all of it, at each call that it compiles.
         if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not uncompiled:
