@@ -6,7 +6,6 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 
 from recckpt.errors import RecckptError, WriterFencedError
 from recckpt.format import layout, offer
@@ -174,7 +173,7 @@ def _form(said: Offer, delta: Manifest, fence: Fence) -> Manifest:
         epoch=fence.epoch,
         seq=fence.listing.next_seq,
         step=said.step,
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        time=delta.time,  # by which a policy says how old the checkpoint is
         shards=said.shards,
         tables=said.tables,
         files=said.files,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from delta_runs import rows_of, run_with_chain
+from spec_reader import counting
+from spec_writer import write_delta
 
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.whole import Means
@@ -59,6 +61,15 @@ def everything(run) -> dict[str, bytes]:
     """Return all files but those that say who owns the output dir."""
     files = (path for path in Path(run.url).rglob("*") if path.is_file() and layout.OWN_DIR not in path.parts)
     return {str(path): path.read_bytes() for path in files}
+
+
+def test_a_form_is_as_old_as_its_delta_so_that_policies_take_it_for_that(run):
+    top = max(counting(Path(run.url)), key=lambda found: found.place)
+    write_delta(top, "ckpt_4", 150, [({7: [3, 4]}, [])], time="2020-01-01T00:00:00Z")
+    offered(run, "ckpt_4")
+    adopt(run)
+    assert locate(run, "ckpt_4").manifest.kind == "full"
+    assert locate(run, "ckpt_4").manifest.time == "2020-01-01T00:00:00Z"
 
 
 def test_an_offer_becomes_a_form_that_readers_take(run):
