@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -24,6 +25,7 @@ _MODULES = {
     "salvage": "salvage",
     "consolidate": "consolidate",
     "repair": "repair",
+    "compact": "compact",
     "plan": "plan",
 }
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
@@ -133,9 +135,23 @@ def _add_mending(command: Callable[[str, str], argparse.ArgumentParser]) -> None
     repair.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
     repair.add_argument("--clean", action="store_true", help="remove what no writer can still be writing")
     repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
+    _add_compact(command)
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
     plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")
+
+
+def _add_compact(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    compact = command("compact", "make a full checkpoint of a chain of deltas, beside a trainer or without one")
+    compact.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
+    compact.add_argument("ckpt", metavar="CKPT", nargs="?", help="id of the checkpoint (default: the newest)")
+    compact.add_argument("--out", metavar="OTHER", help="another output dir, to which the checkpoint is written")
+    adopt_help = "take the output dir over and commit what was made; without it the trainer does, at its next save"
+    compact.add_argument("--adopt", action="store_true", help=adopt_help)
+    workers_help = "threads that work (default: %(default)s, locally at most one a core)"
+    compact.add_argument("--workers", type=_positive, default=4, metavar="N", help=workers_help)
+    budget_help = "memory to use, such as 512MB or 1GiB (default: 256MiB)"
+    compact.add_argument("--budget", type=_size, default=256 << 20, metavar="SIZE", help=budget_help)
 
 
 def _natural(text: str) -> int:
@@ -152,6 +168,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,12})([kMGT]?)(i?)B?", text, re.ASCII)
+    if found is None or not int(found[1]) or (found[3] and not found[2]):
+        raise ValueError(text)
+    return int(found[1]) * int((1024 if found[3] else 1000) ** " kMGT".index(found[2] or " "))
+
+
 def _id(text: str) -> int:
     number = int(text)
     if not -(2**63) <= number < 2**63:
@@ -161,6 +184,7 @@ def _id(text: str) -> int:
 
 _natural.__name__ = _positive.__name__ = "count"  # as argparse calls it in "invalid ... value"
 _id.__name__ = "id"
+_size.__name__ = "size"
 
 
 class _Version(argparse.Action):

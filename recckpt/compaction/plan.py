@@ -13,7 +13,7 @@ from recckpt.format.buckets import N_BUCKETS, gen_slice
 from recckpt.sparse.files.link_cursors import bytes_up_to
 from recckpt.types import SlotSpec
 
-LEAST_PART_BYTES, MOST_PART_BYTES = 32 << 20, 1 << 30
+LEAST_PART_BYTES, MOST_PART_BYTES = 128 << 20, 1 << 30
 _MANY = 64  # parts are as small as that for this many of them: pieces of work for many workers
 _MAX_TABLES = 32_767  # part of the format: the table column counts in int16
 
