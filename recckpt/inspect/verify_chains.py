@@ -64,7 +64,7 @@ def _as_damage(directory: str, error: Exception) -> CorruptCheckpointError:
 
 def check_counts(looks: Sequence[Checkup], standing: Standing, threads: int) -> None:
     """Count the rows after each link of the chains that are whole so far; ids are read once for all chains."""
-    whole = {look.directory: look for look in looks if look.manifest and not look.errors}
+    whole = {look.directory: look for look in looks if look.manifest and not _has_bad_rows(look)}
     chains = [links for links in standing.links.values() if len(links) > 1 and whole.keys() >= set(links)]
     names = {table.name for links in chains for table in whole[links[0]].tables if not table.is_whole}
     jobs = [_CountTable(name, whole, chains) for name in sorted(names)]
@@ -73,8 +73,11 @@ def check_counts(looks: Sequence[Checkup], standing: Standing, threads: int) -> 
 
 
 def check_links(looks: Sequence[Checkup], standing: Standing) -> None:
-    """Say of each checkpoint that stands on a damaged link that it does; call it when all other errors are known."""
-    damaged = {look.directory for look in looks if look.errors}
+    """Say of each checkpoint that stands on a damaged link that it does; call it when all other errors are known.
+
+    Of a link nothing counts but its rows, and that all of its files are there.
+    """
+    damaged = {look.directory for look in looks if _has_bad_rows(look)}
     for look in looks:
         known = [(error.path, error.found) for error in look.errors]
         broken = standing.broken.get(look.directory)
@@ -84,6 +87,12 @@ def check_links(looks: Sequence[Checkup], standing: Standing) -> None:
             if link in damaged:
                 path, where = layout.join(look.directory, layout.MANIFEST), "its chain"
                 look.errors.append(CorruptCheckpointError(path, where, found=f"damage in {link}/", expected="none"))
+
+
+def _has_bad_rows(look: Checkup) -> bool:
+    """Say whether what a checkpoint holds for those that stand on it is damaged."""
+    names = {error.path.removeprefix(f"{look.directory}/") for error in look.errors}
+    return any(name in (layout.MANIFEST, layout.SPARSE_DIR) or layout.has_rows(name) for name in names)
 
 
 class _CountTable:

@@ -6,13 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from builders import flip_bit
+from builders import Run, flip_bit
 from forge import Forge, filled, save_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec_reader import counting
 from spec_writer import write_delta, write_form
 
+from recckpt import Deltas
 from recckpt.format.offer import encode_first
 from recckpt.inspect.verify import find_checkpoints, verify, verify_found
 from recckpt.sparse.files.part_reader import PartReader
@@ -63,6 +64,15 @@ def test_all_that_stand_on_a_damaged_link_say_so_and_others_do_not(tmp_path, bas
     write_delta(base, "ckpt_4", 7, [({99: (3, 3)}, [])], seq=9)
     flip_bit(next(delta.directory.glob("sparse/*.arrow")), 900)
     assert {directory for directory, *_ in found_in(tmp_path / "runs")} == {"ckpt_2", "ckpt_3"}
+
+
+def test_damage_to_what_only_a_link_itself_needs_is_its_own(tmp_path):
+    Run(tmp_path, interval=3, max_keep=None, deltas=Deltas(max_dirty=1.0, max_chain_bytes=1000.0)).train(9)
+    flip_bit(tmp_path / "ckpt_6" / "model.pt")
+    assert [(problem.directory, problem.file) for problem in verify(str(tmp_path))] == [("ckpt_6", "ckpt_6/model.pt")]
+    (tmp_path / "ckpt_6" / "model.pt").unlink()
+    found = {(problem.directory, problem.file) for problem in verify(str(tmp_path))}
+    assert found == {("ckpt_6", "ckpt_6/model.pt"), ("ckpt_9", "ckpt_6/model.pt")}
 
 
 def test_each_link_is_read_once_for_all_that_stand_on_it_but_for_its_ids(tmp_path, delta, monkeypatch):
