@@ -215,3 +215,26 @@ def test_a_save_drops_what_a_form_replaces_or_the_form_where_that_is_damaged(loc
     Saver(nn.ModuleDict({"item": filled("item", range(3))}), output_dir=local.url, max_keep=2).save("c")
     assert sorted(attempt_dirs(local)) == ([replaced.name, "c"] if is_whole else ["a", "b", "c"])
     assert "damaged" not in caplog.text
+
+
+def test_a_delta_that_cannot_be_removed_keeps_what_it_stands_on(local, monkeypatch, caplog):
+    save(local, "a")
+    [link] = counting(Path(local.url))
+    for ckpt_id in "bc":
+        link = write_delta(link, ckpt_id, 3, [({1: (1, 1)}, [])])
+    remove = type(local).remove
+
+    def fails(storage, name):
+        if name == "b/manifest.json":
+            raise OSError(errno.EIO, "broken", name)
+        remove(storage, name)
+
+    saver = Saver(nn.ModuleDict({"item": filled("item", range(3))}), output_dir=local.url, max_keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(local), "remove", fails)
+        saver.save("d")
+    assert "broken" in caplog.text
+    assert [c.directory for c in list_checkpoints(local).committed] == ["a", "b", "d"]
+    assert list_checkpoints(local).damaged == {}
+    saver.save("e")
+    assert attempt_dirs(local) == ["e"]
