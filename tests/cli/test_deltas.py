@@ -1,10 +1,15 @@
 """The commands on deltas."""
 
+import json
+
 import pytest
+import torch
 from forge import filled, save_tables
 from spec_reader import counting
 from spec_writer import write_delta, write_form
+from torch import nn
 
+from recckpt import Saver
 from recckpt.storage import open_storage
 
 
@@ -64,3 +69,31 @@ def test_show_says_that_a_checkpoint_is_a_form(recckpt, runs):
     write_form(newest, {0: (0, 0), 1: (7, 7), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
     assert any("full, made of a delta" in line for line in recckpt("show", runs).out.splitlines())
     assert recckpt("show", runs, "--json").json["form_of"] == newest.origin
+
+
+def run(path, **modules):
+    """Return the saver with deltas of a model with a table of 1,000 rows."""
+    model = nn.ModuleDict({"t": filled("t", range(1000)), **modules})
+    return Saver(model, output_dir=str(path), max_keep=None, deltas=True)
+
+
+def test_a_bank_of_deltas_is_planned_as_the_saver_would(recckpt, tmp_path):
+    source, bank = run(tmp_path / "source"), [{"path": str(tmp_path / "source")}]
+    source.save("full")
+    source.model["t"].insert(torch.tensor([5000]), torch.ones(1, 2))
+    assert source.save("newest").kind == "delta"
+    saver = run(tmp_path / "own")
+    (tmp_path / "names").write_text("\n".join(saver.names()))
+    (tmp_path / "bank.json").write_text(json.dumps(bank))
+    answer = recckpt("plan", "--model-names", tmp_path / "names", tmp_path / "bank.json", "--json")
+    assert (answer.code, answer.json) == (0, saver.plan(bank).to_dict())
+    assert "1001" in answer.out
+
+
+def test_the_dense_state_of_a_delta_is_consolidated(recckpt, tmp_path):
+    source = run(tmp_path / "source", top=nn.Linear(2, 1))
+    source.save("full")
+    nn.init.constant_(source.model["top"].weight, 7)
+    assert source.save("newest").kind == "delta"
+    assert recckpt("consolidate", tmp_path / "source", "--out", tmp_path / "model.pt").code == 0
+    assert (torch.load(tmp_path / "model.pt")["top.weight"] == 7).all()
