@@ -34,6 +34,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, MANIFEST})  # with a manifest, an output dir would be a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
+_OF_ATTEMPT = re.compile(r"(\.[1-9]\d*){0,2}|\.[0-9a-f]{32}", re.ASCII)
 _OFFER_DIR = re.compile(r".+\.[0-9a-f]{32}", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT|OFFER|offer\.json)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
@@ -90,8 +91,8 @@ def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
 
 def is_attempt(directory: str, ckpt_id: str) -> bool:
     """Say whether recckpt gives a directory this name for attempts at a checkpoint, or for offers of it."""
-    pattern = re.escape(encode_id(ckpt_id)) + r"((\.[1-9]\d*){0,2}|\.[0-9a-f]{32})"
-    return re.fullmatch(pattern, directory, re.ASCII) is not None
+    encoded = encode_id(ckpt_id)
+    return directory.startswith(encoded) and _OF_ATTEMPT.fullmatch(directory, len(encoded)) is not None
 
 
 def offer_dir(ckpt_id: str, save_id: str) -> str:

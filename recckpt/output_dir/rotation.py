@@ -81,12 +81,13 @@ def _in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
 
     Damaged forms, and superseded ones on which nothing stands, go first: they must not become current again.
     """
-    current = {checkpoint.manifest.origin for checkpoint in listing.current}
-    parents = {c.manifest.parent.save_id for c in gone if c.manifest.parent}
+    needed = {c.manifest.origin for c in listing.current} | {
+        c.manifest.parent.save_id for c in gone if c.manifest.parent
+    }
 
     def urgency(checkpoint: Checkpoint) -> tuple[bool, bool]:
         is_damaged_form = checkpoint.manifest.form_of is not None and checkpoint in listing.lost
-        return is_damaged_form, checkpoint.manifest.origin not in current | parents
+        return is_damaged_form, checkpoint.manifest.origin not in needed
 
     newest_first = sorted(gone, key=lambda c: (c.manifest.place, c.manifest.kind == "delta"), reverse=True)
     return sorted(newest_first, key=urgency, reverse=True)
