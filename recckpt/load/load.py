@@ -160,6 +160,7 @@ def _table_loads(items: Iterable[Planned], source: OpenSource, tables: Mapping[s
             with_rows=ID in pairs,
             clear=source.at.entry.hashtable_clear,
             where=source.at.entry.where,
+            is_update=there in source.held,
         )
         for (name, there), pairs in slots.items()
     ]

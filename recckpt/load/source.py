@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,11 +33,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that was located, and what is wanted of it."""
+    """A checkpoint that was located, and what is wanted of it.
+
+    Attributes:
+        entry: what is wanted.
+        storage: the output dir that it lies in.
+        checkpoint: the newest link, with those below.
+        held: save id of the link whose rows the tables of the model hold as they were loaded, "" where they do not.
+    """
 
     entry: Entry
     storage: Storage
     checkpoint: Checkpoint
+    held: str = ""
 
     @property
     def label(self) -> str:
@@ -111,6 +119,7 @@ class OpenSource:
         self._n_bytes = 0
         self._states: dict[str, dict[str, Any]] = {}
         self._links: list[OpenLink] = []
+        self.held: Collection[str] = ()  # the tables of which only the links are read that are new to the model
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
             closed_on_error.callback(self._close)
             self._files = self._opened(at.checkpoint).files
@@ -146,6 +155,9 @@ class OpenSource:
         self._files.hold(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
         for checkpoint, tables in links_with_rows(self.at.checkpoint) if slices else ():
+            if checkpoint.manifest.origin == self.at.held:
+                self.held = tables
+                break
             link = self._links[0] if checkpoint is self.at.checkpoint else self._opened(checkpoint)
             link.hold_rows(tables, slices)
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any
 
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.load.conf import Entry, parse_load_conf
-from recckpt.load.inventory import Inventory
 from recckpt.load.live_state import LiveState
 from recckpt.load.load import plan
 from recckpt.load.loader import Loader
-from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.source import OpenSource, Source, locate_bank, locate_source, opened
+from recckpt.load.source import OpenSource, Source, locate_bank, opened
+from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, chained, list_checkpoints, locate, newest_first
@@ -36,35 +35,6 @@ _OWN = Entry(label="output_dir", is_own=True)
 
 def _failed(rank: int, cause: str) -> RecckptError:
     return RecckptError(f"restoring failed on rank {rank}: {cause}")
-
-
-@dataclass(frozen=True)
-class Followed:
-    """A dynamic entry of a bank: the names that it gives, and the checkpoint that they were taken from."""
-
-    entry: Entry
-    taken: Source
-
-    def newer(self) -> Source | None:
-        """Return the checkpoint that is there now, None where it is no newer than the one taken."""
-        try:
-            found = locate_source(self.entry)
-        except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
-            return None  # a run that is being written or rotated; it is looked at again
-        taken, there = self.taken.checkpoint.manifest, found.checkpoint.manifest
-        return found if there.save_id != taken.save_id and there.place > taken.place else None
-
-
-def followed(model: Inventory, bank: Sequence[OpenSource]) -> list[Followed]:
-    """Return the dynamic entries of a bank with the names that they win against the other entries."""
-    if not any(source.at.entry.is_dynamic for source in bank):
-        return []
-    items = resolve(model, [source.offer(model) for source in bank], Problems())
-    return [
-        Followed(replace(source.at.entry, only=frozenset(i.name for i in items if i.offer == number)), source.at)
-        for number, source in enumerate(bank)
-        if source.at.entry.is_dynamic
-    ]
 
 
 def _damaged_link(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str:
@@ -143,7 +113,7 @@ class Restorer:
             live = self._live()
             with self._opened(live, sources) as of_bank:
                 report = self._load(live, of_bank, candidates, _OWN, problems, rng=True, holds=True)
-                self._followed = followed(live.inventory, of_bank)
+                self._followed = followed(live, of_bank)
             return report
 
         first = self._ranks.on_first(lambda: self._located(bank))
@@ -163,19 +133,19 @@ class Restorer:
 
     def reload_dynamic(self) -> list[LoadReport]:
         """As :meth:`recckpt.CheckpointManager.reload_dynamic`."""
-        reports = []
+        reports: list[LoadReport] = []
 
-        def load(source: Source | None) -> Source | None:
+        def load(entry: Followed, source: Source | None) -> Source | None:
             if source is not None:
                 live = self._live()
-                with self._opened(live, [source]) as sources:
+                with self._opened(live, [entry.since_taken(source, live)]) as sources:
                     reports.append(self._load_sources(live, sources, Problems(), rng=False))
+                entry.take(source, live)
             return source
 
-        for number, entry in enumerate(self._followed):
-            taken = until_whole(partial(self._ranks.on_first, entry.newer), load)
+        for entry in self._followed:
+            taken = until_whole(partial(self._ranks.on_first, entry.newer), partial(load, entry))
             if taken is not None:
-                self._followed[number] = replace(entry, taken=taken)
                 self._run.held_step = None
                 log.info("loaded %s, which is new in the bank", taken.label)
         return reports

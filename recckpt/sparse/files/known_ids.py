@@ -76,9 +76,9 @@ class KnownIds:
             return np.arange(len(ids))
         return self._of_link.new(ids, self._ids.find(ids), 0)
 
-    def delete(self, ids: Int64s) -> None:
-        """Know ids that this link deletes, after all of its rows: those that are rows of it stay rows."""
-        self._ids.find_or_add(ids)
+    def delete(self, ids: Int64s) -> Int64s:
+        """Know ids that this link deletes, after all of its rows; return those that are no row of it or a newer one."""
+        return self._ids.find_or_add(ids)[1]
 
 
 @compiled

@@ -70,13 +70,24 @@ class TableLoad:
     entry: TableEntry
     slots: Mapping[str, str]  # here -> there; slots left out start at their initial values in new rows
     with_rows: bool  # whether ids are taken; otherwise only the slots of ids that the table has
-    clear: bool  # whether the table is emptied first; otherwise rows are merged in, and the loaded ones win
+    clear: bool  # whether the table has no other rows in the end; otherwise rows are merged in, and the loaded ones win
     where: RowFilter
+    is_update: bool  # whether the table holds what older links give, and nothing has changed since it was loaded
 
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""
         owned: Slice | None = getattr(self.table, "slice", None)
         return owned is None or owned.meets(*batch.buckets)
+
+    @property
+    def empties(self) -> bool:
+        """Whether the table is emptied first."""
+        return self.with_rows and self.clear and not self.is_update
+
+    @property
+    def erases(self) -> bool:
+        """Whether rows go that are deleted, or that the filter no longer keeps."""
+        return self.with_rows and self.clear and self.is_update
 
     @property
     def columns(self) -> frozenset[str]:

@@ -60,7 +60,7 @@ class Filler:
         self._is_started, self._known = True, KnownIds()
         if not self.load.with_rows:
             return
-        if self.load.clear:
+        if self.load.empties:
             self._touched = True
             self._target.clear()
         takes_all = self._where == RowFilter()
@@ -75,22 +75,25 @@ class Filler:
 
     def end_link(self, deletes: Int64s) -> None:
         """Take the ids that the link deletes for known; after the last link, check how many rows there were."""
+        gone = self._known.delete(self._owned(deletes, {})[0])
+        if self._is_started:
+            self._erase(gone)
         self._n_done += 1
         if self._n_done < self._n_links:
-            self._known.delete(self._owned(deletes, {})[0])
             return
         self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
-        self._known = KnownIds()
+        self._known, entry = KnownIds(), self.load.entry
         owns_all = self._slice is None or self._slice.is_everything  # else a rank cannot tell
-        if not self.load.entry.is_whole and owns_all and n_rows != self.load.entry.rows:
-            path, where = layout.join(self._newest, layout.MANIFEST), f"table {self.load.entry.name!r}"
+        is_whole_chain = not entry.is_whole and not self.load.is_update
+        if is_whole_chain and owns_all and n_rows != entry.rows:
+            path, where = layout.join(self._newest, layout.MANIFEST), f"table {entry.name!r}"
             expected = f"{n_rows}, as in its chain"
-            raise CorruptCheckpointError(path, where, found=f"{self.load.entry.rows} rows", expected=expected)
+            raise CorruptCheckpointError(path, where, found=f"{entry.rows} rows", expected=expected)
 
     def undo(self) -> None:
         """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
         if self.load.with_rows:
-            self._target.undo(is_cleared=self.load.clear and self._touched)
+            self._target.undo(is_cleared=self.load.empties and self._touched)
 
     @property
     def is_changed(self) -> bool:
@@ -146,7 +149,14 @@ class Filler:
         kept = np.flatnonzero(self._where.keeps(ids, looked_at))
         with self._lock:
             self.n_filtered += len(ids) - len(kept)
+        self._erase(np.delete(ids, kept))
         return _rows_of(ids, found, kept)
+
+    def _erase(self, ids: Int64s) -> None:
+        """Drop rows that older links gave, if there are any."""
+        if self.load.erases and not self._target.was_empty and len(ids):
+            self._touched = True
+            self._target.store.erase(ids)
 
     def _fill_aside(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
         """Add rows to the store aside: the ids one thread at a time, then their values."""

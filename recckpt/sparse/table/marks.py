@@ -51,6 +51,10 @@ class Tracker:
         """Return the rows as they are now, and which of them have changed."""
         return self._of(table).freeze(table.store, table.name)
 
+    def is_unchanged(self, table: HashTable, base: str) -> bool:
+        """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
+        return self._of(table).is_unchanged(base)
+
     def _of(self, table: HashTable) -> Marks:
         marks = self._marks.get(table.name)
         if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
@@ -66,6 +70,11 @@ class MarkSet:
         self.bits = np.zeros(0, np.uint8)
         self.erased: list[Int64s] = []  # some may be there again: those have a row that is marked
         self.n_erased = 0
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether anything has changed."""
+        return self.is_replaced or self.n_erased > 0 or bool(self.bits.any())
 
     def mark(self, rows: Int64s, n_rows: int) -> None:
         """Mark ``rows``, of ``n_rows``, which are about to change."""
@@ -126,6 +135,11 @@ class Marks:
         """Count from now on."""
         with self._lock:
             self._since = _Since(base, (MarkSet(is_replaced=False),))
+
+    def is_unchanged(self, base: str) -> bool:
+        """Say whether nothing has changed since this base."""
+        with self._lock:
+            return self._since.base == base and not any(some.has_changes for some in self.sets)
 
     def freeze(self, store: RowStore, name: str) -> Frozen:
         """Return what has changed until now, and begin a second set."""

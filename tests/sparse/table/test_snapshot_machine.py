@@ -90,7 +90,7 @@ class Saving:
 
     def as_load(self, table: HashTable, clear: bool) -> LinkLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
-        load = TableLoad(table, self.entry, slots, True, clear, RowFilter())
+        load = TableLoad(table, self.entry, slots, True, clear, RowFilter(), False)
         return LinkLoad([load], [self.parts], self._storage, self._directory)
 
     def _save(self, saver: SparseSaver) -> None:

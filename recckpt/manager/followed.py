@@ -1,0 +1,76 @@
+"""Checkpoints of a bank that go on while a run uses what it took of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.load.conf import Entry
+from recckpt.load.live_state import LiveState
+from recckpt.load.names import ID, slot_name
+from recckpt.load.plan import resolve
+from recckpt.load.problems import Problems
+from recckpt.load.source import OpenSource, Source, locate_source
+from recckpt.sparse.table.marks import Tracker
+from recckpt.sparse.table.table import HashTable
+
+
+class Followed:
+    """A dynamic entry of a bank: the names that it gives, and the checkpoint that they were taken from.
+
+    Args:
+        entry: with the names that it wins.
+        taken: what was loaded just now.
+        live: what it was loaded into.
+    """
+
+    def __init__(self, entry: Entry, taken: Source, live: LiveState) -> None:
+        self._entry, self._tracker = entry, Tracker()
+        self.take(taken, live)
+
+    def take(self, source: Source, live: LiveState) -> None:
+        """Note that a checkpoint was loaded just now."""
+        self._taken = source
+        for table in self._tables(live) or ():
+            self._tracker.begin(table, source.checkpoint.manifest.origin)
+
+    def newer(self) -> Source | None:
+        """Return the checkpoint that is there now, None where it is no newer than the one taken."""
+        try:
+            found = locate_source(self._entry)
+        except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
+            return None  # a run that is being written or rotated; it is looked at again
+        taken, there = self._taken.checkpoint.manifest, found.checkpoint.manifest
+        return found if there.save_id != taken.save_id and there.place > taken.place else None
+
+    def since_taken(self, found: Source, live: LiveState) -> Source:
+        """Return what to read of a newer checkpoint: its new links, if the tables are still as they were loaded."""
+        origin, tables = self._taken.checkpoint.manifest.origin, self._tables(live)
+        stands_on_it = any(link.manifest.origin == origin for link in found.checkpoint.links)
+        if stands_on_it and tables and all(self._tracker.is_unchanged(table, origin) for table in tables):
+            return replace(found, held=origin)
+        return found
+
+    def _tables(self, live: LiveState) -> list[HashTable] | None:
+        """Return the tables that the entry fills, None where it could not go on from what it has loaded."""
+        only, tables = self._entry.only or frozenset(), []
+        for name in sorted({name.table for name in only if name.is_slot}):
+            table = live.tables[name]
+            slots = {name for name in live.inventory if name.table == table.name}
+            if not isinstance(table, HashTable) or (slot_name(table.name, ID) in only and not slots <= only):
+                return None  # to load it all again also gives other slots their first values
+            tables.append(table)
+        return tables
+
+
+def followed(live: LiveState, bank: Sequence[OpenSource]) -> list[Followed]:
+    """Return the dynamic entries of a bank with the names that they win against the other entries."""
+    if not any(source.at.entry.is_dynamic for source in bank):
+        return []
+    items = resolve(live.inventory, [source.offer(live.inventory) for source in bank], Problems())
+    return [
+        Followed(replace(source.at.entry, only=frozenset(i.name for i in items if i.offer == number)), source.at, live)
+        for number, source in enumerate(bank)
+        if source.at.entry.is_dynamic
+    ]
