@@ -16,7 +16,7 @@ import pytest
 import warm_python
 from paths import ROOT
 
-from recckpt import CheckpointReader
+from recckpt import CheckpointReader, Deltas
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 RATINGS = ROOT.parent / "shared/data/ml-latest-small/ratings.csv.gz"
@@ -192,6 +192,16 @@ def test_the_python_blocks_of_the_page_on_saving_in_the_background_run_as_they_s
     saved = [json.loads(line)["ckpt_id"] for line in lines]
     assert saved[-2:] == ["ckpt_25", "by_hand"]
     assert len(saved) == len(names["pauses"])  # type: ignore[arg-type]
+
+
+def test_the_page_on_deltas_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+
+    exec(python_of(ROOT / "docs/deltas.md"), names)
+
+    assert names["deltas"] == Deltas()
+    assert names["manager"].counts.deltas == 2  # type: ignore[attr-defined]
 
 
 def test_every_link_of_the_documents_leads_to_a_file() -> None:

@@ -179,6 +179,7 @@ class Autosave:
             raise
         self._schedule.begun(kind, run.global_step, run.event_time)
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
+        self.counts.deltas += (saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta"
         if kind == "regular":
             run.held_step = run.global_step
         return saved

@@ -19,6 +19,7 @@ class SaveCounts:
 
     Attributes:
         begun: saves that began.
+        deltas: those of them that were deltas.
         failed: saves that failed.
         waited: saves that waited for the one before.
         skipped: saves that were due but omitted, because one was under way.
@@ -26,6 +27,7 @@ class SaveCounts:
     """
 
     begun: int = 0
+    deltas: int = 0
     failed: int = 0
     waited: int = 0
     skipped: int = 0

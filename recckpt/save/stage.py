@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
 from recckpt.sparse.table.table import HashTable as OurTable
 from recckpt.types import HashTable
+
+log = logging.getLogger("recckpt")
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def stage_on_all(
         staged = staged.written_as(agreed_kind(of_ranks))
         closed_on_error.pop_all()
     info.kind, info.why_full, info.n_links = staged.kind.name, staged.kind.why_full, staged.kind.n_links
+    if info.why_full is not None and ranks.rank == 0:
+        log.info("%s is saved in full: %s", info.ckpt_id, info.why_full)
     return staged
 
 

@@ -63,7 +63,8 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
         SaveFailedError: a rank failed, or the ranks do not have the parts of one state.
     """
     info, ranks = job.info, job.ranks
-    with Progress(f"saving {info.ckpt_id}", staged.sparse_bytes) as progress:
+    what = f"saving {info.ckpt_id}" if staged.kind.base is None else f"saving {info.ckpt_id} as a delta"
+    with Progress(what, staged.sparse_bytes) as progress:
         progress.n_rows = staged.n_rows
         names = _compared(staged, ranks)
         writer = ShardWriter(intent, to, ranks.rank, ranks.size)

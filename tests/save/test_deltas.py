@@ -1,5 +1,8 @@
 """Deltas that a saver writes, each held against a full save of the same moment by a reader that knows only the page."""
 
+import json
+import logging
+
 import pytest
 import spec_reader
 import torch
@@ -247,7 +250,16 @@ def test_batches_of_a_delta_are_as_wide_as_those_of_a_full_checkpoint(tmp_path):
 
 
 def _batches(directory):
-    import json
-
     [catalog] = directory.glob("sparse/*.json")
     return [batch for part in json.loads(catalog.read_bytes())["parts"] for batch in part["batches"]]
+
+
+def test_the_log_says_what_a_save_is_and_why_it_is_full(training, caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    training.saver.save("a")
+    training.saver.save("b")
+    assert "a is saved in full: there is no checkpoint to count changes from" in caplog.messages
+    assert [text.partition(":")[0] for text in caplog.messages if text.startswith("saving")] == [
+        "saving a",
+        "saving b as a delta",
+    ]
