@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 from torch import nn
@@ -99,7 +99,6 @@ class Saver(OneProcess):
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
         storage.prepare()  # last of what may be refused: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
-        self.ranks = RanksNow(timeout_sec)
         extra = self._extra = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model)))
         io_state = self._io_state = io_registry()
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
@@ -107,7 +106,7 @@ class Saver(OneProcess):
         self._live = Live(model, sparse_optim, extra, io_state)
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)
-        self._runner, self._tables = SaveRunner(), arguments.tables_in(model)
+        self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
         self.step_now: Callable[[], int | None] = lambda: None  # of a manager: for saves that name no step
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -278,8 +277,9 @@ class Saver(OneProcess):
             return self.loader.names()
 
     def close(self) -> None:
-        """As :meth:`settle`; the saver may go on being used."""
-        self.settle()
+        """As :meth:`settle`, and end a compaction in the background; the saver may go on being used."""
+        with closing(self._to.offers):
+            self.settle()
 
     def turn(self) -> AbstractContextManager[Any]:
         """Return the lock of the saver and its manager; refuse a fork, and a caller that might wait for itself."""

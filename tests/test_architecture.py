@@ -17,7 +17,8 @@ ROOMS = """
     recckpt  __main__
     cli  manager
     inspect  saver
-    load  save  checkpointer  compaction
+    load  save  checkpointer
+    compaction
     sparse  dense
     output_dir
     storage  policies

@@ -20,14 +20,14 @@ class StoppedError(Exception):
 
 
 def run_on(
-    executor: Executor,
+    executor: Executor | None,
     work: Callable[[_T], _R],
     tasks: Sequence[_T],
     *,
     on_done: Callable[[_T], object],
     is_stopped: Callable[[], bool],
 ) -> list[_R]:
-    """Return ``work`` of each task, in order, done by the workers of an executor.
+    """Return ``work`` of each task, in order, done by the workers of an executor, or else by the caller.
 
     An error of recckpt or of the storage ends it; any other, such as that a worker was lost, has the task done again,
     three times at most. When this returns or raises, no task runs any more, as far as the executor knows.
@@ -35,6 +35,8 @@ def run_on(
     Raises:
         StoppedError: ``is_stopped`` said so.
     """
+    if executor is None:
+        return [_run_here(work, task, on_done, is_stopped) for task in tasks]
     results: dict[int, _R] = {}
     pending: dict[Future[_R], tuple[int, int]] = {}
     try:
@@ -59,3 +61,13 @@ def run_on(
     finally:
         wait([future for future in pending if not future.cancel()])
     return [results[number] for number in range(len(tasks))]
+
+
+def _run_here(
+    work: Callable[[_T], _R], task: _T, on_done: Callable[[_T], object], is_stopped: Callable[[], bool]
+) -> _R:
+    if is_stopped():
+        raise StoppedError
+    result = work(task)
+    on_done(task)
+    return result

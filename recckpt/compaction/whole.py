@@ -29,7 +29,7 @@ class Means:
     """What a compaction may use.
 
     Attributes:
-        executor: does the work on the parts; None for threads of this process.
+        executor: does the work on the parts; None for threads of this process, which with one is the caller.
         threads: how many, and how many files are copied at once.
         budget_bytes: memory: of this process without an executor, else of each of its workers.
         is_stopped: asked now and then whether to give up.
@@ -93,8 +93,8 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Mea
 
 
 @contextmanager
-def _executor(means: Means) -> Iterator[Executor]:
-    if means.executor is not None:
+def _executor(means: Means) -> Iterator[Executor | None]:
+    if means.executor is not None or means.threads == 1:
         yield means.executor
         return
     with ThreadPoolExecutor(means.threads, thread_name_prefix="recckpt-compact") as threads:

@@ -16,6 +16,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
 from recckpt.save.base import Changes
+from recckpt.save.offer_thread import OfferThread
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
@@ -70,6 +71,7 @@ class Destination:
         changes: what deltas are made of; None where all saves are full.
         buffers: where staging copies dense tensors to.
         digests: of the state that one rank saves for all.
+        offers: compacts what deltas are written on, where the policy wants that.
     """
 
     storage: Storage
@@ -82,3 +84,4 @@ class Destination:
     changes: Changes | None
     buffers: DenseBuffers = field(default_factory=DenseBuffers)
     digests: RankDigests = field(default_factory=RankDigests)
+    offers: OfferThread = field(default_factory=OfferThread)

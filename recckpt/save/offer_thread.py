@@ -1,0 +1,72 @@
+"""``Deltas(compact=True)``: a thread of the saver compacts a chain that has grown long, while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from recckpt.compaction.compact import make_offer
+from recckpt.compaction.crew import StoppedError
+from recckpt.compaction.whole import Means
+from recckpt.output_dir.commit import chain_of
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.threads import give_way
+from recckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from recckpt.save.job import Destination
+
+log = logging.getLogger("recckpt")
+
+_BUDGET_BYTES = 64 << 20  # beside a trainer, which needs its memory
+
+
+class OfferThread:
+    """Makes offers, one at a time, in a thread that gives way to training. Not thread-safe.
+
+    An error is logged and fails nothing: a later save is full where the chain is too long by then.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._offered: str | None = None
+
+    def begin_if_due(self, to: Destination) -> None:
+        """Begin an offer of what the next delta would stand on, if the policy wants one; rank 0 calls this."""
+        changes = to.changes
+        chain = changes.chain(to.fence) if changes else None
+        if changes is None or changes.base is None or chain is None or self._is_at_work:
+            return
+        reason = changes.policy.why_compact(chain)
+        if reason is not None and self._offered not in to.fence.listing.uncommitted:  # one that waits is enough
+            log.info("%s: compacting in the background: %s", to.storage.url, reason)
+            newest = chain_of(to.fence.listing, changes.base.save_id)[0]
+            self._stop = threading.Event()
+            # A daemon: an interpreter that ends does not wait for it, and what it leaves is no whole offer.
+            self._thread = threading.Thread(
+                target=self._run, args=(to.storage, newest, self._stop), name="recckpt-compact", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """End what is at work, which leaves nothing; an offer may be begun again."""
+        thread, self._thread = self._thread, None
+        self._stop.set()
+        if thread is not None:
+            thread.join()
+
+    @property
+    def _is_at_work(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self, storage: Storage, checkpoint: Checkpoint, stop: threading.Event) -> None:
+        give_way()
+        try:
+            done = make_offer(storage, checkpoint, Means(None, 1, _BUDGET_BYTES, stop.is_set))
+            self._offered = done.directory or self._offered
+        except StoppedError:
+            log.info("%s: the compaction of %r was ended", storage.url, checkpoint.ckpt_id)
+        except Exception as error:
+            log.warning("%s: %r could not be compacted: %s", storage.url, checkpoint.ckpt_id, error)
