@@ -21,13 +21,13 @@ STEPS = 11  # that each reader has seen at least, or it has not read beside save
 
 
 @contextmanager
-def writing(url):
+def writing(url, saves_of):
     """A thread that saves as long as the block runs, after its first checkpoint is there."""
     stop, begun, saves = threading.Event(), threading.Event(), []
 
     def write():
         try:
-            saves.append(write_until(stop, url, begun.set))
+            saves.append(write_until(stop, url, begun.set, saves_of))
         finally:
             begun.set()
 
@@ -50,9 +50,10 @@ def count(figures, outcome):
     return steps
 
 
+@pytest.mark.parametrize("saves_of", ["full", "delta"])
 @pytest.mark.parametrize("kind", READERS)
-def test_whoever_reads_a_run_that_rotates_gets_one_whole_step(url, kind, figures):
-    with writing(url):
+def test_whoever_reads_a_run_that_rotates_gets_one_whole_step(url, kind, saves_of, figures):
+    with writing(url, saves_of):
         outcome = read_often(kind, url, 6)
     removed = outcome["removed"]
     steps = count(figures, outcome)
@@ -92,7 +93,8 @@ def test_the_harness_finds_readers_that_mix_two_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_thousand_reads_by_other_processes_are_all_whole(tmp_path, figures):
+@pytest.mark.parametrize("saves_of", ["full", "delta"])
+def test_ten_thousand_reads_by_other_processes_are_all_whole(tmp_path, saves_of, figures):
     url = str(tmp_path / "runs")
     env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
 
@@ -101,7 +103,7 @@ def test_ten_thousand_reads_by_other_processes_are_all_whole(tmp_path, figures):
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     n_reads = ALL_READS // len(READERS) // SWEEP_STRIDE
-    processes = [start("write", url)]
+    processes = [start("write", url, saves_of)]
     try:
         assert processes[0].stdout.readline() == "ready\n"
         readers = [start("read", kind, url, n_reads, STEPS) for kind in READERS]

@@ -1,8 +1,8 @@
 """A run that saves and rotates without a pause, and readers of it; driven by faults/test_readers_in_rotation.py.
 
-As a process of its own it is one of the two: ``rotating_run.py write URL`` saves until its stdin ends, then prints how
-often; ``rotating_run.py read KIND URL READS STEPS`` reads ``READS`` times, and on until it has seen so many
-checkpoints, and prints what came of it.
+As a process of its own it is one of the two: ``rotating_run.py write URL KIND`` saves checkpoints of a kind, "full" or
+"delta", until its stdin ends, then prints how often; ``rotating_run.py read KIND URL READS STEPS`` reads ``READS``
+times, and on until it has seen so many checkpoints, and prints what came of it.
 """
 
 import json
@@ -35,20 +35,22 @@ def check(what: str, found: Any, expected: Any) -> None:
 
 
 class Run:
-    """A run whose whole state follows from its step."""
+    """A run whose whole state follows from its step; of deltas, each has a row that was deleted and one that is new."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, kind: str = "full") -> None:
         import torch
         from torch import nn
 
-        from recckpt import CheckpointManager, Saver
+        from recckpt import CheckpointManager, Deltas, Saver
         from recckpt.sparse import HashTable, SparseAdagrad
 
         self.torch = torch
         self.tables = {name: HashTable(dim, name=name) for name, dim in TABLES.items()}
         self.top = nn.Linear(4, 1)
         modules = nn.ModuleDict({**self.tables, "top": self.top})
-        self.saver = Saver(modules, SparseAdagrad(list(self.tables.values())), url, max_keep=1, concurrency=2)
+        self.deltas = Deltas(full_every=5, max_dirty=1.0, max_chain_bytes=100.0) if kind == "delta" else False
+        optimizer = SparseAdagrad(list(self.tables.values()))
+        self.saver = Saver(modules, optimizer, url, max_keep=1, concurrency=2, deltas=self.deltas)
         self.manager = CheckpointManager(self.saver, 1)
         self.position = -1
         self.saver.register_io_state("stream", self)
@@ -65,7 +67,10 @@ class Run:
         ids = self.torch.arange(step, step + N_ROWS)
         for name, dim in TABLES.items():
             values = self.torch.full((N_ROWS, dim), float(step))
-            self.tables[name].clear()
+            if self.deltas:
+                self.tables[name].erase(self.torch.tensor([step - 1]))
+            else:
+                self.tables[name].clear()
             self.tables[name].insert(ids, values, {SLOT: values + 1})
         with self.torch.no_grad():
             self.top.weight.fill_(step)
@@ -198,9 +203,9 @@ def read_often(kind: str, url: str, n_reads: int, n_steps: int = 0) -> dict[str,
     return {**outcomes, "steps": len(steps), "told": told[:5]}
 
 
-def write_until(stop: threading.Event, url: str, ready: Callable[[], object]) -> int:
+def write_until(stop: threading.Event, url: str, ready: Callable[[], object], kind: str) -> int:
     """Save without a pause; returns how often."""
-    run = Run(url)
+    run = Run(url, kind)
     run.save()
     ready()
     while not stop.is_set():
@@ -219,7 +224,7 @@ def main() -> None:
     torch.set_num_threads(1)
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
-    print(write_until(stop, args[0], lambda: print("ready", flush=True)), flush=True)
+    print(write_until(stop, args[0], lambda: print("ready", flush=True), args[1]), flush=True)
 
 
 if __name__ == "__main__":
