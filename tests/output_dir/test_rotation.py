@@ -4,12 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders import Run
 from forge import Forge, filled, save_tables
 from spec_reader import counting
 from spec_writer import write_delta, write_form
 from torch import nn
 
-from recckpt import Saver
+from recckpt import Deltas, Saver
+from recckpt.inspect.verify import verify
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
 from recckpt.storage import Storage, open_storage
@@ -238,3 +240,15 @@ def test_a_delta_that_cannot_be_removed_keeps_what_it_stands_on(local, monkeypat
     assert list_checkpoints(local).damaged == {}
     saver.save("e")
     assert attempt_dirs(local) == ["e"]
+
+
+@pytest.mark.parametrize(("max_keep", "at_8", "at_9"), [(1, "5 6 7 8", "9"), (2, "1 2 3 4 5 6 7 8", "5 6 7 8 9")])
+def test_a_run_with_deltas_keeps_whole_chains_one_or_two_of_them(tmp_path, max_keep, at_8, at_9):
+    run = Run(tmp_path, interval=1, max_keep=max_keep, deltas=Deltas(full_every=3, max_dirty=1, max_chain_bytes=1000))
+    for n_steps, expected in ((8, at_8), (1, at_9)):
+        run.train(n_steps)
+        listing = list_checkpoints(run.saver.storage)
+        assert listing.ckpt_ids == [f"ckpt_{step}" for step in expected.split()]
+        fulls = [c.ckpt_id for c in listing.committed if c.manifest.kind == "full"]
+        assert fulls == [f"ckpt_{step}" for step in (1, 5, 9) if str(step) in expected.split()]
+        assert verify(str(tmp_path)) == []
