@@ -36,6 +36,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(PY) benchmarks/table.py
 	$(PY) benchmarks/save_load.py
+	$(PY) benchmarks/deltas.py
 	$(PY) benchmarks/pause.py
 	$(PY) benchmarks/ranks.py
 	$(PY) benchmarks/sharded.py
@@ -48,6 +49,7 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/table.py --ids 100000 --steps 3
 	$(PY) benchmarks/save_load.py --rows 20000 --rounds 2 --tables 20 --memory-rows 20000
 	$(PY) benchmarks/save_load.py --rows 20000 --rounds 2 --no-checksum
+	$(PY) benchmarks/deltas.py --rows 20000 --rounds 1
 	$(PY) benchmarks/pause.py --rows 20000 --rounds 1 --dense-mib 1
 	$(PY) benchmarks/ranks.py --rows 20000 --rounds 1 --dense-mib 4
 	$(PY) benchmarks/sharded.py --rounds 3

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,24 @@ def touch_memory(n_bytes: int) -> None:
 def status_mib(field: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+
+
+@contextmanager
+def peak_mib(field: str) -> Iterator[list[float]]:
+    """Yield a list whose one item is, at the end of the block, by how much a figure of this process grew at most."""
+    before, peak, is_over = status_mib(field), [0.0], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.005):
+            peak[0] = max(peak[0], status_mib(field) - before)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def report_peers(case: str, rows: int, n_bytes: int, seconds: dict[str, list[float]], **more: Any) -> None:

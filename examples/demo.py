@@ -3,14 +3,15 @@
     python examples/demo.py                                       # made-up clicks; this is ``make demo``
     python examples/demo.py --ratings ratings.csv.gz --steps 2000
 
-The last checkpoints of both runs are compared bit for bit: the tables with their optimizer slots and the dense weights
-through ``CheckpointReader``, then the dense optimizer, the position in the data and the random generator. Exits with 1
-where anything differs.
+Both runs save deltas: what has changed since the checkpoint before. Their last checkpoints are compared bit for bit:
+the tables with their optimizer slots and the dense weights through ``CheckpointReader``, then the dense optimizer, the
+position in the data and the random generator. Exits with 1 where anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,9 @@ def main() -> int:
     print()
     recckpt(["show", str(crashed / f"ckpt_{args.steps}")])
 
+    title("what the saves of the straight run cost")
+    print_costs(straight)
+
     title(f"compare ckpt_{args.steps} of the two runs")
     differing = compare(straight / f"ckpt_{args.steps}", crashed / f"ckpt_{args.steps}")
     print(f"{len(differing)} differ, such as {differing[:8]}" if differing else "equal, every bit")
@@ -60,13 +64,21 @@ def main() -> int:
 def train(args: argparse.Namespace, output_dir: Path, *, crash_at: int | None = None) -> None:
     """Run train_ctr.py in a process of its own, which must end as asked."""
     command = [sys.executable, str(TRAIN), "--output-dir", str(output_dir), "--steps", str(args.steps)]
-    command += ["--save-interval", str(args.save_interval)]
+    command += ["--save-interval", str(args.save_interval), "--batch-size", str(args.batch_size), "--deltas"]
     command += ["--ratings", args.ratings] if args.ratings else []
     command += ["--crash-at", str(crash_at)] if crash_at else []
     ended = subprocess.run(command, stderr=subprocess.STDOUT, check=False).returncode
     expected = -signal.SIGKILL if crash_at else 0
     if ended != expected:
         sys.exit(f"train_ctr.py ended with {ended}, expected {expected}")
+
+
+def print_costs(output_dir: Path) -> None:
+    """Print what each save wrote, as the timeline tells it."""
+    for line in (output_dir / "timeline.jsonl").read_text().splitlines():
+        save = json.loads(line)
+        of_all = f"{save['n_upserts']:7,} of {save['n_rows']:7,} rows"
+        print(f"{save['ckpt_id']}  {save['kind']:5}  {of_all}  {save['n_bytes'] / 1e6:6.2f} MB")
 
 
 def compare(left: Path, right: Path) -> list[str]:
@@ -140,6 +152,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ratings", metavar="FILE", help="MovieLens ratings.csv[.gz]; made-up clicks without it")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--save-interval", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--crash-at", type=int, metavar="STEP", help="halfway, and between two saves, unless told")
     parser.add_argument("--output-dir", default="demo_output/demo", help="its runs of an earlier demo are removed")
     return parser.parse_args()

@@ -4,6 +4,7 @@ python examples/train_ctr.py --steps 1000                       # from the start
 python examples/train_ctr.py --steps 2000                       # goes on at step 1000
 python examples/train_ctr.py --steps 3000 --crash-at 2550       # dies between two saves
 python examples/train_ctr.py --steps 3000                       # goes on at step 2500
+python examples/train_ctr.py --deltas --save-interval 100        # saves only what has changed
 python examples/train_ctr.py --ratings ratings.csv.gz --output-dir runs/movies
 """
 
@@ -62,13 +63,15 @@ class DeepFM(nn.Module):
 class Run:
     """A model, its two optimizers, its data, and the manager that checkpoints all of them."""
 
-    def __init__(self, clicks: ClickLog, output_dir: str, *, save_interval: int, max_keep: int, seed: int) -> None:
+    def __init__(
+        self, clicks: ClickLog, output_dir: str, *, save_interval: int, max_keep: int, seed: int, deltas: bool = False
+    ) -> None:
         torch.manual_seed(seed)
         self.clicks = clicks
         self.model = DeepFM(seed=seed)
         self.sparse_optim = SparseAdamW(filter_out_sparse_param(self.model), lr=0.01)
         self.dense_optim = torch.optim.Adam(self.model.parameters(), lr=0.001)
-        self.saver = Saver(self.model, self.sparse_optim, output_dir, max_keep=max_keep)
+        self.saver = Saver(self.model, self.sparse_optim, output_dir, max_keep=max_keep, deltas=deltas)
         self.saver.register_for_checkpointing("dense_optim", self.dense_optim)
         self.saver.register_io_state("clicks", clicks)
         self.manager = CheckpointManager(self.saver, save_interval)
@@ -111,6 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         save_interval=args.save_interval,
         max_keep=args.max_keep,
         seed=args.seed,
+        deltas=args.deltas,
     )
     start = run.manager.restore()
     print(f"resuming at step {start}" if start else f"starting, with {len(labels):,} clicks", flush=True)
@@ -127,6 +131,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-dir", default="demo_output/train_ctr", help="path or URL of the checkpoints")
     parser.add_argument("--save-interval", type=int, default=250, help="steps between checkpoints")
     parser.add_argument("--max-keep", type=int, default=2, help="checkpoints to keep")
+    parser.add_argument("--deltas", action="store_true", help="save what has changed since the checkpoint before")
     parser.add_argument("--crash-at", type=int, metavar="STEP", help="SIGKILL this process right after STEP")
     parser.add_argument("--seed", type=int, default=0, help="of the made-up clicks, their order and the first weights")
     return parser.parse_args(argv)

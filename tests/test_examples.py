@@ -70,6 +70,10 @@ def test_a_run_killed_between_two_saves_resumes_and_ends_equal_to_one_that_was_n
     resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run)
 
 
+def test_a_run_with_deltas_that_was_killed_ends_equal_to_one_that_was_not(tmp_path: Path, demo: ModuleType) -> None:
+    resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run, "--deltas", "--max-keep", 3)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
 def test_a_run_on_movie_ratings_resumes_as_well(tmp_path: Path, demo: ModuleType) -> None:

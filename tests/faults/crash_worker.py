@@ -23,9 +23,9 @@ SAVED, SAVE_FAILED, NOT_DURABLE = 0, 3, 4  # exit codes
 _TOLD_BYTES = 1 << 14
 
 
-def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, tell):
+def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, deltas, tell):
     """Save each of the steps; stop before the one whose number is ``before``."""
-    job = Job.resumed(url, restore, max_keep, threads=threads)
+    job = Job.resumed(url, restore, max_keep, threads=threads, deltas=deltas)
     if plant is not None:
         plants.plant(plant)
     for number, step in enumerate(steps):

@@ -8,11 +8,12 @@ import torch
 from builders import bits, table_state
 from torch import nn
 
-from recckpt import CheckpointManager, Saver
+from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
 from recckpt.sparse import HashTable, SparseAdagrad
 
 ROWS, DIM = 50, 4
+FULL_EVERY = 2  # deltas, of a job that saves them
 
 
 class State(NamedTuple):
@@ -28,8 +29,8 @@ NOTHING = State(0)  # where nothing restores
 class Job:
     """A process of the run. With one thread, which is what it has unless told otherwise, its calls repeat exactly."""
 
-    def __init__(self, url, max_keep=1, *, threads=1, rows=ROWS):
-        self.rows = rows
+    def __init__(self, url, max_keep=1, *, threads=1, rows=ROWS, deltas=False):
+        self.rows, self.contents = rows, changing_contents if deltas else contents
         self.table = HashTable(DIM, name="t")
         self.top = nn.Linear(DIM, 1)
         self.saver = Saver(
@@ -38,6 +39,7 @@ class Job:
             str(url),
             max_keep=max_keep,
             concurrency=threads,
+            deltas=Deltas(full_every=FULL_EVERY, max_chain_bytes=99.0) if deltas else False,
         )
         self.manager = CheckpointManager(self.saver, 10**9)
 
@@ -55,12 +57,22 @@ class Job:
         self.set_state(self.manager.global_step, branch)
 
     def set_state(self, step, branch=0):
-        ids, values, slots = contents(State(step, branch), self.rows)
-        self.table.clear()
-        self.table.insert(ids, values, slots)
+        ids, values, slots = self.contents(State(step, branch), self.rows)
+        if self.contents is contents:
+            self.table.clear()
+            self.table.insert(ids, values, slots)
+        else:
+            self._change_to(ids, values, slots)
         with torch.no_grad():
             self.top.weight.fill_(float(values[0, 0]))
             self.top.bias.fill_(-float(values[0, 0]))
+
+    def _change_to(self, ids, values, slots):
+        """Change those rows that differ, which are few."""
+        found, is_there = self.table.lookup(ids)
+        differs = ~is_there | (found != values).any(1)
+        self.table.erase(self.table.ids()[~torch.isin(self.table.ids(), ids)])
+        self.table.insert(ids[differs], values[differs], {name: slot[differs] for name, slot in slots.items()})
 
     def save(self, *, background=False):
         """Save, and return once that is acknowledged."""
@@ -78,7 +90,7 @@ class Job:
 
     def is_of_step(self, step, branch=0):
         """Say whether every bit is that of a step."""
-        ids, values, slots = contents(State(step, branch), self.rows)
+        ids, values, slots = self.contents(State(step, branch), self.rows)
         rows = {"id": bits(ids), "embedding": bits(values), **{name: bits(slot) for name, slot in slots.items()}}
         dense = torch.full((DIM,), float(values[0, 0])), torch.full((1,), -float(values[0, 0]))
         return table_state(self.table) == rows and [bits(self.top.weight), bits(self.top.bias)] == [*map(bits, dense)]
@@ -88,6 +100,19 @@ def contents(state, rows):
     """Return the ids, the embeddings and the slots of a state."""
     values = torch.full((rows, DIM), state.step + state.branch / 2)
     return torch.arange(state.step, state.step + rows), values, {"sparse_adagrad_sum": values + 1}
+
+
+def changing_contents(state, rows):
+    """Return those of a state of which a step changes a fifth of the rows, adds one and deletes one.
+
+    The first row tells the branch.
+    """
+    ids = torch.arange(state.step, state.step + rows)
+    changed = state.step - (state.step - ids) % 5  # the last step at which it was its turn
+    changed = torch.maximum(changed, torch.clamp(ids - rows + 1, min=1)).to(torch.float32)  # or it was added
+    values = changed[:, None].expand(-1, DIM).clone()
+    values[0] = state.step + state.branch / 2
+    return ids, values, {"sparse_adagrad_sum": values + 1}
 
 
 def restored(url, candidates, **options):
@@ -111,12 +136,15 @@ def check_index(storage, newest):
     assert max(steps) <= newest.step, f"the index file names steps {steps}, and {newest.step} is what restores"
 
 
-def check_tidy(storage, n_checkpoints, newest):
-    """Check that as many checkpoints are there as shall be kept, and nothing of attempts that are over."""
+def check_tidy(storage, is_kept, newest):
+    """Check that those checkpoints are there which shall be kept, by their number or a rule, and no dead attempts."""
     listing = list_checkpoints(storage)
     assert not listing.damaged, f"damaged: {listing.damaged}"
     assert not listing.fenced, f"fenced: {listing.fenced}"
-    assert len(listing.committed) == n_checkpoints
+    if isinstance(is_kept, int):
+        assert len(listing.committed) == is_kept
+    else:
+        assert [c.directory for c in listing.committed if not is_kept(c)] == [], "kept for nothing"
     assert storage.read("checkpoint", 1 << 20).decode() == "".join(f"{c.ckpt_id}\n" for c in listing.current)
     timeline = [json.loads(line) for line in storage.read("timeline.jsonl", 1 << 20).splitlines()]
     assert timeline[-1]["step"] == newest.step

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from faults.job import NOTHING, Job, State, check_tidy, restored
 from faults.tracing import Save, killing
 
+from recckpt.output_dir.listing import list_checkpoints
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -27,6 +29,11 @@ class Scene:
         return self.saves[-1][0]
 
     @property
+    def deltas(self):
+        """Whether the saves are of what has changed, as far as they can be."""
+        return self.last.deltas
+
+    @property
     def after(self):
         return self.last.states[-1]
 
@@ -39,31 +46,43 @@ class Scene:
             if self.pinned in save.steps:
                 Job(url).manager.pin(self.pinned)
         if self.last.before == 0:
-            restored(url, [self.before])
+            restored(url, [self.before], deltas=self.deltas)
 
     def go_on(self, url, word):
         """Check what restores after the last save ended, and that others save beside whatever it has left."""
         allowed = {"saved": [self.after], "failed": [self.before]}.get(word, [self.before, self.after])
-        job, found = restored(url, allowed)
+        job, found = restored(url, allowed, deltas=self.deltas)
         job.saver.max_keep = self.max_keep
         if found != self.after:
-            job = Job.resumed(url, self.last.restore, self.max_keep)
+            job = Job.resumed(url, self.last.restore, self.max_keep, deltas=self.deltas)
             while job.manager.global_step < self.after.step:
                 job.advance(self.after.branch)
             job.save()
         job.advance(self.after.branch)
         job.save()
         following = State(self.after.step + 1, self.after.branch)
-        restored(url, [following])
+        restored(url, [following], deltas=self.deltas)
         n_checkpoints = min(self.max_keep, following.step) + (self.pinned is not None)
-        check_tidy(job.saver.storage, n_checkpoints, following)
+        is_kept = self.kept_links(job.saver.storage) if self.deltas else n_checkpoints
+        check_tidy(job.saver.storage, is_kept, following)
         if self.pinned is not None:
-            assert Job.resumed(url, self.pinned).holds(State(self.pinned)), f"pinned step {self.pinned} is gone"
+            pinned = Job.resumed(url, self.pinned, deltas=self.deltas)
+            assert pinned.holds(State(self.pinned)), f"pinned step {self.pinned} is gone"
+
+    def kept_links(self, storage):
+        """Return the rule which says what may be there where there are deltas: what is kept, and all it stands on."""
+        current = list_checkpoints(storage).current
+        kept = current[-self.max_keep :] + [c for c in current if c.manifest.step == self.pinned]
+        newest_full = current[-1].links[-1]
+        if self.max_keep > 1:
+            kept += [c for c in current if newest_full not in c.links][-1:]
+        directories = {link.directory for checkpoint in kept for link in checkpoint.links}
+        return lambda checkpoint: checkpoint.directory in directories
 
 
-def scene(max_keep, *saves, before, pinned=None):
+def scene(max_keep, *saves, before, pinned=None, deltas=False):
     pairs = tuple(save if isinstance(save, tuple) else (save, None) for save in saves)
-    return Scene(max_keep, pairs, before, pinned)
+    return Scene(max_keep, tuple((replace(save, deltas=deltas), kill) for save, kill in pairs), before, pinned)
 
 
 FIRST, SECOND = Save((1,)), Save((2,))
@@ -82,4 +101,20 @@ SCENES = {
     "pinned": scene(1, FIRST, SECOND, Save((3,)), before=State(2), pinned=1),
     "threads": scene(1, FIRST, replace(SECOND, threads=4), before=State(1)),
     "background": scene(1, FIRST, replace(SECOND, background=True), before=State(1)),
+}
+FOUR = FIRST, SECOND, Save((3,)), Save((4,))  # of one full checkpoint, two deltas, and a full one again
+SCENES |= {
+    "delta": scene(1, *FOUR[:2], before=State(1), deltas=True),
+    "delta on a delta": scene(2, *FOUR[:3], before=State(2), deltas=True),
+    "full after deltas": scene(1, *FOUR, before=State(3), deltas=True),
+    "full after deltas of 2": scene(2, *FOUR, before=State(3), deltas=True),
+    "delta on the second full": scene(2, *FOUR, Save((5,)), before=State(4), deltas=True),
+    "deltas of one writer": scene(1, Save((1, 2, 3), before=2), before=State(2), deltas=True),
+    "delta again": scene(2, *FOUR[:2], Save((2,), branch=1, restore=1), before=State(2), deltas=True),
+    "takeover of deltas": scene(1, *FOUR[:2], (Save((3,)), ("write", 60)), Save((3,)), before=State(2), deltas=True),
+    "takeover in rotation of deltas": scene(
+        1, *FOUR[:3], (FOUR[3], ("unlink", 8)), Save((5,)), before=State(4), deltas=True
+    ),
+    "pinned delta": scene(1, *FOUR, Save((5,)), before=State(4), pinned=2, deltas=True),
+    "delta in the background": scene(1, Save((1, 2), before=1, background=True), before=State(1), deltas=True),
 }

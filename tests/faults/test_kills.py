@@ -8,6 +8,9 @@ import pytest
 from faults.scenes import SCENES
 from faults.tracing import killing
 
+from recckpt.output_dir.listing import list_checkpoints
+from recckpt.storage import open_storage
+
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
 MOST_CALLS = 1000  # of one name in a save
 CALLS = ("mkdir", "openat", "write", "fsync", "close", "link", "unlink", "rename", "rmdir")
@@ -51,6 +54,15 @@ def sweep(worker, shared_ram, figures):
     return lambda name: Sweep(worker, shared_ram, name, figures)
 
 
+@pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if scene.deltas])
+def test_a_scene_of_deltas_ends_with_one_unless_its_name_says_otherwise(sweep, ram, name):
+    scene, url = SCENES[name], ram / "whole"
+    shutil.copytree(sweep(name).base, url)
+    assert sweep(name).worker.run(url, scene.max_keep, scene.last).word == "saved"
+    newest = list_checkpoints(open_storage(str(url))).current[-1].manifest
+    assert newest.kind == ("full" if name.startswith("full") or name == "delta again" else "delta")
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_kill_in_a_save_that_rotates_loses_nothing(sweep, call):
     assert sweep("rotation").kill_at_every(call, SAMPLES.get(call, 1)) > 0
@@ -58,7 +70,7 @@ def test_a_kill_in_a_save_that_rotates_loses_nothing(sweep, call):
 
 @pytest.mark.parametrize("name", [name for name in SCENES if name != "rotation"])
 def test_a_kill_at_the_commit_loses_nothing(sweep, name):
-    links = 2 if name == "same writer" else 4  # claim, list, INTENT, manifest
+    links = 2 if SCENES[name].last.before else 4  # claim, list, INTENT, manifest
     for k in range(1 if name == "takeover" else links, links + 1):
         assert sweep(name).kill_at("link", k) == "killed"
 

@@ -30,6 +30,7 @@ class Save:
         background: whether training could go on meanwhile.
         plant: a bug to plant.
         file_limit: bytes that a file may have.
+        deltas: whether it saves what has changed.
     """
 
     steps: tuple[int, ...]
@@ -40,6 +41,7 @@ class Save:
     background: bool = False
     plant: str | None = None
     file_limit: int | None = None
+    deltas: bool = False
 
     @property
     def states(self):

@@ -48,8 +48,9 @@ def warm_up():
     from builders import Run
 
     torch.set_num_threads(1)
-    run = Run("memory://warm").train(1)
-    run.manager.save()
+    run = Run("memory://warm", deltas=True)
+    for _ in range(2):
+        run.train(1).manager.save()
     run.manager.restore()
     gc.collect()
     gc.freeze()  # else each fork would copy all pages of it when it ends
