@@ -19,7 +19,7 @@ from recckpt.storage.retry import RetryPolicy
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth request
 NAMED = re.compile(r"\b[a-z ]+ failed: .*s3://faults-\d+/try-\d+")
-TIMEOUT_SEC = 0.5
+PATIENCE_SEC = {"stall before": 2.0, "stall after": 2.0}  # which are waited for; else the server may take its time
 
 
 def reset_before(exchange):
@@ -77,14 +77,15 @@ class Network:
 
     def __init__(self, server, monkeypatch):
         self.proxy = Proxy(int(server["endpoint_url"].rpartition(":")[2]))
-        self.through = {**options_of(server, self.proxy.port), "config_kwargs": {"read_timeout": TIMEOUT_SEC}}
+        self._through = options_of(server, self.proxy.port)
         self._monkeypatch, self._server = monkeypatch, server
         self._now, self._back_at = 0.0, None
         self.policy = RetryPolicy(deadline_sec=30, sleep=self._sleep, clock=lambda: self._now)
 
-    def run(self, make, url, max_keep):
+    def run(self, make, url, max_keep, fault):
         """Return a job that reaches the store through the proxy."""
-        self._monkeypatch.setitem(conf, "s3", self.through)
+        patience = {"read_timeout": PATIENCE_SEC.get(fault, 60.0)}
+        self._monkeypatch.setitem(conf, "s3", {**self._through, "config_kwargs": patience})
         job = make(url, max_keep)
         self._monkeypatch.setitem(conf, "s3", self._server)
         job.saver.storage.policy = self.policy
@@ -127,7 +128,7 @@ class Faults:
             Whether there were so many requests.
         """
         note = f"{fault} {'once' if times == 1 else 'for ever'} from request {at}"
-        prefix, job = self._ready()
+        prefix, job = self._ready(fault)
         self.network.spoil(fault, at, times, about)
         failure = failure_of(job.manager.save)
         outcome = "saved" if failure is None else "failed"
@@ -159,9 +160,9 @@ class Faults:
             at += stride
         assert at > first
 
-    def _ready(self):
+    def _ready(self, fault=None):
         prefix = self.scene.copy()
-        job = self.network.run(self.scene.make, self.scene.url(prefix), self.scene.max_keep)
+        job = self.network.run(self.scene.make, self.scene.url(prefix), self.scene.max_keep, fault)
         job.manager.restore(self.scene.restore_step)
         job.advance()
         return prefix, job

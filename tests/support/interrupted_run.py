@@ -1,4 +1,6 @@
-"""A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS``.
+"""A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS INTERRUPTS``.
+
+It takes so many steps at least, and goes on until so many interrupts have come through.
 
 Prints how often it was interrupted and whether it ended bit for bit like a run that never was.
 """
@@ -66,8 +68,8 @@ class Run:
         return [values[order] for values in (ids, self.table.embeddings(), *slots)]
 
 
-def interrupted(run: Run, n_steps: int) -> int:
-    """Train under a storm of SIGINT and return how many came through."""
+def interrupted(run: Run, n_steps: int, n_hits: int) -> int:
+    """Train under a storm of SIGINT, until enough came through, and return how many did."""
     hits, is_armed, is_over = 0, False, threading.Event()
 
     def fire() -> None:
@@ -87,16 +89,18 @@ def interrupted(run: Run, n_steps: int) -> int:
             is_armed = True
             run.train(n_steps)
             is_armed = False
-            is_over.set()
+            n_steps += 10
+            if hits >= n_hits:
+                is_over.set()
         except KeyboardInterrupt:
             hits += 1
     return hits
 
 
-def main(root: str, n_steps: int) -> None:
+def main(root: str, n_steps: int, n_hits: int) -> None:
     straight, stormy, resumed = Run(f"{root}/straight"), Run(f"{root}/stormy"), Run(f"{root}/stormy")
-    straight.train(n_steps)
-    hits = interrupted(stormy, n_steps)
+    hits = interrupted(stormy, n_steps, n_hits)
+    straight.train(stormy.step)
     resumed.saver.load()
     expected = straight.state()
     for run in (stormy, resumed):
@@ -106,4 +110,4 @@ def main(root: str, n_steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -211,7 +211,7 @@ def test_a_step_that_was_interrupted_may_be_taken_again():
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_every_few_milliseconds_ends_bit_for_bit_like_one_that_is_not(tmp_path):
-    command = [sys.executable, SUPPORT / "interrupted_run.py", tmp_path, "100"]
+    command = [sys.executable, SUPPORT / "interrupted_run.py", tmp_path, "100", "21"]
     env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr

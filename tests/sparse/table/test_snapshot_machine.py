@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from collections import Counter
 from itertools import count
 
@@ -362,14 +363,21 @@ def fire(url: str, saves: int, n_rows: int, optimizer: str) -> Counter:
         sparse_optim.step()
         table.erase(ids[: len(ids) // 20])
 
-    seen = Counter()
+    seen, has_trained = Counter(), threading.Event()
     with Saver(nn.ModuleList([table]), sparse_optim, output_dir=url, concurrency=2) as saver:
+        create = saver.storage.create
+        saver.storage.create = lambda name: has_trained.wait(60) and create(name)
         reader = Saver(nn.ModuleList([twin]), OPTIMIZERS[optimizer]([twin]), output_dir=url)
         for number in range(saves):
             expected = rows_of(table)
+            if number % 2:  # a step comes before the first row is written, however busy the machine is
+                has_trained.clear()
+            else:
+                has_trained.set()
             handle = saver.save_async(f"a{number}")
             while not handle.done():
                 train()
+                has_trained.set()
                 seen["steps"] += 1
             train()
             handle.wait()
