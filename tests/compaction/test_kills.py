@@ -1,0 +1,118 @@
+"""A compactor, and an owner that adopts, are killed at any point: what is restored stays what it was."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from delta_runs import rows_of, run_with_chain
+from in_fork import in_fork
+
+from recckpt.compaction.compact import make_offer
+from recckpt.compaction.whole import Means
+from recckpt.format import layout
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import attempt_dirs, locate
+from recckpt.output_dir.offers import DAY_SEC, adopt_offers
+from recckpt.storage.local import LocalStorage
+from recckpt.storage.local_files import LocalSink
+from recckpt.storage.transfers import VISIBLE
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
+CALLS = [
+    *((LocalStorage, name) for name in ("make_dir", "put_if_absent", "create", "sync_dir", "remove")),
+    *((LocalSink, name) for name in ("write", "close")),
+]
+MOST_CALLS = 1000
+
+
+def compact(run) -> str | None:
+    return make_offer(run, locate(run, "ckpt_3"), Means(None, 1, 1 << 20)).directory
+
+
+def adopt(run) -> list[str]:
+    fence = Fence(run)
+    fence.hold()
+    return [form.directory for form in adopt_offers(run, fence, VISIBLE, 1)]
+
+
+def killed_at(number, work) -> bool:
+    """Do some work in a child that is killed before its call of this number, or after it; say whether it was."""
+    n_calls = 0
+
+    def counted(real):
+        def call(*args):
+            nonlocal n_calls
+            n_calls += 1
+            if n_calls == number // 2 + 1 and number % 2 == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*args)
+            if n_calls == number // 2 + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    def patched() -> str:
+        for owner, name in CALLS:
+            setattr(owner, name, counted(getattr(owner, name)))
+        work()
+        return "done"
+
+    said = in_fork(patched)
+    assert said in ("", "done")
+    return said == ""
+
+
+def sweep(tmp_path, work, check, stride) -> None:
+    """Kill at one point after another until the work is done, each time in an output dir of its own."""
+    for count, number in enumerate(range(0, MOST_CALLS, stride)):
+        run = run_with_chain(tmp_path / str(number))
+        expected = rows_of(run, "ckpt_3")
+        begun = work(run)
+        was_killed = killed_at(number, begun)
+        assert rows_of(run, "ckpt_3") == expected, number
+        check(run, expected)
+        if not was_killed:
+            assert count > 1
+            return
+    raise AssertionError(f"more than {MOST_CALLS} calls")
+
+
+def check_compaction(run, expected) -> None:
+    """Check that what a dead compactor left hinders nobody, and goes in the end."""
+    left = [name for name in attempt_dirs(run) if layout.is_offer_dir(name)]
+    offered = compact(run)  # None where the dead one had ended its offer
+    [form] = adopt(run)
+    assert form in (offered, *left)
+    assert rows_of(run, "ckpt_3") == expected
+    for name in left:
+        first = Path(run.url, name, layout.OFFER)
+        if first.exists():
+            os.utime(first, times=(first.stat().st_atime, first.stat().st_mtime - 2 * DAY_SEC))
+    adopt(run)
+    assert [name for name in attempt_dirs(run) if layout.is_offer_dir(name)] == [form]
+    assert rows_of(run, "ckpt_3") == expected
+
+
+def check_adoption(run, expected) -> None:
+    """Check that the next owner ends what a dead one began."""
+    adopt(run)
+    found = locate(run, "ckpt_3")
+    assert found.manifest.form_of
+    assert rows_of(run, "ckpt_3") == expected
+
+
+def offered_first(run):
+    compact(run)
+    return lambda: adopt(run)
+
+
+@pytest.mark.parametrize("stride", [53, pytest.param(SWEEP_STRIDE, marks=pytest.mark.slow)])
+def test_a_compactor_that_is_killed_leaves_what_nobody_takes_for_whole(tmp_path, stride):
+    sweep(tmp_path, lambda run: lambda: compact(run), check_compaction, stride)
+
+
+@pytest.mark.parametrize("stride", [9, pytest.param(SWEEP_STRIDE, marks=pytest.mark.slow)])
+def test_an_owner_that_is_killed_while_it_adopts_loses_nothing(tmp_path, stride):
+    sweep(tmp_path, offered_first, check_adoption, stride)
