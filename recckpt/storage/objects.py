@@ -94,7 +94,7 @@ class ObjectStorage(RemoteStorage):
 
     def list_dirs(self) -> list[str]:
         try:
-            entries = self._call("listing", "", lambda: self._fs.ls(self._root, detail=True))
+            entries = self._list("", lambda: self._fs.ls(self._root, detail=True))
         except FileNotFoundError:
             return []
         return sorted(str(e["name"]).rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "directory")
@@ -125,8 +125,19 @@ class ObjectStorage(RemoteStorage):
     def _find(self, directory: str) -> dict[str, dict[str, Any]]:
         top = self._path(directory)
         prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
-        found = self._call("listing", directory, lambda: self._fs.find(top, detail=True))
+        found = self._list(directory, lambda: self._fs.find(top, detail=True))
         return {str(path)[prefix:]: entry for path, entry in found.items()}
+
+    def _list(self, directory: str, ask: Callable[[], _T]) -> _T:
+        def look() -> _T:
+            try:
+                return ask()
+            except (RuntimeError, KeyError) as error:
+                if isinstance(self._fs, MemoryFileSystem):  # another thread has written to its dict, or removed
+                    raise TryAgainError(str(error)) from error
+                raise
+
+        return self._call("listing", directory, look)
 
     def _upload(self, kind: type[_UploadT], name: str, put: Put) -> _UploadT:
         in_one = isinstance(self._fs, MemoryFileSystem)  # a file of it is published when it is opened

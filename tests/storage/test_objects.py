@@ -233,6 +233,15 @@ def test_a_listing_that_fails_is_no_empty_listing(storage, monkeypatch):
         storage.list_dirs()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("dictionary changed size during iteration"), KeyError("/b/x")])
+def test_a_listing_of_memory_to_which_another_thread_writes_is_made_again(storage, monkeypatch, error):
+    storage.replace("d/x", b"")
+    spoil(monkeypatch, storage, "find", error)
+    assert storage.list_files("d") == ["x"]
+    spoil(monkeypatch, storage, "ls", error)
+    assert storage.list_dirs() == ["d"]
+
+
 def test_a_read_that_the_network_spoils_goes_on_where_it_was(storage, monkeypatch):
     with storage.create("d/x") as sink:
         sink.write(bytes(range(200)))
