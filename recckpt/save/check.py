@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -28,19 +28,42 @@ _Owned = Mapping[Slice | None, Sequence[str]]  # names of tables, by the ids tha
 
 
 @dataclass(frozen=True)
+class Need:
+    """Bytes that a rank writes, and the device of its work dir, through which they go."""
+
+    n_bytes: int
+    device: tuple[str, int] | None
+
+    def less(self, n_bytes: int) -> Need:
+        """Return the need of a rank that writes so many bytes less."""
+        return replace(self, n_bytes=self.n_bytes - n_bytes)
+
+
+@dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others before a save; whether it waits for its base to be confirmed."""
+    """What a rank tells the others before a save; whether it writes deltas, and its base is to be confirmed."""
 
     ckpt_id: str
     step: int | None
     owned: _Owned
-    n_bytes: int
-    device: tuple[str, int] | None
+    need: Need
+    writes_deltas: bool
     has_candidate: bool
 
 
-def check(live: Live, job: Job, to: Destination) -> tuple[dict[str, HashTable], dict[str, Any]]:
-    """Refuse what cannot be saved, and return the tables of a model and its dense state. Collective.
+@dataclass(frozen=True)
+class Checked:
+    """The tables of a model, its dense state, and what each rank would write of them."""
+
+    tables: Mapping[str, HashTable]
+    dense: Mapping[str, Any]
+    needs: Sequence[Need]
+
+
+def check(live: Live, job: Job, to: Destination) -> Checked:
+    """Refuse what cannot be saved, and return what is to be. Collective.
+
+    Where there are deltas, only staging shows how much room a save needs.
 
     Raises:
         ValueError: two tables share a name, several ranks own the same ids of one, or the optimizer trains others.
@@ -50,9 +73,9 @@ def check(live: Live, job: Job, to: Destination) -> tuple[dict[str, HashTable], 
     info, ranks, work_dir, changes = job.info, job.ranks, to.transfers.work_dir, to.changes
 
     def tell(parts: tuple[dict[str, HashTable], dict[str, Any]]) -> _Told:
-        n_bytes = estimated_bytes(*parts, ranks.rank)
-        device, has_candidate = work_dir.device if work_dir else None, changes is not None and changes.has_candidate
-        return _Told(info.ckpt_id, info.step, _owned(parts[0]), n_bytes, device, has_candidate)
+        need = Need(estimated_bytes(*parts, ranks.rank), work_dir.device if work_dir else None)
+        deltas = changes is not None, changes is not None and changes.has_candidate
+        return _Told(info.ckpt_id, info.step, _owned(parts[0]), need, *deltas)
 
     def take() -> tuple[dict[str, HashTable], dict[str, Any]]:
         parts = state_of(live.model)
@@ -65,8 +88,10 @@ def check(live: Live, job: Job, to: Destination) -> tuple[dict[str, HashTable], 
         _check_owners([each.owned for each in told])
     if told[0].has_candidate:
         ranks.on_first(lambda: _confirm_base(job, to))
-    agreed(lambda: _check_rooms(told, to), info, ranks)
-    return parts
+    needs = [each.need for each in told]
+    if not told[0].writes_deltas:
+        agreed(lambda: check_rooms(needs, to), info, ranks)
+    return Checked(*parts, needs)
 
 
 def agreed(
@@ -111,12 +136,12 @@ def _check_same_save(told: Sequence[_Told], info: SaveInfo) -> None:
             raise info.failure(rank, f"{cause}: all ranks save the same")
 
 
-def _check_rooms(told: Sequence[_Told], to: Destination) -> None:
+def check_rooms(needs: Sequence[Need], to: Destination) -> None:
     """Refuse a save that would not fit into the storage, or the part of this host not into its work dir."""
-    check_room(to.storage, sum(each.n_bytes for each in told), to.min_free_bytes)
+    check_room(to.storage, sum(each.n_bytes for each in needs), to.min_free_bytes)
     work_dir = to.transfers.work_dir
     if work_dir is not None:
-        work_dir.check_room(sum(each.n_bytes for each in told if each.device == work_dir.device))
+        work_dir.check_room(sum(each.n_bytes for each in needs if each.device == work_dir.device))
 
 
 def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:

@@ -17,6 +17,7 @@ class TableChanges:
 
     n_changed: int
     n_rows: int
+    row_bytes: int
     is_replaced: bool
 
 
@@ -60,11 +61,12 @@ def tell(changes: Changes, chain: Chain | None, tables: Sequence[TableSource], f
     base = changes.base
 
     def changes_of(table: TableSource) -> TableChanges:
+        row_bytes = 8 + sum(slot.row_bytes for slot in table.slots)
         marks = frozen.get(table.name)  # a table of the user's own has none
         is_replaced = base is None or marks is None or marks.is_replaced(base.save_id)
         if base is None or marks is None or is_replaced or base.slots.get(table.name) != table.slots:
-            return TableChanges(table.n_rows, table.n_rows, is_replaced=True)
-        return TableChanges(marks.n_changed, table.n_rows, is_replaced=False)
+            return TableChanges(table.n_rows, table.n_rows, row_bytes, is_replaced=True)
+        return TableChanges(marks.n_changed, table.n_rows, row_bytes, is_replaced=False)
 
     told = {table.name: changes_of(table) for table in tables}
     return Told(changes.policy, base.save_id if base else None, chain, told)
@@ -85,3 +87,11 @@ def agreed_kind(told: Sequence[Told | None]) -> Kind:
     if why_full is not None or first.chain is None:
         return Kind(why_full=why_full)
     return Kind(first.base, replaced, n_links=first.chain.n_deltas + 2)
+
+
+def spared_bytes(kind: Kind, told: Told | None) -> int:
+    """Return about how many bytes less than all its rows a rank writes."""
+    if kind.base is None or told is None:
+        return 0
+    kept = [table for name, table in told.tables.items() if name not in kind.replaced]
+    return sum(max(0, table.n_rows - table.n_changed) * table.row_bytes for table in kept)

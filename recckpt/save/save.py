@@ -36,8 +36,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     """
     handle = SaveHandle(job.info)
     settle_on_all(runner.settle, job.ranks)
-    tables, dense = check(live, job, to)
-    staged = stage_on_all(live, tables, dense, job, to)
+    staged = stage_on_all(live, check(live, job, to), job, to)
     in_thread = replace(job, ranks=job.ranks.background)
     return runner.run(partial(write_and_commit, staged, in_thread, to), handle, job.ranks.rank, staged.close)
 

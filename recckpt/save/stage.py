@@ -19,9 +19,9 @@ from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
 from recckpt.save.arguments import as_scalars
-from recckpt.save.check import agreed
+from recckpt.save.check import Checked, agreed, check_rooms
 from recckpt.save.job import Destination, Job, Live
-from recckpt.save.kind import FULL, Kind, Told, agreed_kind, tell
+from recckpt.save.kind import FULL, Kind, Told, agreed_kind, spared_bytes, tell
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
 from recckpt.sparse.table.table import HashTable as OurTable
@@ -99,14 +99,12 @@ class Staged:
         return sum(table.n_rows for table in self.tables)
 
 
-def stage_on_all(
-    live: Live, tables: Mapping[str, HashTable], dense: Mapping[str, Any], job: Job, to: Destination
-) -> Staged:
-    """Stage on all ranks; where one fails, nothing stays staged. Collective.
+def stage_on_all(live: Live, checked: Checked, job: Job, to: Destination) -> Staged:
+    """Stage on all ranks, and choose between full and delta; where one fails, nothing stays staged. Collective.
 
     Raises:
         Exception: whatever :func:`stage` raised here.
-        SaveFailedError: it raised on another rank, or one is missing.
+        SaveFailedError: it raised on another rank, or one is missing; or what is staged does not fit.
     """
     info, ranks, changes = job.info, job.ranks, to.changes
 
@@ -114,8 +112,8 @@ def stage_on_all(
         with info.timed("stage"):
             staged = stage(
                 live,
-                tables,
-                dense,
+                checked.tables,
+                checked.dense,
                 state=job.state,
                 buffers=to.buffers if info.background else None,
                 rank=ranks.rank,
@@ -130,6 +128,10 @@ def stage_on_all(
     with ExitStack() as closed_on_error:
         staged, of_ranks = agreed(take, info, ranks, told)
         staged = staged.written_as(agreed_kind(of_ranks))
+        if of_ranks[0] is not None:
+            pairs = zip(checked.needs, of_ranks, strict=True)
+            needs = [need.less(spared_bytes(staged.kind, each)) for need, each in pairs]
+            agreed(lambda: check_rooms(needs, to), info, ranks)
         closed_on_error.pop_all()
     info.kind, info.why_full, info.n_links = staged.kind.name, staged.kind.why_full, staged.kind.n_links
     if info.why_full is not None and ranks.rank == 0:

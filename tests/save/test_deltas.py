@@ -16,6 +16,7 @@ from recckpt import Deltas, Saver
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.sparse import HashTable
+from recckpt.storage.local import LocalStorage
 
 
 class Training:
@@ -263,3 +264,17 @@ def test_the_log_says_what_a_save_is_and_why_it_is_full(training, caplog):
         "saving a",
         "saving b as a delta",
     ]
+
+
+def test_a_delta_needs_room_for_what_has_changed_and_not_for_all(tmp_path, monkeypatch):
+    training = Training(tmp_path)
+    full = training.saver.save("a")
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: full.n_bytes // 2)
+    training.train(range(10))
+    assert training.saver.save("b").kind == "delta"
+    training.train(range(300))
+    with pytest.raises(SaveFailedError, match="make room"):
+        training.saver.save("c")
+    assert not (tmp_path / "deltas" / "c").exists()
+    monkeypatch.undo()
+    assert training.save("c").kind == "full"
