@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,7 +17,9 @@ from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.link_cursors import down_to_whole
 from recckpt.sparse.files.table_reader import TableReader
-from recckpt.storage import open_storage
+from recckpt.storage import Storage, open_storage
+
+Buckets = Mapping[str, Sequence[tuple[int, int]]]  # table -> ranges [begin, end)
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,30 @@ class ChainName:
 
     url: str  # of the output dir
     links: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class _Link:
+    """One checkpoint of a chain; nothing of it is open but its catalogs, which have been read."""
+
+    storage: Storage
+    directory: str
+    manifest: Manifest
+    catalogs: Sequence[Catalog]
+
+    def files(self, buckets: Buckets) -> HeldFiles:
+        """Return its files, open those that have rows or deletes in these buckets."""
+        parts = (part for catalog in self.catalogs for part in catalog.parts)
+        met = [
+            part.file
+            for part in parts
+            if any(
+                begin < batch.buckets[1] and batch.buckets[0] < end
+                for batch in part.batches
+                for begin, end in buckets.get(batch.table, ())
+            )
+        ]
+        return _held(self.storage, self.directory, self.manifest, met)
 
 
 class OpenChain:
@@ -38,12 +65,28 @@ class OpenChain:
         """The manifest of the checkpoint."""
         return self._links[0].manifest
 
-    def links_of(self, table: str) -> Sequence[TableReader]:
-        """Return what the links hold of a table of the newest, down to one that holds all of it."""
-        entries = ((link, entry) for link in self._links if (entry := link.manifest.table(table)) is not None)
+    @contextmanager
+    def reading(self, buckets: Buckets) -> Iterator[dict[str, Sequence[TableReader]]]:
+        """Give the links of each of these tables, newest first, down to one that holds all of it.
+
+        Files that have something in these buckets are mapped once, where the storage has maps: they stay whole though a
+        writer removes them meanwhile.
+        """
+        files: list[HeldFiles] = []
+        try:
+            for link in self._links:
+                files.append(link.files(buckets))
+            yield {table: self._readers(table, files) for table in buckets}
+        finally:
+            for held in files:
+                held.close()
+
+    def _readers(self, table: str, files: Sequence[HeldFiles]) -> Sequence[TableReader]:
+        entries = ((link, link.manifest.table(table), held) for link, held in zip(self._links, files, strict=True))
         return down_to_whole(
-            TableReader(link.files, link.directory, link.catalogs, entry, [slot.name for slot in entry.slots])
-            for link, entry in entries
+            TableReader(held, link.directory, link.catalogs, entry, [slot.name for slot in entry.slots])
+            for link, entry, held in entries
+            if entry is not None
         )
 
 
@@ -58,14 +101,6 @@ def opened(name: ChainName) -> OpenChain:
     return OpenChain(name)
 
 
-@dataclass(frozen=True)
-class _Link:
-    files: HeldFiles
-    directory: str
-    manifest: Manifest
-    catalogs: Sequence[Catalog]
-
-
 def _open_link(url: str, directory: str, xxh3: int) -> _Link:
     storage = open_storage(url)
     manifest = read_manifest(storage, directory)
@@ -74,5 +109,9 @@ def _open_link(url: str, directory: str, xxh3: int) -> _Link:
     if manifest.xxh3 != xxh3:
         path, found = layout.join(directory, layout.MANIFEST), f"the checksum {manifest.xxh3:016x}"
         raise CorruptCheckpointError(path, "", found=found, expected=f"{xxh3:016x}, as when the chain was found")
-    files = HeldFiles(storage, directory, {file.name: file.n_bytes for file in manifest.files}, first=())
-    return _Link(files, directory, manifest, read_catalogs(Checkpoint(directory, manifest), files))
+    files = _held(storage, directory, manifest, ())
+    return _Link(storage, directory, manifest, read_catalogs(Checkpoint(directory, manifest), files))
+
+
+def _held(storage: Storage, directory: str, manifest: Manifest, first: Iterable[str]) -> HeldFiles:
+    return HeldFiles(storage, directory, {file.name: file.n_bytes for file in manifest.files}, first)

@@ -6,14 +6,14 @@ done again, because its worker was lost, takes another part number, since the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain as chained
 
 import numpy as np
 
-from recckpt.compaction.chain import ChainName, OpenChain, opened
+from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.plan import PlannedPart
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
@@ -21,11 +21,13 @@ from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ColumnBytes, PartWriter, column_buffer
 from recckpt.sparse.files.merged_rows import merged_range
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import check_part
-from recckpt.storage import Sink, open_storage
+from recckpt.storage import Sink, Storage, open_storage
 
 TRIES = 8  # part numbers that are kept for each part
 
+Links = Mapping[str, Sequence[TableReader]]  # of each table, newest first
 _Batch = tuple[str, tuple[int, int], Sequence[ColumnBytes]]  # table, buckets, columns
 
 
@@ -57,7 +59,24 @@ def write_part(task: PartTask) -> Part | None:
         OSError: the storage failed.
     """
     chain, storage = opened(task.chain), open_storage(task.url)
-    batches = _batches(task, chain)
+    with chain.reading(_buckets(task.part)) as links:
+        written = _write(task, links, storage)
+    if written is not None:
+        for error in check_part(storage, task.directory, chain.newest, written, lambda n_bytes: None).errors:
+            raise error
+    return written
+
+
+def _buckets(part: PlannedPart) -> dict[str, list[tuple[int, int]]]:
+    buckets: dict[str, list[tuple[int, int]]] = {}
+    for cut in part.ranges:
+        buckets.setdefault(cut.table, []).append((cut.begin, cut.end))
+    return buckets
+
+
+def _write(task: PartTask, links: Links, storage: Storage) -> Part | None:
+    """Write the part, and compare it with one that is made once more and written nowhere."""
+    batches = _batches(task, links)
     first = next(batches, None)
     if first is None:
         return None
@@ -70,12 +89,9 @@ def write_part(task: PartTask) -> Part | None:
         raise CorruptCheckpointError(path, "", found=f"{TRIES} files of this part", expected="a name that is free")
     with sink:
         written = _written(file, task.part, chained([first], batches), sink)
-    again = _written(file, task.part, _batches(task, chain), _Nowhere())
-    path = layout.join(task.directory, file)
-    if again != written:
-        raise CorruptCheckpointError(path, "", found="other rows when the chain was read again", expected="the same")
-    for error in check_part(storage, task.directory, chain.newest, written, lambda n_bytes: None).errors:
-        raise error
+    if _written(file, task.part, _batches(task, links), _Nowhere()) != written:
+        path, found = layout.join(task.directory, file), "other rows when the chain was read again"
+        raise CorruptCheckpointError(path, "", found=found, expected="the same")
     return written
 
 
@@ -85,11 +101,10 @@ def _names(part: PlannedPart) -> Iterator[str]:
         yield layout.part(part.shard, part.shards, part.group, part.number * TRIES + attempt)
 
 
-def _batches(task: PartTask, chain: OpenChain) -> Iterator[_Batch]:
+def _batches(task: PartTask, links: Links) -> Iterator[_Batch]:
     specs = (ID_SPEC, *task.part.slots)
     for cut in task.part.ranges:
-        links = chain.links_of(cut.table)
-        for batch in merged_range(links, (cut.begin, cut.end), task.budget_bytes):
+        for batch in merged_range(links[cut.table], (cut.begin, cut.end), task.budget_bytes):
             values = [np.frombuffer(column_buffer(batch.column(spec.name)), np.uint8) for spec in specs]
             ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
             first, last = bucket_of(ids[[0, -1]])

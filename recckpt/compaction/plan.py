@@ -48,7 +48,8 @@ def plan_parts(chain: OpenChain) -> list[PlannedPart]:
     Shards get equal slices of the hashed ids, as ranks do; their parts come in the order of a catalog.
     """
     newest = chain.newest
-    up_to = {table.name: bytes_up_to(chain.links_of(table.name), 0) for table in newest.tables}
+    with chain.reading({table.name: () for table in newest.tables}) as links:
+        up_to = {table: bytes_up_to(found, 0) for table, found in links.items()}
     total = sum(int(table[-1]) for table in up_to.values()) // N_BUCKETS
     target = max(LEAST_PART_BYTES, min(MOST_PART_BYTES, total // _MANY))
     groups: dict[tuple[SlotSpec, ...], list[tuple[str, _UpTo]]] = {}

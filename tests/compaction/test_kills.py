@@ -43,11 +43,11 @@ def killed_at(number, work) -> bool:
     def counted(real):
         def call(*args):
             nonlocal n_calls
-            n_calls += 1
-            if n_calls == number // 2 + 1 and number % 2 == 0:
+            own, n_calls = n_calls, n_calls + 1
+            if number == 2 * own:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = real(*args)
-            if n_calls == number // 2 + 1:
+            if number == 2 * own + 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
