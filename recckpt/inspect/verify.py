@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
+from recckpt.compaction.crew import run_on
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify_chains import Standing, check_counts, check_links, standing_of, standing_of_all
-from recckpt.inspect.verify_checkpoint import Checkup, newer, unreadable
+from recckpt.inspect.verify_checkpoint import Checkup, Job, newer, unreadable
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.checkpoint_dir import has_manifest
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
 from recckpt.output_dir.listing import attempt_dirs
 from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.verifier import check_part_anywhere
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.text import Progress
 
@@ -47,7 +50,9 @@ class Report:
     absent_deletes: int = 0  # ids that a delta deletes and that are not there: allowed, and known from a deep check
 
 
-def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[Problem]:
+def verify(
+    path: str, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
+) -> list[Problem]:
     """Look for damage in a checkpoint and what it stands on, or in all checkpoints of an output dir.
 
     A deep check reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against the
@@ -59,6 +64,8 @@ def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[
         path: a checkpoint or an output dir; any fsspec URL.
         deep: False checks only the manifests and the sizes of the files.
         threads: number of files to read at once; None for 8. Locally at most one a core.
+        executor: checks the parts, which hold the rows, one a task: processes, or those of a cluster, which reach
+            ``path`` by the same name. All else is read here.
 
     Returns:
         All problems, not only the first, in the order of checkpoints and files; [] if there are none.
@@ -67,7 +74,7 @@ def verify(path: str, *, deep: bool = True, threads: int | None = None) -> list[
         CheckpointNotFoundError: there is no checkpoint, not even a damaged one.
         ValueError: ``threads`` is not an int of at least 1.
     """
-    reports = verify_found(find_checkpoints(path), deep=deep, threads=threads)
+    reports = verify_found(find_checkpoints(path), deep=deep, threads=threads, executor=executor)
     return [problem for report in reports for problem in report.problems]
 
 
@@ -96,7 +103,9 @@ def find_checkpoints(path: str) -> Found:
     return Found(storage, standing.links.get(checkpoint.directory, [checkpoint.directory]), standing)
 
 
-def verify_found(found: Found, *, deep: bool = True, threads: int | None = None) -> list[Report]:
+def verify_found(
+    found: Found, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
+) -> list[Report]:
     """Look for damage; arguments as of :func:`verify`.
 
     A checkpoint that is removed meanwhile, as by rotation, has no report; CheckpointNotFoundError if none is left. If a
@@ -107,7 +116,7 @@ def verify_found(found: Found, *, deep: bool = True, threads: int | None = None)
     storage, n_threads = found.storage, found.storage.threads(threads or _THREADS)
     looks = run_all(lambda name: Checkup(storage, name), found.directories, n_threads)
     if deep:
-        _look_deep([look for look in looks if look.manifest], n_threads)
+        _look_deep([look for look in looks if look.manifest], n_threads, executor)
         check_counts(looks, found.standing, n_threads)
     looks = [look for look in looks if not look.errors or _may_have_manifest(storage, look.directory)]
     check_links(looks, found.standing)
@@ -135,16 +144,42 @@ def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:
             yield newer(error)
 
 
-def _look_deep(looks: Sequence[Checkup], threads: int) -> None:
-    """Read everything, with a thread for each file."""
+def _look_deep(looks: Sequence[Checkup], threads: int, executor: Executor | None) -> None:
+    """Read everything, with a thread, or a task of the executor, for each file."""
     manifests = [look.manifest for look in looks if look.manifest]
     what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
         progress.n_rows = sum(manifest.rows for manifest in manifests)
-        for step in (Checkup.check_files, Checkup.check_parts, Checkup.check_ids):
-            jobs = [(look, job) for look in looks for job in step(look, progress.advance)]
-            for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
-                look.errors += errors
+        _run_step(Checkup.check_files, looks, threads, progress)
+        _read_parts(looks, threads, executor, progress)
+        _run_step(Checkup.check_ids, looks, threads, progress)
+
+
+def _run_step(
+    step: Callable[[Checkup, Callable[[int], object]], Iterable[Job]],
+    looks: Sequence[Checkup],
+    threads: int,
+    progress: Progress,
+) -> None:
+    jobs = [(look, job) for look in looks for job in step(look, progress.advance)]
+    for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
+        look.errors += errors
+
+
+def _read_parts(looks: Sequence[Checkup], threads: int, executor: Executor | None, progress: Progress) -> None:
+    pairs = [(look, task) for look in looks for task in look.part_tasks()]
+    if executor is None:
+        found = run_all(lambda pair: pair[0].check_part(pair[1], progress.advance), pairs, threads)
+    else:
+        found = run_on(
+            executor,
+            check_part_anywhere,
+            [task for _, task in pairs],
+            on_done=lambda task: progress.advance(task.n_bytes),
+            is_stopped=lambda: False,
+        )
+    for (look, task), checked in zip(pairs, found, strict=True):
+        look.take_part(task, checked)
 
 
 def _report(look: Checkup) -> Report:

@@ -13,7 +13,7 @@ from recckpt.dense.tensors import read_index, tensors_of
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
-from recckpt.format.catalog import Catalog, Part
+from recckpt.format.catalog import Catalog
 from recckpt.format.json_fields import parse
 from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.offer import encode_first
@@ -29,7 +29,7 @@ from recckpt.output_dir.checkpoint_dir import (
 from recckpt.sparse.files.catalogs import count_errors
 from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.table_reader import TableReader
-from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
+from recckpt.sparse.files.verifier import PartCheck, PartTask, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 
 log = logging.getLogger("recckpt")
@@ -91,16 +91,25 @@ class Checkup:
             if path not in self._broken:
                 yield partial(_read, path, partial(self._check_indexed, number, advance))
 
-    def check_parts(self, advance: Advance) -> Iterator[Job]:
-        """Check the parts that the catalogs name."""
+    def part_tasks(self) -> Iterator[PartTask]:
+        """Check what the catalogs add up to; yield a task for each part that they name, and take what it finds."""
         assert self.manifest is not None
         if len(self._shards) == len(self.manifest.shards):
             self.errors += self._sum_errors(self.manifest)
         self._parts: dict[str, PartCheck] = {}
-        for shard in self._catalogs():
-            for part in shard.parts:
-                if self._path(part.file) not in self._broken:
-                    yield partial(_read, self._path(part.file), partial(self._check_part, part, advance))
+        for part in (part for shard in self._catalogs() for part in shard.parts):
+            if self._path(part.file) not in self._broken:
+                tables = tuple(table for name in part.tables if (table := self.manifest.table(name)))
+                yield PartTask(self._storage.url, self.directory, tables, part)
+
+    def check_part(self, task: PartTask, advance: Advance) -> PartCheck:
+        """Do a task of this checkpoint."""
+        return check_part(self._storage, self.directory, task.tables, task.part, advance)
+
+    def take_part(self, task: PartTask, checked: PartCheck) -> None:
+        """Take what came of a task."""
+        self._parts[task.part.file] = checked
+        self.errors += checked.errors
 
     def check_ids(self, _: Advance) -> Iterator[Job]:
         """Check what only several files together can show: that no id occurs twice."""
@@ -222,12 +231,6 @@ class Checkup:
             if layout.is_part(file.name) and parts[file.name] != 1:
                 where, found = f"file {file.name!r}", f"in {parts[file.name]} catalogs"
                 yield CorruptCheckpointError(path, where, found=found, expected="in one catalog")
-
-    def _check_part(self, part: Part, advance: Advance) -> Errors:
-        assert self.manifest is not None
-        checked = check_part(self._storage, self.directory, self.manifest, part, advance)
-        self._parts[part.file] = checked
-        yield from checked.errors
 
     def _check_tensors(self) -> Errors:
         tensors_of(self.directory, [self._indexes[number] for number in sorted(self._indexes)])

@@ -3,6 +3,9 @@
 import json
 import shutil
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -161,12 +164,41 @@ def test_a_form_has_an_offer_in_place_of_an_intent(tmp_path, delta):
     assert found_in(form.directory)[0][1].endswith("/OFFER")
 
 
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_an_executor_finds_what_threads_do(tmp_path, delta, kind):
+    write_delta(delta, "ckpt_3", 9, [({9: (9, 9)}, [])])
+    parts = sorted((tmp_path / "runs").rglob("*.arrow"))
+    spawned = partial(ProcessPoolExecutor, 2, get_context("spawn"))
+    with (ThreadPoolExecutor if kind == "threads" else spawned)() as executor:
+        for path in (None, parts[1], parts[-1]):
+            if path:
+                flip_bit(path)
+            expected = verify(str(tmp_path / "runs"))
+            assert expected
+            assert verify(str(tmp_path / "runs"), executor=executor) == expected
+
+
+def test_a_part_that_a_worker_cannot_read_is_a_problem(tmp_path, delta):
+    parts = sorted((tmp_path / "runs").rglob("*.arrow"))
+    found = find_checkpoints(str(tmp_path / "runs"))
+
+    class Late(ThreadPoolExecutor):
+        def submit(self, *args):
+            parts[0].unlink(missing_ok=True)
+            return super().submit(*args)
+
+    with Late() as executor:
+        problems = [problem for report in verify_found(found, executor=executor) for problem in report.problems]
+    assert {problem.directory for problem in problems} == {"ckpt_1", "ckpt_2"}
+    assert f"ckpt_1/sparse/{parts[0].name}" in {problem.file for problem in problems}
+
+
 IDS = st.integers(0, 9)
 SHARDS = st.lists(st.tuples(st.sets(IDS), st.sets(IDS)), min_size=1, max_size=2)
 LINKS = st.lists(st.tuples(SHARDS, st.integers(0, 5), st.integers(-1, 1), st.integers(0, 9)), max_size=6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(LINKS)
 def test_rows_and_absent_deletes_are_those_of_a_dict_on_trees_of_links(tmp_path_factory, links):
     root = tmp_path_factory.mktemp("chains") / "runs"

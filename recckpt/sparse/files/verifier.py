@@ -11,11 +11,11 @@ import pyarrow as pa
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.catalog import Held, Part
-from recckpt.format.manifest import Manifest
+from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.storage import Storage
+from recckpt.storage import NOT_READABLE, Storage, missing, open_storage
 from recckpt.storage.local_files import mapped
 
 
@@ -28,13 +28,46 @@ class PartCheck:
     ids: dict[tuple[Held, str], IdCheck] = field(default_factory=dict)  # by kind and table: what the next has to fit to
 
 
+@dataclass(frozen=True)
+class PartTask:
+    """A part to check, by whoever reaches the URL."""
+
+    url: str
+    directory: str
+    tables: tuple[TableEntry, ...]  # those that the part names, as far as the manifest lists them
+    part: Part
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.part.n_bytes
+
+
+def check_part_anywhere(task: PartTask) -> PartCheck:
+    """Do a task, as a worker of an executor does."""
+    return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda n_bytes: None)
+
+
 def check_part(
-    storage: Storage, directory: str, manifest: Manifest, part: Part, advance: Callable[[int], object]
+    storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, advance: Callable[[int], object]
 ) -> PartCheck:
     """Hold every byte of a part against its catalog entry; ``advance`` counts the bytes of each batch."""
+    path = layout.join(directory, part.file)
+    try:
+        return _checked(storage, directory, tables, part, advance)
+    except NOT_READABLE as error:
+        return PartCheck(path, [missing(path, error, "a file that can be read")])
+    except OSError as error:
+        found = f"an error: {error}"
+        return PartCheck(path, [CorruptCheckpointError(path, "", found=found, expected="a file that can be read")])
+
+
+def _checked(
+    storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, advance: Callable[[int], object]
+) -> PartCheck:
     done = PartCheck(layout.join(directory, part.file))
-    tables = [table for name in part.tables if (table := manifest.table(name))]
-    slots = {table.slots if part.holds == "rows" else () for table in tables}
+    named = set(part.tables)
+    slots = {table.slots if part.holds == "rows" else () for table in tables if table.name in named}
     if len(slots) != 1:
         found, expected = f"tables of {len(slots)} kinds of slots", "tables that agree in their slots"
         done.errors.append(CorruptCheckpointError(done.path, "its tables", found=found, expected=expected))
