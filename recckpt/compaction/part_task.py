@@ -62,7 +62,7 @@ def write_part(task: PartTask) -> Part | None:
     with chain.reading(_buckets(task.part)) as links:
         written = _write(task, links, storage)
     if written is not None:
-        for error in check_part(storage, task.directory, chain.newest, written, lambda n_bytes: None).errors:
+        for error in check_part(storage, task.directory, chain.newest.tables, written, lambda n_bytes: None).errors:
             raise error
     return written
 
