@@ -15,7 +15,9 @@ LONG = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0)
 def start(root, **options):
     """Return a run that saves by hand, and writes a delta whenever it has a base."""
     options = {"max_keep": None, "deltas": LONG, **options}
-    return Run(root, 10_000, **options)
+    run = Run(root, 10_000, **options)
+    run.root = root
+    return run
 
 
 def resumed(root, step=None, **options):
@@ -36,16 +38,6 @@ def save(run, **options):
         for row, id_ in enumerate(order):
             assert rows[id_]["embedding"] == embeddings[row].numpy().tobytes()
     return record
-
-
-@pytest.fixture(autouse=True)
-def roots(monkeypatch):
-    def init(run, url, *args, **options):
-        real(run, url, *args, **options)
-        run.root = url
-
-    real = Run.__init__
-    monkeypatch.setattr(Run, "__init__", init)
 
 
 def test_a_restored_run_goes_on_with_deltas(tmp_path):
@@ -152,6 +144,7 @@ def test_the_base_of_a_restored_run_is_durable_before_anything_stands_on_it(tmp_
     monkeypatch.setattr(storage, "make_dir", lambda name: (done.append(f"make {name}"), make_dir(name)))
     save(run.train(1))
     before = done[: done.index("make ckpt_6")]
+    assert "ckpt_5" in before
     assert {"ckpt_5", "ckpt_5/sparse", "ckpt_5/dense", ""} <= set(before[before.index("ckpt_5") :])
 
 
