@@ -183,6 +183,19 @@ def test_a_link_whose_tables_do_not_fit_is_refused_though_its_checksum_is_the_on
     assert found in str(refused(output_dir))
 
 
+@pytest.mark.parametrize("seq", [1, 2])
+def test_a_delta_that_is_not_newer_than_its_parent_is_refused_so_that_there_are_no_cycles(output_dir, newest, seq):
+    newest.edit_manifest(lambda values: values.update(seq=seq))
+    error = refused(output_dir)
+    assert (error.path, error.where) == ("ckpt_9/manifest.json", "parent 'ckpt_6'")
+    assert "ckpt_6/ committed as (1, 2)" in error.found
+
+
+def test_a_delta_whose_parent_has_another_id_is_refused(output_dir, newest):
+    newest.edit_manifest(lambda values: [link.update(ckpt_id="x") for link in (values["parent"], values["chain"][0])])
+    assert refused(output_dir).found == "ckpt_6/ with the id 'ckpt_6'"
+
+
 def test_a_delta_of_another_run_is_refused(output_dir, tmp_path):
     other = tmp_path / "other"
     Run(other, interval=3, max_keep=None, deltas=ALWAYS, seed=3).train(9).saver.close()
