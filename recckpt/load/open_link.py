@@ -32,10 +32,10 @@ class OpenLink:
     n_bytes: int = 0
 
     @classmethod
-    def of(cls, storage: Storage, checkpoint: Checkpoint) -> OpenLink:
-        """Return a link of which no file is open yet."""
+    def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int) -> OpenLink:
+        """Return one of so many links, of which no file is open yet."""
         sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
-        return cls(checkpoint, HeldFiles(storage, checkpoint.directory, sizes, ()))
+        return cls(checkpoint, HeldFiles(storage, checkpoint.directory, sizes, (), n_links))
 
     @property
     def directory(self) -> str:

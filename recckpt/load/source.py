@@ -142,7 +142,7 @@ class OpenSource:
             link.files.close()
 
     def _opened(self, checkpoint: Checkpoint) -> OpenLink:
-        self._links.append(OpenLink.of(self.at.storage, checkpoint))
+        self._links.append(OpenLink.of(self.at.storage, checkpoint, len(self.at.checkpoint.links)))
         return self._links[-1]
 
     def _hold(self, needs: Needs) -> None:

@@ -20,6 +20,7 @@ log = logging.getLogger("recckpt")
 
 _TRIES = 3  # looks after the first one
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
+_CHAIN_MAPS = 3  # times as many for all links of a chain
 _T = TypeVar("_T")
 _Found = TypeVar("_Found")
 
@@ -56,21 +57,28 @@ class HeldFiles:
         directory: the checkpoint's directory in it.
         sizes: name of a file in the checkpoint -> its bytes, by the manifest.
         first: the files that are opened at once; None for all.
+        n_links: how many checkpoints are held at a time, as links of a chain.
     """
 
     def __init__(
-        self, storage: Storage, directory: str, sizes: Mapping[str, int], first: Iterable[str] | None = None
+        self,
+        storage: Storage,
+        directory: str,
+        sizes: Mapping[str, int],
+        first: Iterable[str] | None = None,
+        n_links: int = 1,
     ) -> None:
         self.url = storage.url
         self._storage, self._directory = storage, directory
         self._sizes = {layout.join(directory, name): n_bytes for name, n_bytes in sizes.items()}
         self._maps: dict[str, memoryview] = {}
+        self._most_maps = min(_MOST_MAPS, _CHAIN_MAPS * _MOST_MAPS // n_links)
         self.hold(sizes if first is None else first)
 
     def hold(self, names: Iterable[str]) -> None:
         """Open files of the checkpoint, by their names in it, unless they are open."""
         paths = dict.fromkeys(layout.join(self._directory, name) for name in names)
-        for path in islice((path for path in paths if path not in self._maps), _MOST_MAPS - len(self._maps)):
+        for path in islice((path for path in paths if path not in self._maps), self._most_maps - len(self._maps)):
             found = self._reached(path, self._storage.map)
             if found is None:
                 break

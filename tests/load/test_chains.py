@@ -20,6 +20,7 @@ from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.problems import Problems
 from recckpt.load.source import Source, opened
+from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.sparse.files.link_deletes import LinkDeletes
@@ -230,6 +231,16 @@ def test_a_link_that_is_gone_before_it_is_opened_is_said_to_be_removed(make):
         load(source, [table_of("a")])
 
 
+def test_a_long_chain_leaves_maps_to_the_process(make, monkeypatch):
+    monkeypatch.setattr(open_files, "_MOST_MAPS", 4)
+    chain, table = make(THREE[0], *([({1, number}, {2})] for number in range(4, 9))), table_of("a")
+    live = LiveState(Tables([table]), None, extra_registry(), io_registry(), 0, 1)
+    with opened([chain.source()], live.needs) as sources:
+        assert [len(link.files._maps) for link in sources[0]._links] == [2] * 6, "of three files each"
+        loading.load(live, sources, Problems(), concurrency=2, download_dir=None, rng=False)
+    assert rows_of(table) == chain.rows["a"]
+
+
 def test_what_was_read_is_the_sum_of_the_links(make, monkeypatch):
     chain, advanced, totals = make(*THREE), [], []
     monkeypatch.setattr(Progress, "advance", lambda progress, n_bytes: advanced.append(n_bytes))
@@ -294,3 +305,11 @@ class TestDamage:
         data[data.index(np.array([1.0, 0.0], np.float32).tobytes())] ^= 1
         part.write_bytes(data)
         self.refused(chain, rows, "ckpt_0/sparse/.*checksum")
+
+    def test_a_flipped_bit_anywhere_in_a_part_of_deletes(self, make, rows):
+        chain = make(*THREE)
+        [part] = chain.written[2].directory.glob("sparse/*.deletes.*.arrow")
+        data = part.read_bytes()
+        for at in range(0, len(data), 37):
+            part.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            self.refused(chain, rows, "ckpt_2/sparse/.*deletes")

@@ -1,12 +1,15 @@
 """What a delta restores to is what a full save of the same moment restores to, bit for bit, on any number of ranks."""
 
+import tracemalloc
+
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel, bits
+from builders import OPTIMIZERS, ClickModel, Run, bits, state_of
 from thread_ranks import on_ranks
+from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver
-from recckpt.sparse import gen_slice
+from recckpt.sparse import HashTable, gen_slice
 
 ALWAYS = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0)
 
@@ -130,3 +133,36 @@ def test_it_does_so_into_tables_with_rows_and_whatever_is_taken(root, size, conf
 
 def test_the_rows_of_all_ranks_are_those_of_one(root):
     assert restored(root, "deltas", 8, 3) == restored(root, "full", 8, 1)
+
+
+@pytest.mark.parametrize("pre_download", [False, True])
+def test_a_run_resumes_from_deltas_in_an_object_store_bit_for_bit(tmp_path, memory_url, pre_download):
+    options = {"interval": 5, "max_keep": None, "deltas": ALWAYS}
+    expected = state_of(Run(tmp_path, **options).train(20))
+    Run(memory_url, **options).train(13)
+    resumed = Run(memory_url, seed=1, pre_download=pre_download, **options)
+    assert resumed.manager.restore() == 10
+    assert state_of(resumed.train(10)) == expected
+
+
+def test_a_chain_needs_little_memory_beyond_the_table(tmp_path):
+    table = HashTable(64, name="t")
+    table.insert(torch.arange(100_000), torch.ones(100_000, 64))
+    saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), max_keep=None, deltas=ALWAYS)
+    saver.save("full")
+    for number in range(3):
+        changed = torch.arange(0, 100_000, 10 + number)
+        table.insert(changed, torch.full((len(changed), 64), float(number)))
+        table.erase(torch.arange(number, 10_000, 100))
+        assert saver.save(f"delta {number}").kind == "delta"
+    model = nn.ModuleDict({"t": HashTable(64, name="t")})
+    loader = Saver(model, output_dir=str(tmp_path))
+    loader.load()
+    found = [each.embeddings()[torch.argsort(each.ids())] for each in (model["t"], table)]
+    assert torch.equal(*found)
+    model["t"].clear()
+    tracemalloc.start()
+    loader.load()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.35 * table.nbytes, "one table, some batches, and the ids that are deleted"
