@@ -98,9 +98,12 @@ def chain_of(listing: Listing, save_id: str) -> tuple[Checkpoint, ...]:
 
 
 def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
-    if base is not None and not chain_of(listing, base):
-        problem = f"the checkpoint of save {base}, whose changes were to be saved, is gone or damaged: the next is full"
-        raise FileNotFoundError(errno.ENOENT, problem, storage.url)
+    if base is None or chain_of(listing, base):
+        return
+    damage = [str(listing.damaged.get(c.directory)) for c in listing.lost if c.manifest.origin == base]
+    found = f"it damaged: {damage[0]}" if damage else "no such checkpoint"
+    problem = f"a delta was to stand on the checkpoint of save {base}, found {found}; the next save is full"
+    raise FileNotFoundError(errno.ENOENT, problem, storage.url)
 
 
 def check_files(storage: Storage, directory: str, record: Manifest, visible: RetryPolicy) -> None:

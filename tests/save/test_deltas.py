@@ -10,12 +10,13 @@ from builders import OPTIMIZERS, ClickModel
 from foreign import ForeignTable
 from forge import Tables
 from spec_reader import DamagedError
+from thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import Deltas, Saver
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
-from recckpt.sparse import HashTable
+from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 
 
@@ -188,7 +189,7 @@ def test_where_the_base_is_gone_the_save_fails_and_the_next_is_full(training):
     training.save("a")
     (training.root / "deltas" / "a" / "manifest.json").unlink()
     training.train(range(10))
-    with pytest.raises(SaveFailedError, match="is gone or damaged: the next is full"):
+    with pytest.raises(SaveFailedError, match="found no such checkpoint; the next save is full"):
         training.saver.save("b")
     assert training.save("c").kind == "full"
     assert training.save("d").kind == "delta"
@@ -205,7 +206,7 @@ def test_what_goes_while_a_delta_is_written_is_seen_before_it_is_committed(train
 
     with monkeypatch.context() as patch:
         patch.setattr(training.saver.storage, "sync_dir", remove_the_base)
-        with pytest.raises(SaveFailedError, match="is gone or damaged: the next is full"):
+        with pytest.raises(SaveFailedError, match="found no such checkpoint; the next save is full"):
             training.saver.save("b")
     with pytest.raises((DamagedError, ValueError)):
         spec_reader.read(training.root / "deltas", "b", "item")
@@ -278,3 +279,27 @@ def test_a_delta_needs_room_for_what_has_changed_and_not_for_all(tmp_path, monke
     assert not (tmp_path / "deltas" / "c").exists()
     monkeypatch.undo()
     assert training.save("c").kind == "full"
+
+
+def test_where_the_base_is_damaged_the_error_says_what_is_wrong_with_it(training):
+    training.save("a")
+    training.save("b")
+    (training.root / "deltas" / "a" / "model.pt").unlink()
+    training.train(range(10))
+    with pytest.raises(SaveFailedError, match=r"found it damaged: a/model\.pt.*the next save is full"):
+        training.saver.save("c")
+    assert training.save("d").kind == "full"
+
+
+@pytest.mark.parametrize("writes", [(True, False), (False, True)])
+def test_ranks_that_do_not_all_write_deltas_write_full_checkpoints(tmp_path, writes):
+    def save(rank, connect):
+        table = HashTable(2, name="t", slice=gen_slice(rank, 2))
+        ids = torch.arange(100)
+        table(ids[table.slice.owns(ids)])
+        saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), max_keep=None, deltas=writes[rank])
+        connect(saver)
+        return [saver.save(ckpt_id, rank, 2).kind for ckpt_id in "ab"]
+
+    assert on_ranks(2, save) == [["full", "full"]] * 2
+    assert len(spec_reader.read(tmp_path, "b", "t")) == 100
