@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from torch import nn
 
+import recckpt
 from recckpt import CheckpointReader, Deltas, Saver
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
@@ -113,19 +114,19 @@ BesideARun.TestCase.settings = settings(deadline=None, max_examples=6, stateful_
 TestBesideARun = BesideARun.TestCase
 
 
-def test_a_run_with_deltas_is_read_at_each_of_its_saves_and_all_of_it_is_good(tmp_path):
-    run = Run(tmp_path, interval=3, max_keep=4, deltas=True)
+def test_a_run_with_deltas_is_read_at_each_of_its_saves_and_all_of_it_is_good(url):
+    run = Run(url, interval=3, max_keep=4, deltas=True)
     kinds = set()
     reader = None
     for _ in range(8):
         run.train(3)
-        reader = reader or CheckpointReader(tmp_path)
+        reader = reader or CheckpointReader(url)
         reader.refresh()
         kinds.add(reader.manifest.kind)
         for table in run.model.tables:
             assert read_rows(reader.table(table.name)) == live_rows(table)
     assert kinds == {"full", "delta"}
-    assert verify(str(tmp_path)) == []
+    assert verify(url) == []
     reader.close()
 
 
@@ -144,3 +145,18 @@ def test_dtypes_and_shapes_of_any_kind_come_back(tmp_path, dtype):
             assert read_rows(reader.table("t")) == expected
             assert read_rows(reader.dataset("t").to_batches()) == expected
     assert reader.manifest.kind == "delta"
+
+
+def test_an_adopted_form_gives_what_its_delta_gave_and_is_good(tmp_path):
+    run = Run(tmp_path, interval=3, max_keep=3, deltas=Deltas(max_dirty=1.0, max_chain_bytes=100.0)).train(6)
+    rows = {table.name: live_rows(table) for table in run.model.tables}
+    offer = recckpt.compact(tmp_path)
+    assert verify(str(tmp_path)) == []
+    run.train(3)
+    adopted = list_checkpoints(open_storage(str(tmp_path))).find("ckpt_6")
+    assert (adopted.manifest.kind, adopted.directory) == ("full", offer.directory)
+    assert verify(str(tmp_path)) == verify(str(tmp_path / adopted.directory)) == []
+    with CheckpointReader(tmp_path / "ckpt_6") as reader, CheckpointReader(tmp_path) as newest:
+        for table in run.model.tables:
+            assert read_rows(reader.table(table.name)) == rows[table.name]
+            assert read_rows(newest.table(table.name)) == live_rows(table)
