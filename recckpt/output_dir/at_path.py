@@ -8,7 +8,7 @@ from functools import partial
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir.checkpoint_dir import file_problems, read_manifest
+from recckpt.output_dir.checkpoint_dir import file_problems, has_manifest, read_manifest
 from recckpt.output_dir.claims import Takeover, last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, age, attempt_dirs, chained, look_around, newest
 from recckpt.parallel.threads import run_all
@@ -70,21 +70,19 @@ def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoin
     except OSError:  # of a bucket or directory that may be entered but not listed
         listing = Listing((), {}, {})
     found = listing.representation(record.origin)
-    if found is None and directory in listing.damaged | listing.unreadable:
-        raise _alone(listing, directory, record) or (listing.damaged | listing.unreadable)[directory]
+    wrong = listing.damaged | listing.unreadable
+    if found is None and (directory in wrong or not listing.directories):
+        error = _alone(storage, listing, directory, record) or wrong.get(directory)
+        if error is not None:
+            raise error
     return found
 
 
-def _alone(listing: Listing, directory: str, record: Manifest) -> CorruptCheckpointError | None:
+def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest) -> CorruptCheckpointError | None:
     """Return the error of a delta beside which links are missing, as of one that was copied elsewhere."""
-    known = (*listing.committed, *listing.lost)
-    there = (
-        {c.directory for c in known}
-        | {c.manifest.origin for c in known}
-        | listing.damaged.keys()
-        | listing.fenced.keys()
-    )
-    missing = [link.directory for link in record.chain if there.isdisjoint({link.directory, link.save_id})]
+    there = {checkpoint.manifest.origin for checkpoint in (*listing.committed, *listing.lost)}
+    links = [link.directory for link in record.chain if link.save_id not in there]
+    missing = [name for name in links if not has_manifest(storage, name)]
     if not missing:
         return None
     found = f"no {', '.join(f'{name}/' for name in missing)} beside it"

@@ -114,6 +114,17 @@ def test_a_delta_that_was_copied_alone_says_what_is_missing_and_how_to_make_a_wh
     assert names(locate_path(str(alone))[1]) == ["place", "b", "base"]
 
 
+def test_links_are_found_and_missed_where_nothing_can_be_listed(local, chain, monkeypatch):
+    def refuses(storage):
+        raise PermissionError("may be entered, not listed")
+
+    monkeypatch.setattr(type(local), "list_dirs", refuses)
+    assert names(open_checkpoint(f"{local.url}/c")[1]) == ["c", "b", "a"]
+    (chain[0].directory / "manifest.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match="found no a/ beside it"):
+        open_checkpoint(f"{local.url}/c")
+
+
 def test_a_delta_among_checkpoints_of_another_run_is_refused(local, chain, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(chain[1].directory, other / "b")
