@@ -58,12 +58,18 @@ def compact_here(output_dir: str, out: str, threads: int, budget_mib: int) -> No
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    begin = time.perf_counter()
+    begin, processor = time.perf_counter(), time.process_time()
     done = recckpt.compact(output_dir, out=out or None, threads=threads, budget_bytes=budget_mib << 20)
-    seconds = time.perf_counter() - begin
+    seconds, processor = time.perf_counter() - begin, time.process_time() - processor
     is_over.set()
     watcher.join()
-    said = {"seconds": seconds, "anon_before_mib": before, "anon_peak_mib": peak[0], "directory": done.directory}
+    said = {
+        "seconds": seconds,
+        "processor": processor,
+        "anon_before_mib": before,
+        "anon_peak_mib": peak[0],
+        "directory": done.directory,
+    }
     print(json.dumps({**said, "bytes": done.n_bytes, "links": done.n_links}))
 
 
@@ -76,14 +82,16 @@ def compact(output_dir: Path, threads: int, budget_mib: int) -> dict[str, Any]:
     return said
 
 
-def copy(output_dir: Path) -> float:
-    """Copy the files of the full checkpoint one after another; return the seconds that it took."""
+def copy(output_dir: Path) -> tuple[float, float]:
+    """Copy the files of the full checkpoint one after another; return the seconds of clock and processor."""
     to = output_dir / "copy"
     to.mkdir()
     files = [path for path in (output_dir / "full").rglob("*") if path.is_file()]
+    processor = time.process_time()
     seconds = timed(lambda: [shutil.copyfile(path, to / str(n)) for n, path in enumerate(files)])
+    processor = time.process_time() - processor
     shutil.rmtree(to)
-    return seconds
+    return seconds, processor
 
 
 def case(root: Path, rows: int, dim: int, deltas: int, *, rounds: int, threads: int, budget_mib: int) -> dict[str, Any]:
@@ -93,7 +101,9 @@ def case(root: Path, rows: int, dim: int, deltas: int, *, rounds: int, threads: 
     for _ in range(rounds):
         said.append(compact(root / "runs", threads, budget_mib))
         copied.append(copy(root / "runs"))
-    seconds, n_bytes = statistics.median(each["seconds"] for each in said), said[0]["bytes"]
+    gb = said[0]["bytes"] / 1e9
+    seconds, processor = (statistics.median(each[key] for each in said) for key in ("seconds", "processor"))
+    copy_seconds, copy_processor = (statistics.median(each) for each in zip(*copied, strict=True))
     return {
         "case": "compact",
         "rows": rows,
@@ -101,10 +111,12 @@ def case(root: Path, rows: int, dim: int, deltas: int, *, rounds: int, threads: 
         "deltas": deltas,
         "threads": threads,
         "budget_mib": budget_mib,
-        "gb": round(n_bytes / 1e9, 3),
-        "gb_per_sec": round(n_bytes / 1e9 / seconds, 3),
-        "copy_gb_per_sec": round(n_bytes / 1e9 / statistics.median(copied), 3),
-        "of_copy": round(statistics.median(copied) / seconds, 3),
+        "gb": round(gb, 3),
+        "gb_per_sec": round(gb / seconds, 3),
+        "copy_gb_per_sec": round(gb / copy_seconds, 3),
+        "of_copy": round(copy_seconds / seconds, 3),
+        "processor_sec_per_gb": round(processor / gb, 2),
+        "copy_processor_sec_per_gb": round(copy_processor / gb, 2),
         "anon_mib": round(max(each["anon_peak_mib"] for each in said)),
         "own_mib": round(max(each["anon_peak_mib"] - each["anon_before_mib"] for each in said)),
     }

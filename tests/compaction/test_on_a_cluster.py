@@ -1,4 +1,4 @@
-"""The workers of a real Dask cluster compact, one of them killed on the way."""
+"""The workers of a real Dask cluster compact, one of them killed on the way, and verify."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from builders import flip_bit
 from delta_runs import rows_of, run_with_chain
 
 import recckpt
@@ -26,7 +27,7 @@ def client():
     }
     with (
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True, env=support
+            n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=True, env=support
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
@@ -76,3 +77,14 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(client, run):
     assert killed.wait(60)
     killer.join()
     check(run, done.directory)
+
+
+def test_the_workers_of_a_cluster_verify_what_a_process_would(client, run):
+    directory = recckpt.compact(run.url, out=f"{run.url} whole").directory
+    part = next(Path(f"{run.url} whole", directory).glob("sparse/*.arrow"))
+    assert verify(f"{run.url} whole", executor=client.get_executor()) == []
+    flip_bit(part)
+    found = verify(f"{run.url} whole", executor=client.get_executor())
+    assert found == verify(f"{run.url} whole") != []
+    part.unlink()
+    assert verify(f"{run.url} whole", executor=client.get_executor()) == verify(f"{run.url} whole") != []
