@@ -34,7 +34,9 @@ def python(request: pytest.FixtureRequest) -> Python:
     return warm_python.run if request.param == "warm" else run
 
 
-def train(cwd: Path, output_dir: str, *options: object, python: Python = run) -> subprocess.CompletedProcess[str]:
+def train(
+    cwd: Path, output_dir: str, *options: object, python: Python = warm_python.run
+) -> subprocess.CompletedProcess[str]:
     small = ("--steps", 12, "--save-interval", 5, "--batch-size", 64, "--output-dir", output_dir)
     return python(ROOT / "examples/train_ctr.py", *small, *options, cwd=cwd)
 
@@ -91,7 +93,7 @@ def test_training_lowers_the_loss(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_warm_start_does_what_it_planned_begins_below_a_cold_one_and_resumes_when_run_again(tmp_path: Path) -> None:
-    done = run(ROOT / "examples/warm_start.py", "--steps", 100, "--output-dir", "runs", cwd=tmp_path)
+    done = warm_python.run(ROOT / "examples/warm_start.py", "--steps", 100, "--output-dir", "runs", cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     _, planned, report, resumed = done.stdout.split("\n== ")
@@ -112,7 +114,7 @@ def test_a_warm_start_does_what_it_planned_begins_below_a_cold_one_and_resumes_w
 
 def train_async(cwd: Path, *options: object) -> subprocess.CompletedProcess[str]:
     small = ("--steps", 40, "--save-interval", 10, "--batch-size", 64, "--old-items", 1000, "--output-dir", "runs")
-    return run(ROOT / "examples/train_async.py", *small, *options, cwd=cwd)
+    return warm_python.run(ROOT / "examples/train_async.py", *small, *options, cwd=cwd)
 
 
 @pytest.mark.slow
@@ -126,7 +128,8 @@ def test_a_run_that_saves_in_the_background_saves_the_step_of_a_sigterm_and_goes
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("resuming at step 23\n")
     assert re.search(r"^ckpt_\d+ \(ephemeral\): training stood still for ", done.stdout, re.MULTILINE)
-    assert re.search(r"^done at step 40, loss 0\.\d+; SaveCounts\(begun=\d+, failed=0", done.stdout, re.MULTILINE)
+    counts = r"SaveCounts\(begun=\d+, deltas=0, failed=0"
+    assert re.search(rf"^done at step 40, loss 0\.\d+; {counts}", done.stdout, re.MULTILINE)
     assert CheckpointReader(str(tmp_path / "runs")).manifest.step == 40
 
 
@@ -171,7 +174,7 @@ def test_the_python_blocks_of_the_page_on_warm_starts_run_and_print_what_it_show
     script = tmp_path / "page.py"
     script.write_text(python_of(page), encoding="utf-8")
 
-    done = run(script, cwd=tmp_path)
+    done = warm_python.run(script, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     printed = without_widths(done.stdout.replace(str(tmp_path), "/data"))
