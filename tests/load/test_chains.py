@@ -180,6 +180,12 @@ def test_an_id_that_was_deleted_and_is_there_again_has_its_newest_row(make):
     assert report.rows_taken == {"a": 4}
 
 
+def test_an_id_that_has_moved_to_another_shard_has_its_row_there(make):
+    chain, table = make([({1, 2}, ()), ({3}, ())], [({2}, {1}), ({1}, {2})]), table_of("a")
+    load(chain.source(), [table])
+    assert rows_of(table) == {1: row(1, 1), 2: row(2, 1), 3: row(3, 0)}
+
+
 @pytest.mark.parametrize("rows", [(), (1, 9)])
 def test_a_table_that_is_not_ours_is_filled_from_a_chain(make, rows):
     chain = make(*THREE)

@@ -15,9 +15,11 @@ from recckpt.compaction.compact import make_offer
 from recckpt.compaction.whole import Means
 from recckpt.errors import WriterFencedError
 from recckpt.format import layout, offer
+from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
 from recckpt.output_dir.offers import DAY_SEC, adopt_offers, adoptable, find_offers
+from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
 
 
@@ -187,6 +189,26 @@ def test_an_offer_of_a_delta_whose_chain_is_broken_is_refused(run, caplog):
     refused_for(run, caplog, "counts here")
 
 
+def test_an_offer_of_a_delta_that_was_committed_too_late_is_refused(run, caplog):
+    directory = offered(run)
+    late = run.read("ckpt_3/manifest.json", 1 << 20)
+    run.remove("ckpt_3/manifest.json")
+    Fence(run).hold()  # an owner that has not seen it
+    run.put_if_absent("ckpt_3/manifest.json", late)
+    refused_for(run, caplog, "counts here")
+    assert list(list_checkpoints(run).fenced) == ["ckpt_3"]
+    assert directory in attempt_dirs(run)
+
+
+def test_a_form_of_an_ephemeral_checkpoint_is_ephemeral(run):
+    [top] = [found for found in counting(Path(run.url)) if found.directory.name == "ckpt_3"]
+    write_delta(top, "ckpt_4", 150, [({7: [3, 4]}, [])], flags={"ephemeral": True})
+    assert adopt(run) == [] != [offered(run, "ckpt_4")]
+    adopt(run)
+    found = locate(run, "ckpt_4").manifest
+    assert (found.kind, found.ephemeral) == ("full", True)
+
+
 def test_an_old_offer_is_not_adopted_and_goes_only_when_it_is_two_days_old(run):
     directory = offered(run)
     make_older(run, directory, DAY_SEC + 60)
@@ -264,6 +286,38 @@ def test_a_manifest_that_another_owner_put_stays(run):
     Path(run.url, directory, "manifest.json").write_text("another's")
     assert adopt_offers(run, fence, VISIBLE, 1) == []
     assert Path(run.url, directory, "manifest.json").read_text() == "another's"
+
+
+def test_an_owner_that_adopts_too_late_brings_nothing_back(memory_url, tmp_path):
+    """Two owners adopt one offer, the earlier when the form of the later has been listed, and is gone."""
+    run, first = in_memory(run_with_chain(tmp_path / "runs").url, memory_url), open_storage(memory_url)
+    offered(run)
+    late, put = Fence(first), first.put_if_absent
+    late.hold()
+
+    def put_late(path, data):
+        if path.endswith(layout.MANIFEST):
+            adopt(run)  # the second owner
+            third = Fence(run)
+            third.hold()  # lists the form
+            for checkpoint in third.listing.committed[::-1]:
+                assert rotation.remove(run, checkpoint, 1)
+        put(path, data)
+
+    first.put_if_absent = put_late
+    with pytest.raises(WriterFencedError):
+        adopt_offers(first, late, VISIBLE, 1)
+    listing = list_checkpoints(run)
+    assert (listing.committed, listing.damaged, len(listing.fenced)) == ((), {}, 1)
+
+
+def in_memory(path, url):
+    """Return a copy of an output dir, on an object store: a file may be put where a directory was removed."""
+    copy = open_storage(url)
+    copy.prepare()
+    for file in (file for file in Path(path).rglob("*") if file.is_file()):
+        copy.put_if_absent(file.relative_to(path).as_posix(), file.read_bytes())
+    return copy
 
 
 def test_an_output_dir_without_offers_is_not_written_to(run):

@@ -5,9 +5,13 @@ import spec_reader
 import torch
 from builders import Run, state_of
 
+import recckpt
 from recckpt import Deltas, Saver
 from recckpt.errors import SaveFailedError, WriterFencedError
+from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.output_dir.offers import adopt_offers
+from recckpt.storage.transfers import VISIBLE
 
 LONG = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0)
 
@@ -67,6 +71,27 @@ def test_a_restored_ephemeral_checkpoint_is_a_base_and_stays_while_it_is(tmp_pat
     first = save(later.train(1), ephemeral=True)
     second = save(later.train(1))
     assert [record.parent.ckpt_id for record in (first, second)] == ["ckpt_6", "ckpt_6"]
+
+
+def test_a_base_stays_though_no_policy_wants_it(tmp_path):
+    run = start(tmp_path, max_keep=1).train(5)
+    save(run)
+    save(run.train(1), ephemeral=True)
+    later = resumed(tmp_path, max_keep=1, deltas=Deltas(max_dirty=1e-9))
+    assert save(later.train(1), ephemeral=True).kind == "full"
+    assert list_checkpoints(later.saver.storage).ckpt_ids == ["ckpt_5", "ckpt_6", "ckpt_7"]
+
+
+def test_a_delta_on_a_restored_form_stands_on_what_that_is_a_form_of(tmp_path):
+    run = start(tmp_path).train(5)
+    save(run)
+    last = save(run.train(1))
+    recckpt.compact(tmp_path)
+    fence = Fence(run.saver.storage)
+    fence.hold()
+    assert len(adopt_offers(run.saver.storage, fence, VISIBLE, 1)) == 1
+    later = resumed(tmp_path)
+    assert save(later.train(1)).parent.save_id == last.save_id
 
 
 def test_what_is_not_the_newest_is_no_base(tmp_path):

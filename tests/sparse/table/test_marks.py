@@ -252,6 +252,45 @@ def test_deltas_beside_several_writers_are_of_their_moment():
     assert n_deltas > 0
 
 
+def change(table: HashTable, how: str, value: float) -> None:
+    """Change a table in one of several ways, with a value that tells when."""
+    if how in ("write", "write and erase"):
+        ids = torch.tensor([3, 44, 100, 101])
+        table.insert(ids, torch.full((4, 2), value))
+    if how in ("erase", "write and erase"):
+        table.erase(torch.tensor([0, 1, int(value) + 10, 20]))  # the last rows take their places
+    if how == "clear":
+        table.clear()
+        table.insert(torch.tensor([7]), torch.full((1, 2), value))
+    if how == "add_slot":
+        table.add_slot(f"late{value}", ())
+
+
+CHANGES = ["write", "erase", "write and erase", "clear", "add_slot"]
+
+
+@pytest.mark.parametrize("end", ["committed", "failed"])
+@pytest.mark.parametrize("during", CHANGES)
+@pytest.mark.parametrize("before", CHANGES)
+def test_what_changes_before_and_during_a_save_is_in_the_delta_after_it(before, during, end):
+    table, tracker = tracked(45)
+    name, base, whole = "base", rows_of(table), {before, during} & {"clear", "add_slot"}
+    change(table, before, 5.0)
+    saving, content = tracker.freeze(table), rows_of(table)
+    change(table, during, 6.0)
+    if end == "committed":
+        saving.committed("a")
+        name, base, whole = "a", content, whole & {during}
+    else:
+        saving.failed()
+    frozen = tracker.freeze(table)
+    assert frozen.is_replaced(name) == bool(whole)
+    if not whole and before != "add_slot":  # `upserts` reads two slots
+        source = frozen.delta(name)
+        gone = set(source.deletes().tolist())
+        assert {i: value for i, value in base.items() if i not in gone} | upserts(source) == rows_of(table)
+
+
 OPERATIONS = {
     "insert": lambda table: write(table, 3, 100, 101, 44),
     "look up": lambda table: table(torch.arange(40, 60)),
