@@ -1,15 +1,18 @@
 """The workers of a real Dask cluster compact, one of them killed on the way, and verify."""
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
 
 import pytest
-from builders import flip_bit
+from builders import Run, flip_bit
 from delta_runs import rows_of, run_with_chain
+from paths import ROOT
 
 import recckpt
+from recckpt import Deltas
 from recckpt.compaction import plan
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
@@ -77,6 +80,15 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(client, run):
     assert killed.wait(60)
     killer.join()
     check(run, done.directory)
+
+
+def test_the_page_on_many_machines_runs_as_it_stands(client, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Run("runs/clicks", deltas=Deltas(max_chain_bytes=9.0, max_dirty=1.0)).train(20)
+    page = (ROOT / "docs/many-machines.md").read_text(encoding="utf-8")
+    names = {"client": client}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    assert (names["done"].ckpt_id, names["done"].n_links) == ("ckpt_20", 2)
 
 
 def test_the_workers_of_a_cluster_verify_what_a_process_would(client, run):
