@@ -100,20 +100,24 @@ class Loader:
     def _load_from(self, sources: Sequence[Source], problems: Problems, shard_id: int | None) -> LoadReport:
         live = self.live_state(shard_id)
         with opened(sources, live.needs) as open_sources:
-            return self.load_sources(live, open_sources, problems)
+            report = self.load_sources(live, open_sources, problems)
+            self.tell_if_whole(live, open_sources, report)
+            return report
 
     def load_sources(
         self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool = False
     ) -> LoadReport:
         """Load from checkpoints that are open; what every load and restore comes down to."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
-        report = loading.load(
+        return loading.load(
             live, sources, problems, concurrency=self.concurrency, download_dir=self.download_dir, rng=rng
         )
+
+    def tell_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
+        """Tell the owner of a load that is over, on all ranks where they load together, if it was one of all."""
         whole = whole_restore(live.tables, report.items, [source.at for source in sources])
         if whole is not None and self.on_whole_restore is not None:
             self.on_whole_restore(whole.checkpoint, live.tables.values())
-        return report
 
     def live_state(self, shard_id: int | None = None, shard_num: int | None = None) -> LiveState:
         """Return what a load fills, as it is now."""

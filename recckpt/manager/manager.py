@@ -229,7 +229,8 @@ class CheckpointManager(OneProcess):
     ) -> int:
         """Bring back the newest committed checkpoint, or that of one step, and return its step.
 
-        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the one before.
+        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the newest that does
+        not stand on what is damaged.
 
         Args:
             global_step: the step to restore; None for the newest.

@@ -18,6 +18,7 @@ from recckpt.load.load import plan
 from recckpt.load.loader import Loader
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.load.rows_of_ranks import row_errors, rows_read
 from recckpt.load.source import OpenSource, Source, locate_bank, opened
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import EVENT_TIME, Run
@@ -168,6 +169,8 @@ class Restorer:
             try:
                 with self._opened(live, [Source(entry, self._loader.storage, checkpoint)]) as own:
                     report = self._load_sources(live, [*bank, *own], problems, rng=rng)
+                    self._check_rows(live, checkpoint, report)
+                    self._loader.tell_if_whole(live, [*bank, *own], report)
             except CorruptCheckpointError as error:
                 damaged[_damaged_link(checkpoint, error)] = error
                 candidates = self._ranks.on_first(partial(self._without, candidates, damaged))
@@ -196,6 +199,14 @@ class Restorer:
         self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool
     ) -> LoadReport:
         return self._ranks.on_each(lambda: self._loader.load_sources(live, sources, problems, rng=rng))
+
+    def _check_rows(self, live: LiveState, checkpoint: Checkpoint, report: LoadReport) -> None:
+        """Refuse a chain that has given all ranks together more or fewer rows than it says; one alone has done so."""
+        if self._ranks.size == 1 or not checkpoint.below:
+            return
+        own = rows_read(live, report, len(report.sources) - 1)
+        for error in row_errors(checkpoint, self._ranks.gather(own)):
+            raise error
 
     def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
         if report.global_step is not None:

@@ -117,6 +117,16 @@ def test_all_is_read_where_a_link_is_whole_or_the_source_has_begun_anew(source, 
     assert follower.reload() == [2]
 
 
+def test_a_row_that_the_filter_no_longer_keeps_goes(source, tmp_path):
+    follower = Follower(source, tmp_path / "own", where={"sparse_m": {"min": 2}})
+    assert 1 not in rows_of(follower.table)
+    for value, taken in ((2.0, 1), (3.0, 1), (1.0, 0)):
+        source.change([1])
+        assert source.table.slots["sparse_m"][1] == value
+        assert follower.reload() == [taken]
+        assert (1 in rows_of(follower.table)) == bool(taken)
+
+
 def test_slots_that_are_not_taken_are_a_reason_to_read_all(source, tmp_path):
     follower = Follower(source, tmp_path / "own", load=["sparse"])
     source.change([1])

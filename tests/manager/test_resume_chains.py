@@ -4,11 +4,12 @@ import pytest
 import torch
 from builders import flip_bit
 from spec_writer import Held, write_delta_of, write_form, write_full
+from thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError
-from recckpt.sparse import HashTable
+from recckpt.sparse import HashTable, gen_slice
 
 FULL = {1: (1.0, 1.0), 2: (2.0, 2.0), 3: (3.0, 3.0)}
 
@@ -36,8 +37,8 @@ def part_of(checkpoint):
 class Resumed:
     """A run that starts, and the base that it is told of."""
 
-    def __init__(self, root):
-        self.table, self.bases = HashTable(2, name="t"), []
+    def __init__(self, root, slice=None):
+        self.table, self.bases = HashTable(2, name="t", slice=slice), []
         saver = Saver(nn.ModuleDict({"t": self.table}), output_dir=str(root), max_keep=None)
         saver.loader.on_whole_restore = lambda checkpoint, tables: self.bases.append((checkpoint.ckpt_id, *tables))
         self.saver, self.manager = saver, CheckpointManager(saver, 10)
@@ -89,6 +90,24 @@ def test_where_a_form_or_the_chain_is_damaged_the_other_is_restored(tmp_path, ch
         run = Resumed(tmp_path)
         assert run.manager.restore(step if step == 4 else None) == step
         assert run.rows.keys() == rows
+
+
+@pytest.mark.parametrize("n_rows", [3, 5])
+def test_rows_that_no_rank_alone_can_count_are_counted_by_all(tmp_path, chain, n_rows):
+    write_delta_of(chain["ckpt_5"], "ckpt_6", held(n_rows, {7: (7.0, 7.0), 8: (8.0, 8.0)}), step=6)
+
+    def restore(rank, connect):
+        run = Resumed(tmp_path, slice=gen_slice(rank, 3))
+        connect(run.saver)
+        manager = CheckpointManager(run.saver, 10, shard_id=rank, shard_num=3)
+        with pytest.raises(CorruptCheckpointError, match=f"ckpt_6/manifest.json.*{n_rows} rows, expected 4, as in its"):
+            manager.restore(6)
+        assert run.bases == []
+        return manager.restore(), run.rows, run.bases[0][0]
+
+    found = on_ranks(3, restore)
+    assert [(step, base) for step, _, base in found] == [(5, "ckpt_5")] * 3
+    assert {id_: row for _, rows, _ in found for id_, row in rows.items()} == {2: (2.0, 2.0), 4: (4.0, 4.0)}
 
 
 def test_a_load_by_path_of_the_own_output_dir_is_a_whole_restore_too(tmp_path, chain):

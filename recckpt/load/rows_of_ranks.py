@@ -1,0 +1,48 @@
+"""Whether the ranks have read as many rows as a checkpoint says, each those of its slice: none can tell alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.buckets import Slice
+from recckpt.load.live_state import LiveState
+from recckpt.load.names import ID
+from recckpt.load.report import LoadReport
+from recckpt.output_dir.listing import Checkpoint
+
+Counts = Mapping[tuple[str, str], tuple[Slice, int]]  # table there and here -> ids of a rank, rows of them
+
+
+def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
+    """Return how many rows of the source of this number were read for each table that it alone has filled."""
+    filled = {item.name.table for item in report.items if item.name.is_slot and item.offer == number}
+    filled -= {item.name.table for item in report.items if item.name.is_slot and item.offer not in (None, number)}
+    counts = {}
+    for item in report.items:
+        here, there = item.name.table, item.source.rpartition("@")[0]
+        owned: Slice | None = getattr(live.tables.get(here), "slice", None)
+        if here in filled and item.name.slot == ID and item.offer == number and owned is not None:
+            counts[there, here] = owned, report.rows_taken.get(here, 0) + report.rows_filtered.get(here, 0)
+    return counts
+
+
+def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each table of which the ranks, whose slices make up all ids, have read more or fewer rows."""
+    for key in dict.fromkeys(key for counts in of_ranks for key in counts):
+        rows = dict(counts[key] for counts in of_ranks if key in counts)
+        entry = checkpoint.manifest.named_table(key[0])
+        if _tile(rows) and sum(rows.values()) != entry.rows:
+            path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {entry.name!r}"
+            expected = f"{sum(rows.values())}, as in its chain"
+            yield CorruptCheckpointError(path, where, found=f"{entry.rows} rows", expected=expected)
+
+
+def _tile(slices: Mapping[Slice, int]) -> bool:
+    """Say whether slices make up all ids, each of them once."""
+    spans = sorted((Fraction(one.begin, one.size), Fraction(one.end, one.size)) for one in slices)
+    meets = all(before[1] == after[0] for before, after in pairwise(spans))
+    return meets and spans[0][0] == 0 and spans[-1][1] == 1
