@@ -114,7 +114,7 @@ SHARD = st.tuples(st.sets(IDS), st.sets(IDS))
 LINKS = st.lists(st.tuples(st.lists(SHARD, min_size=1, max_size=3), st.integers(0, 7)), max_size=6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(LINKS, st.sets(IDS))
 def test_what_a_reader_gives_of_a_chain_is_what_a_dict_gives(links, asked):
     with TemporaryDirectory() as path:

@@ -109,7 +109,7 @@ SHARDS = st.lists(st.sets(IDS, max_size=25), min_size=1, max_size=3)
 LINKS = st.lists(st.tuples(SHARDS, SHARDS, st.integers(0, 9), st.integers(1, 9), st.integers(1, 3)), max_size=6)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(LINKS, st.sampled_from([2000, 6000, 1 << 20]), st.sets(st.sampled_from([0, 7, 8, 20_000, N_BUCKETS])))
 def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(links, budget_bytes, borders):
     writer, model, chain = Writer(opened("memory://merged-rows")), {}, []
