@@ -53,7 +53,7 @@ def test_a_damaged_form_is_passed_over_for_the_delta():
 
 
 def test_a_copy_of_a_link_stands_in_for_it_and_comes_last():
-    assert Chains({"a": A, "z": A, "b": B}, {}).links("b") == ("b", "a")
+    assert Chains({"0": A, "a": A, "z": A, "b": B}, {}).links("b") == ("b", "a")
     assert Chains({"a": A, "z": A, "b": B}, {"a": damage("a")}).links("b") == ("b", "z")
 
 
