@@ -32,6 +32,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After each file, spare them what it has imported, such as the compiler of torch, which optimizers import."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_unconfigure():
     """Let the end of the interpreter collect all again: libraries report what is left over there."""
     gc.unfreeze()
