@@ -14,14 +14,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from measuring import report, scratch, status_mib, timed
-
-_LOOK_SEC = 0.005
+from measuring import peak_mib, report, scratch, status_mib, timed
 
 
 def write_chain(output_dir: Path, rows: int, dim: int, deltas: int) -> None:
@@ -50,24 +47,16 @@ def compact_here(output_dir: str, out: str, threads: int, budget_mib: int) -> No
     import recckpt.compaction.compact  # before memory is looked at
     import recckpt.compaction.whole
 
-    before, peak, is_over = status_mib("RssAnon"), [0.0], threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(_LOOK_SEC):
-            peak[0] = max(peak[0], status_mib("RssAnon"))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    begin, processor = time.perf_counter(), time.process_time()
-    done = recckpt.compact(output_dir, out=out or None, threads=threads, budget_bytes=budget_mib << 20)
-    seconds, processor = time.perf_counter() - begin, time.process_time() - processor
-    is_over.set()
-    watcher.join()
+    before = status_mib("RssAnon")
+    with peak_mib("RssAnon") as grown:
+        begin, processor = time.perf_counter(), time.process_time()
+        done = recckpt.compact(output_dir, out=out or None, threads=threads, budget_bytes=budget_mib << 20)
+        seconds, processor = time.perf_counter() - begin, time.process_time() - processor
     said = {
         "seconds": seconds,
         "processor": processor,
         "anon_before_mib": before,
-        "anon_peak_mib": peak[0],
+        "anon_peak_mib": before + grown[0],
         "directory": done.directory,
     }
     print(json.dumps({**said, "bytes": done.n_bytes, "links": done.n_links}))

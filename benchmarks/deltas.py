@@ -4,8 +4,8 @@
     python benchmarks/deltas.py --cases ratings --ratings ratings.csv.gz
 
 A round changes one row in a hundred of a table of rows of 64 float32 and a slot, and has everybody save that. Nobody
-syncs. ``pause`` trains beside the saves, ``restore`` loads a full checkpoint and ten deltas, ``compact`` makes one of
-them, and ``ratings`` counts the bytes of a run over real data.
+syncs. ``pause`` saves in the background, ``restore`` loads a full checkpoint and ten deltas, and ``ratings`` counts the
+bytes of a run over real data. benchmarks/compact.py makes one checkpoint of a chain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe_machine
-from measuring import CHUNK, peak_mib, report, scratch, timed, touch_memory, warm
+from measuring import report, scratch, timed, touch_memory, warm
 from peers import DIM, PEERS, State, model_of, unsynced
 
 import recckpt
@@ -42,20 +41,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--changed", type=float, default=0.01, help="the part of the rows that a round changes")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--cases", nargs="*", default=["save", "pause", "restore", "compact"])
+    parser.add_argument("--cases", nargs="*", default=["save", "pause", "restore"])
     parser.add_argument("--ratings", type=Path, metavar="FILE", help="MovieLens ratings.csv[.gz], for the case ratings")
     parser.add_argument("--batch-size", type=int, default=64, help="of the case ratings")
-    parser.add_argument("--compact", metavar="DIR", help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
-    if args.compact:
-        print(json.dumps(compacted(args.compact)))
-        return
     report({"case": "machine", **describe_machine()})
     cases: dict[str, Callable[[], None]] = {
         "save": lambda: compare_saves(args.tmpfs, args.rows, args.rounds, args.changed),
         "pause": lambda: compare_pauses(args.tmpfs, args.rows, args.rounds, args.changed),
         "restore": lambda: compare_restores(args.tmpfs, args.rows, args.rounds, args.changed),
-        "compact": lambda: compare_compaction(args.tmpfs, args.rows, args.rounds, args.changed),
         "ratings": lambda: count_bytes(args.tmpfs, args.ratings, args.batch_size),
     }
     for case in args.cases:
@@ -212,56 +206,6 @@ def restore_seconds(output_dir: Path, n_bytes: int, with_rows: bool) -> float:
     del model, table, saver
     gc.collect()
     return took
-
-
-def compare_compaction(root: Path, rows: int, rounds: int, changed: float) -> None:
-    with scratch(root) as directory:
-        write_chain(Changing(rows, changed), directory)
-        gc.collect()
-        part = next((directory / "full").rglob("*.arrow"))
-        n_bytes = sum(path.stat().st_size for path in (directory / "full").rglob("*.arrow"))
-        copies, compactions, beyond = [], [], []
-        for number in range(rounds + 1):
-            warm(directory, n_bytes, False)
-            copy = timed(lambda: copy_to(part.parent, directory / "copy"))
-            shutil.rmtree(directory / "copy")
-            command = [sys.executable, __file__, "--compact", str(directory / "chain")]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            if number:
-                copies.append(copy)
-                compactions.append(found["sec"])
-                beyond.append(found["own_mib"])
-    report(
-        {
-            "case": "compaction of a full checkpoint and ten deltas, tmpfs",
-            "rows": rows,
-            "changed": changed,
-            "rounds": rounds,
-            "median_sec": {"copy": round(median(copies), 3), "compaction": round(median(compactions), 3)},
-            "speed_over_copy": round(median(copies) / median(compactions), 2),
-            "own_mib": round(max(beyond)),
-            "target": {"speed_over_copy": 0.5, "own_mib": 256},
-        }
-    )
-
-
-def copy_to(directory: Path, target: Path) -> None:
-    """Copy files through memory, as a program that looks at the bytes does."""
-    target.mkdir()
-    for path in directory.iterdir():
-        with path.open("rb", buffering=0) as source, (target / path.name).open("wb", buffering=0) as sink:
-            buffer = memoryview(bytearray(len(CHUNK)))
-            while n_bytes := source.readinto(buffer):
-                sink.write(buffer[:n_bytes])
-
-
-def compacted(path: str) -> dict[str, float]:
-    """Compact a chain into a directory beside it; return the seconds, and the anonymous memory that it took."""
-    out = Path(path).parent / "compacted"
-    with unsynced(), peak_mib("RssAnon") as peak:
-        took = timed(lambda: recckpt.compact(path, out=str(out)))
-    shutil.rmtree(out)
-    return {"sec": took, "own_mib": peak[0]}
 
 
 def count_bytes(root: Path, ratings: Path, batch_size: int, save_interval: int = 50, steps: int = 3000) -> None:
