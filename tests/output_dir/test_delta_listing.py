@@ -171,3 +171,11 @@ def test_a_listing_knows_what_was_committed_and_removed_since(local, chain):
     assert names(grown.minus(["a", "b"]).find("c")) == ["c", form]
     assert grown.newest_place == chain[2].place
     assert grown.representation(chain[1].origin).directory == form
+
+
+def test_a_delta_on_what_a_lost_writer_committed_has_no_chain_though_its_hints_lead_there(local, chain):
+    late = write_delta(chain[0], "late", 3, [(ROWS, [])], epoch=0)
+    write_delta(late, "d", 3, [(ROWS, [])], epoch=1, seq=9)
+    assert names(newest(local)) == ["c", "b", "a"]
+    with pytest.raises(CorruptCheckpointError, match="parent 'late': found no such checkpoint"):
+        open_checkpoint(f"{local.url}/d")
