@@ -17,15 +17,16 @@ import torch
 from faults import plants
 from faults.job import Job
 
+import recckpt
 from recckpt.errors import CommitNotDurableError, SaveFailedError
 
 SAVED, SAVE_FAILED, NOT_DURABLE = 0, 3, 4  # exit codes
 _TOLD_BYTES = 1 << 14
 
 
-def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, deltas, tell):
+def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, tell, **how):
     """Save each of the steps; stop before the one whose number is ``before``."""
-    job = Job.resumed(url, restore, max_keep, threads=threads, deltas=deltas)
+    job = Job.resumed(url, restore, max_keep, threads=threads, deltas=how["deltas"])
     if plant is not None:
         plants.plant(plant)
     for number, step in enumerate(steps):
@@ -35,6 +36,8 @@ def save_in_child(url, max_keep, steps, branch, restore, before, threads, backgr
             if file_limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
             os.kill(os.getpid(), signal.SIGSTOP)
+        if how["offers"]:
+            recckpt.compact(url, threads=1)
         try:
             job.save(background=background)
         except SaveFailedError as error:

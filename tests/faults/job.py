@@ -126,14 +126,14 @@ def restored(url, candidates, **options):
 
 
 def check_index(storage, newest):
-    """Check that the index file is whole, if there is one, and names nothing newer than what restores."""
+    """Check that the index file is whole, if there is one, and its newest is not newer than what restores."""
     try:
         index = storage.read("checkpoint", 1 << 20).decode()
     except FileNotFoundError:
         return
     assert re.fullmatch(r"(ckpt_\d+\n)+", index), f"the index file is torn: {index!r}"
     steps = [int(step) for step in re.findall(r"\d+", index)]
-    assert max(steps) <= newest.step, f"the index file names steps {steps}, and {newest.step} is what restores"
+    assert steps[-1] <= newest.step, f"the index file names steps {steps}, and {newest.step} is what restores"
 
 
 def check_tidy(storage, is_kept, newest):

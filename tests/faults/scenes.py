@@ -118,3 +118,13 @@ SCENES |= {
     "pinned delta": scene(1, *FOUR, Save((5,)), before=State(4), pinned=2, deltas=True),
     "delta in the background": scene(1, Save((1, 2), before=1, background=True), before=State(1), deltas=True),
 }
+OFFER = replace(Save((3,)), offers=True)  # the form of 2 is adopted after this save
+FORMS_AND_DOUBTS = {
+    "offer and form": scene(1, *FOUR[:2], OFFER, before=State(2), deltas=True),
+    "rotation of a form": scene(1, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
+    # a writer died before its commit was durable, and the next stands on that; or drops what such a form replaces
+    "delta in doubt": scene(1, FIRST, (SECOND, ("unlink", 4)), Save((3,)), before=State(2), deltas=True),
+    "form in doubt": scene(
+        2, *FOUR[:2], (OFFER, ("unlink", 9)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
+    ),
+}

@@ -14,7 +14,7 @@ import pytest
 from builders import tree
 from faults.disk_model import Disk, cuts, digest, put
 from faults.job import NOTHING, State, restored
-from faults.scenes import SCENES
+from faults.scenes import FORMS_AND_DOUBTS, SCENES
 from faults.strace_log import read_log, recording
 
 from recckpt.inspect.verify import verify
@@ -23,7 +23,7 @@ from recckpt.output_dir.listing import list_checkpoints
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 FULL = ("first", "rotation", "same writer", "again", "takeover", "takeover in rotation")
 DELTAS = ("delta on a delta", "full after deltas", "delta on the second full", "takeover in rotation of deltas")
-HISTORIES = FULL + DELTAS
+HISTORIES = FULL + DELTAS + tuple(FORMS_AND_DOUBTS)
 
 
 class History:
@@ -35,7 +35,7 @@ class History:
     """
 
     def __init__(self, worker, ram, name, plant=None):
-        scene, self.url, log = SCENES[name], ram / "recorded", ram / "log"
+        scene, self.url, log = (SCENES | FORMS_AND_DOUBTS)[name], ram / "recorded", ram / "log"
         self.deltas = scene.deltas
         self.url.mkdir()
         self.ops, self.states = [], [NOTHING]

@@ -31,6 +31,7 @@ class Save:
         plant: a bug to plant.
         file_limit: bytes that a file may have.
         deltas: whether it saves what has changed.
+        offers: whether it makes an offer of what it stands on before it saves, which it adopts then.
     """
 
     steps: tuple[int, ...]
@@ -42,6 +43,7 @@ class Save:
     plant: str | None = None
     file_limit: int | None = None
     deltas: bool = False
+    offers: bool = False
 
     @property
     def states(self):
