@@ -89,6 +89,11 @@ class HollowTable:
     slots: tuple[SlotSpec, ...]
     n_kept = 0
 
+    @property
+    def n_all(self) -> int:
+        """All rows, since each save is full."""
+        return self.n_rows
+
     def close(self) -> None:
         """Do nothing."""
 
