@@ -95,7 +95,7 @@ def test_a_full_disk_shows(mount, monkeypatch, finding, unseen):  # noqa: F811
 @pytest.mark.parametrize(("what", "where"), [("manifests", "manifest.json"), ("files", ".pt"), ("columns", ".arrow")])
 def test_flips_show(tmp_path, monkeypatch, finding, unseen, what, where):
     plant(f"checksums of {what} are not compared", monkeypatch.setattr)
-    damaged = test_flips.Damaged(tmp_path / "runs")
+    damaged = test_flips.Damaged(tmp_path / "runs", test_flips.SCENES["full"])
     flips = [case for case in damaged.flips(200) if min(case[1]).endswith(where)]
     with finding("UNSEEN by"):
         test_flips.all_are_found(unseen, damaged, flips[:30])
