@@ -10,7 +10,7 @@ import pytest
 import spec_reader
 import torch
 from forge import Tables
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
@@ -203,7 +203,8 @@ class Saving(RuleBasedStateMachine):
 
 
 def run(examples: int) -> None:
-    untimed = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+    # without phases that make a failing run shorter, which takes minutes
+    untimed = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
     run_state_machine_as_test(Saving, settings=settings(max_examples=examples, stateful_step_count=25, **untimed))
 
 
