@@ -99,11 +99,10 @@ class Saver(OneProcess):
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
         storage.prepare()  # last of what may be refused: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
-        extra = self._extra = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model)))
-        io_state = self._io_state = io_registry()
+        extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
         self.loader.on_whole_restore = changes.on_whole_restore if changes else None
-        self._live = Live(model, sparse_optim, extra, io_state)
+        self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state), extra, io_state
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)

@@ -11,7 +11,6 @@ import secrets
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 
 from recckpt.compaction.other_files import Target
 from recckpt.compaction.whole import Means, Whole, write_whole
@@ -143,14 +142,13 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
     try:
         to = Target(there, intent.directory, intent.save_id)
         whole = write_whole(storage, checkpoint, to, _for(there, means))
-        time = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
         full = Manifest(
             ckpt_id=record.ckpt_id,
             save_id=intent.save_id,
             epoch=intent.epoch,
             seq=seq,
             step=record.step,
-            time=time,
+            time=committing.time_now(),
             shards=whole.shards,
             tables=whole.tables,
             files=whole.files,

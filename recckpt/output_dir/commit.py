@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable
+from datetime import datetime, timezone
 
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
@@ -20,6 +21,11 @@ from recckpt.storage import Storage
 from recckpt.storage.retry import Retries, RetryPolicy, TryAgainError
 
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
+
+
+def time_now() -> str:
+    """Return the time of a commit as manifests say it: UTC, in seconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def begin(

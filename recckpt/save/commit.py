@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import StateMismatchError, WriterFencedError
@@ -58,7 +57,7 @@ def _manifest(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Man
         epoch=intent.epoch,
         seq=seq,
         step=info.step,
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        time=committing.time_now(),
         shards=tuple(record.shard for record in records),
         tables=_tables_of_all(records),
         files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),

@@ -70,6 +70,15 @@ class Staged:
         """``parameter@name`` of the dense optimizers among the registered objects."""
         return state_names({**self.extra, **self.own_extra})
 
+    def take_tables(self, tables: Mapping[str, HashTable], tracker: Tracker | None, *, detached: bool) -> None:
+        """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
+        for table in tables.values():
+            if tracker is not None and isinstance(table, OurTable):
+                self.frozen[table.name] = tracker.freeze(table)
+                self.tables.append(self.frozen[table.name].snapshot)
+            else:
+                self.tables.append(source_to_save(table, detached=detached))
+
     def written_as(self, kind: Kind) -> Staged:
         """Return what is to be written: of a delta, only the rows that have changed; the others are let go."""
         if kind.base is None:
@@ -184,12 +193,7 @@ def stage(
             own_extra=live.extra.dump(copy, of_ranks=True),
             digest=digest,
         )
-    for table in tables.values():
-        if tracker is not None and isinstance(table, OurTable):
-            staged.frozen[table.name] = tracker.freeze(table)
-            staged.tables.append(staged.frozen[table.name].snapshot)
-        else:
-            staged.tables.append(source_to_save(table, detached=buffers is not None))
+    staged.take_tables(tables, tracker, detached=buffers is not None)
     return staged
 
 
