@@ -6,8 +6,8 @@ import logging
 import os
 import shutil
 import tempfile
-from itertools import count
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from faults.checked_dir import CheckedDir
@@ -26,8 +26,6 @@ SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 NUMBERS = st.integers(0, 99)
 RAM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
-_numbers = count()
-
 
 def machine(figures):
     """Return the class of what hypothesis does to an output dir."""
@@ -38,7 +36,8 @@ def machine(figures):
         @initialize(local=st.booleans(), max_keep=st.sampled_from([1, 1, 2]))
         def begin(self, local, max_keep):
             self.temporary = Path(tempfile.mkdtemp(prefix="recckpt-", dir=RAM))
-            url = str(self.temporary / "runs") if local else f"memory://stateful-{next(_numbers)}/runs"
+            in_memory = f"memory://stateful-{uuid4().hex}/runs"  # test_planted_bugs imports this module again
+            url = str(self.temporary / "runs") if local else in_memory
             self.it = CheckedDir(url, max_keep)
 
         @invariant()
