@@ -53,7 +53,7 @@ from recckpt.save import save as hallway
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.write import ShardRecord
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse.files import link_pass as row_loading
+from recckpt.sparse.files import loader as row_loading
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 

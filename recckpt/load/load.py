@@ -18,8 +18,7 @@ from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
 from recckpt.load.source import OpenSource
-from recckpt.sparse.files.link_pass import LinkLoad
-from recckpt.sparse.files.load_target import TableLoad
+from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.split import load_dense
 from recckpt.storage.transfers import WorkDir

@@ -24,8 +24,7 @@ from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 
 if TYPE_CHECKING:
-    from recckpt.sparse.files.link_pass import LinkLoad
-    from recckpt.sparse.files.load_target import TableLoad
+    from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -176,7 +175,7 @@ class OpenSource:
 
         Files that cannot be mapped are copied to ``download_dir`` first, if there is one.
         """
-        from recckpt.sparse.files.link_pass import LinkLoad  # torch, which a plan does without
+        from recckpt.sparse.files.load_target import LinkLoad  # torch, which a plan does without
 
         found = []
         for link in self._links:

@@ -23,7 +23,7 @@ from recckpt.load.source import Source, opened
 from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse.files.link_deletes import LinkDeletes
+from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.storage import open_storage
 from recckpt.text import Progress
 

@@ -1,12 +1,15 @@
-"""Ids that are known already while the links of a chain are read, newest first, and ids that come twice in one link."""
+"""What is known of ids while the links of a chain are read, newest first: which are new, come twice, or are deleted."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.sparse.files.id_check import is_among
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import compiled
 
@@ -79,6 +82,37 @@ class KnownIds:
     def delete(self, ids: Int64s) -> Int64s:
         """Know ids that this link deletes, after all of its rows; return those that are no row of it or a newer one."""
         return self._ids.find_or_add(ids)[1]
+
+
+class LinkDeletes:
+    """The deleted ids of a link by table and shard; in one shard an id is there once, as a row or as a delete.
+
+    ``add`` may be called from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, int], Int64s] = {}
+
+    def add(self, table: str, shard: int, ids: Int64s) -> Iterator[int]:
+        """Know the ids of a batch; yield those that were there before."""
+        with self._lock:
+            both = np.sort(np.concatenate([self.of_shard(table, shard), ids]))
+            self._found[table, shard] = both
+        yield from both[1:][both[1:] == both[:-1]].tolist()
+
+    def of_shard(self, table: str, shard: int) -> Int64s:
+        """Return the ids that one shard deletes, in order."""
+        return self._found.get((table, shard), np.empty(0, np.int64))
+
+    def repeated(self, table: str, shard: int, ids: Int64s) -> Iterator[int]:
+        """Yield those of the ids, which have rows in a shard, that the same shard deletes."""
+        yield from ids[is_among(ids, self.of_shard(table, shard))].tolist()
+
+    def of(self, table: str) -> Int64s:
+        """Return the ids that any shard deletes."""
+        some = [ids for (name, _), ids in self._found.items() if name == table]
+        return np.concatenate([np.empty(0, np.int64), *some])
 
 
 @compiled

@@ -1,17 +1,19 @@
-"""What a load fills: a table, in place or aside until all rows are there, and what of a checkpoint it takes."""
+"""What a load takes of the links of a chain, and the tables it fills: in place, or aside until all rows are there."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from recckpt.format import layout
 from recckpt.format.buckets import Slice
-from recckpt.format.catalog import Batch
+from recckpt.format.catalog import Batch, Part
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
+from recckpt.storage.base import Files
 from recckpt.types import HashTable as AnyTable
 
 
@@ -98,3 +100,40 @@ class TableLoad:
     def row_bytes(self) -> int:
         """Bytes of one row in the columns that are read, the id included."""
         return 8 + sum(slot.row_bytes for slot in self.entry.slots if slot.name in self.columns)
+
+
+@dataclass(frozen=True)
+class LinkLoad:
+    """What is taken of the link in ``directory``; a table of it may fill several.
+
+    The links of a chain have the same :class:`TableLoad` for a table, as far as they count.
+    """
+
+    tables: Sequence[TableLoad]
+    parts: Sequence[Sequence[Part]]  # by shard, those that may hold their rows or deletes
+    storage: Files
+    directory: str
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows that are read, in the columns that are read."""
+        return sum(
+            batch.rows * load.row_bytes
+            for part in self._parts()
+            for batch in part.batches
+            for load in self.takers(batch)
+            if part.holds == "rows"
+        )
+
+    def takers(self, batch: Batch) -> list[TableLoad]:
+        """Return the loads that may take something of a batch."""
+        return [load for load in self.tables if load.entry.name == batch.table and load.wants(batch)]
+
+    def wanted_files(self) -> Iterator[str]:
+        """Yield the files that have something for the tables, by their slices."""
+        for part in self._parts():
+            if any(map(self.takers, part.batches)):
+                yield layout.join(self.directory, part.file)
+
+    def _parts(self) -> Iterator[Part]:
+        return (part for parts in self.parts for part in parts)

@@ -29,8 +29,7 @@ from recckpt.format.buckets import bucket_of
 from recckpt.format.tables import TableEntry
 from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
-from recckpt.sparse.files.link_pass import LinkLoad
-from recckpt.sparse.files.load_target import TableLoad
+from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.row_filter import RowFilter
