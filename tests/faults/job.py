@@ -10,6 +10,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
+from recckpt.output_dir.offers import adoptable, find_offers
 from recckpt.sparse import HashTable, SparseAdagrad
 
 ROWS, DIM = 50, 4
@@ -148,6 +149,9 @@ def check_tidy(storage, is_kept, newest):
     assert storage.read("checkpoint", 1 << 20).decode() == "".join(f"{c.ckpt_id}\n" for c in listing.current)
     timeline = [json.loads(line) for line in storage.read("timeline.jsonl", 1 << 20).splitlines()]
     assert timeline[-1]["step"] == newest.step
-    for directory in set(attempt_dirs(storage)) - {c.directory for c in listing.committed}:
+    offers = find_offers(storage, listing)
+    assert [found.directory for found in offers if adoptable(found, listing) is None] == [], "offers wait for nothing"
+    known = {found.directory for found in (*listing.committed, *offers)}
+    for directory in set(attempt_dirs(storage)) - known:
         files = storage.list_files(directory)  # a death beside INTENT leaves a directory that nobody can be told to own
         assert all(name.startswith("INTENT.") for name in files), f"{directory} is left with {files}"

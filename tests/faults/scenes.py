@@ -37,6 +37,10 @@ class Scene:
     def after(self):
         return self.last.states[-1]
 
+    def counted(self, harness):
+        """Return under which name a harness counts: deltas by themselves."""
+        return f"{harness}, deltas, max_keep {self.max_keep}" if self.deltas else harness
+
     def make(self, worker, url):
         """Run all processes but the last."""
         url.mkdir(parents=True)
@@ -71,11 +75,14 @@ class Scene:
 
     def kept_links(self, storage):
         """Return the rule which says what may be there where there are deltas: what is kept, and all it stands on."""
-        current = list_checkpoints(storage).current
+        committed, current = list_checkpoints(storage).committed, list_checkpoints(storage).current
         kept = current[-self.max_keep :] + [c for c in current if c.manifest.step == self.pinned]
         newest_full = current[-1].links[-1]
         if self.max_keep > 1:
             kept += [c for c in current if newest_full not in c.links][-1:]
+        forms = [c.manifest for c in committed if c.manifest.form_of]
+        late = {form.origin for form in forms if (form.epoch, form.seq) > current[-1].manifest.place}
+        kept += [c for c in committed if c.manifest.save_id in late]  # the next rotation has what they stand for
         directories = {link.directory for checkpoint in kept for link in checkpoint.links}
         return lambda checkpoint: checkpoint.directory in directories
 
@@ -127,4 +134,11 @@ FORMS_AND_DOUBTS = {
     "form in doubt": scene(
         2, *FOUR[:2], (OFFER, ("unlink", 9)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
     ),
+}
+OFFER_WAITS = OFFER, ("link", 3)  # died at its claim
+OFFERS = {
+    "offer waiting": scene(1, *FOUR[:2], OFFER_WAITS, Save((3,)), before=State(2), deltas=True),
+    "offer waiting of 2": scene(2, *FOUR[:2], OFFER_WAITS, Save((3,)), before=State(2), deltas=True),
+    "offer and form of 2": scene(2, *FOUR[:2], OFFER, before=State(2), deltas=True),
+    "rotation of a form of 2": scene(2, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
 }

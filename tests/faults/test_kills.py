@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from faults.scenes import SCENES
+from faults.scenes import FORMS_AND_DOUBTS, OFFERS, SCENES
 from faults.tracing import killing
 
 from recckpt.output_dir.listing import list_checkpoints
@@ -13,6 +13,7 @@ from recckpt.storage import open_storage
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
 MOST_CALLS = 1000  # of one name in a save
+ALL = SCENES | FORMS_AND_DOUBTS | OFFERS
 CALLS = ("mkdir", "openat", "write", "fsync", "close", "link", "unlink", "rename", "rmdir")
 SAMPLES = {"openat": 50, "write": 70, "close": 50, "fsync": 9, "unlink": 5}  # one of so many in the default suite
 
@@ -21,7 +22,7 @@ class Sweep:
     """Kills at one call after another, each time in a copy of what a scene begins with."""
 
     def __init__(self, worker, ram, name, figures, plant=None):
-        self.worker, self.ram, self.figures, self.scene = worker, ram, figures, SCENES[name]
+        self.worker, self.ram, self.figures, self.scene = worker, ram, figures, ALL[name]
         self.save = replace(self.scene.last, plant=plant)
         self.base = ram / name
         if not self.base.exists():
@@ -42,9 +43,9 @@ class Sweep:
         try:
             self.scene.go_on(url, word)
         except BaseException as error:
-            self.figures.add("T1", lost=1)
+            self.figures.add(self.scene.counted("T1"), lost=1)
             raise AssertionError(f"after a kill at {call} {k}: {error}") from error
-        self.figures.add("T1", points=word == "killed", lost=0)
+        self.figures.add(self.scene.counted("T1"), points=word == "killed", lost=0)
         shutil.rmtree(url)
         return word
 
@@ -75,8 +76,21 @@ def test_a_kill_at_the_commit_loses_nothing(sweep, name):
         assert sweep(name).kill_at("link", k) == "killed"
 
 
+def test_an_offer_that_waits_is_adopted_and_a_kill_meanwhile_loses_nothing(sweep, ram):
+    trial, url = sweep("offer waiting"), ram / "whole"
+    shutil.copytree(trial.base, url)
+    assert forms(url) == []
+    assert trial.worker.run(url, 1, trial.save).word == "saved"
+    assert forms(url) == ["ckpt_2"]
+    assert trial.kill_at("link", 6) == "killed"  # claim, list, INTENT, manifest, the clock, the form
+
+
+def forms(url):
+    return [c.ckpt_id for c in list_checkpoints(open_storage(str(url))).committed if c.manifest.form_of]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", [*SCENES, "offer and form", "rotation of a form", *OFFERS])
 def test_a_kill_at_every_call_loses_nothing(sweep, name, call):
     sweep(name).kill_at_every(call, SWEEP_STRIDE)

@@ -35,8 +35,8 @@ class History:
     """
 
     def __init__(self, worker, ram, name, plant=None):
-        scene, self.url, log = (SCENES | FORMS_AND_DOUBTS)[name], ram / "recorded", ram / "log"
-        self.deltas = scene.deltas
+        self.scene = scene = (SCENES | FORMS_AND_DOUBTS)[name]
+        self.url, log = ram / "recorded", ram / "log"
         self.url.mkdir()
         self.ops, self.states = [], [NOTHING]
         for save, kill in scene.saves:
@@ -98,11 +98,11 @@ def record(worker, ram):
 def try_all(history, figures, ram, indexes, n_random):
     for op, left, allowed in history.trials(history.ops, indexes, n_random):
         try:
-            check(left, allowed, ram, history.deltas)
+            check(left, allowed, ram, history.scene.deltas)
         except BaseException as error:
-            figures.add("T2", lost=1)
+            figures.add(history.scene.counted("T2"), lost=1)
             raise AssertionError(f"a power cut after {op.kind} {op.path}: {error!r}; left is {sorted(left)}") from error
-        figures.add("T2", states=1, lost=0)
+        figures.add(history.scene.counted("T2"), states=1, lost=0)
 
 
 def test_the_model_keeps_all_that_the_file_system_keeps(record):
