@@ -37,7 +37,7 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import manifest as manifests
 from recckpt.format.manifest import Manifest
 from recckpt.load import load as loading
-from recckpt.load import source as opening
+from recckpt.load import open_source as opening
 from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.problems import Problems

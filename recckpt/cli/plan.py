@@ -10,10 +10,11 @@ from typing import Any
 from recckpt.cli.result import CommandError, Outcome
 from recckpt.errors import LoadConfError, RecckptError
 from recckpt.load.inventory import listed_inventory
+from recckpt.load.open_source import opened
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan
-from recckpt.load.source import Source, locate_bank, opened
+from recckpt.load.source import Source, locate_bank
 from recckpt.output_dir.open_files import until_whole
 from recckpt.text import one_line
 

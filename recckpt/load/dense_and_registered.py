@@ -15,9 +15,9 @@ from recckpt.dense.tensors import StoredTensor
 from recckpt.format import layout
 from recckpt.load.inventory import registered_names
 from recckpt.load.live_state import LiveState
+from recckpt.load.open_source import OpenSource
 from recckpt.load.optimizer_states import as_here, dense_optimizer_states, sparse_optimizer_state
 from recckpt.load.report import Planned
-from recckpt.load.source import OpenSource
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from recckpt.dense.registered import Registry
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.load.inventory import PLAIN, Inventory, Thing
 from recckpt.load.names import GLOBAL_STEP, ID, Name, slot_name, state_name
+from recckpt.load.open_source import Needs
 from recckpt.load.problems import Problems
 from recckpt.load.report import Planned
-from recckpt.load.source import Needs, Source
+from recckpt.load.source import Source
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.split import state_of
 from recckpt.sparse.table.table import HashTable as OurTable

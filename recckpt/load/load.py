@@ -14,10 +14,10 @@ from recckpt.errors import RecckptError, StateMismatchError
 from recckpt.load.dense_and_registered import OtherState, read_other_state
 from recckpt.load.live_state import LiveState, check_live
 from recckpt.load.names import GLOBAL_STEP, ID
+from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
-from recckpt.load.source import OpenSource
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.split import load_dense

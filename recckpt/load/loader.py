@@ -10,20 +10,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.dense.registered import Registry
-from recckpt.errors import CheckpointNotFoundError
+from recckpt.format.manifest import Manifest
 from recckpt.load import load as loading
-from recckpt.load.conf import Bank, as_bank, parse_load_conf
+from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
 from recckpt.load.live_state import LiveState
+from recckpt.load.names import ID, Pattern
+from recckpt.load.open_source import OpenSource, opened
 from recckpt.load.problems import Problems
-from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.source import OpenSource, Source, locate_bank, opened
-from recckpt.load.whole_restore import whole_restore
-from recckpt.output_dir.at_path import locate_path, open_checkpoint
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
+from recckpt.load.report import LoadPlan, LoadReport, Planned
+from recckpt.load.source import Source, locate_asked, locate_bank
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import this_rank
-from recckpt.storage import Storage, open_storage
+from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.types import HashTable
 
@@ -65,15 +66,7 @@ class Loader:
             raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
 
         def find() -> Source:
-            if direct_path:
-                storage, checkpoint = self._at(open_checkpoint, str(ckpt_path))
-            elif ckpt_id is not None:
-                storage = self.storage if ckpt_path is None else open_storage(str(ckpt_path))
-                checkpoint = locate(storage, ckpt_id)
-            elif ckpt_path is not None:
-                storage, checkpoint = self._found(str(ckpt_path))
-            else:
-                storage, checkpoint = self.storage, newest(self.storage)
+            storage, checkpoint = locate_asked(self.storage, ckpt_path, ckpt_id, direct_path)
             return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
 
         return until_whole(find, lambda source: self._load_from([source], Problems(), shard_id))
@@ -115,7 +108,7 @@ class Loader:
 
     def tell_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
         """Tell the owner of a load that is over, on all ranks where they load together, if it was one of all."""
-        whole = whole_restore(live.tables, report.items, [source.at for source in sources])
+        whole = _whole_restore(live.tables, report.items, [source.at for source in sources])
         if whole is not None and self.on_whole_restore is not None:
             self.on_whole_restore(whole.checkpoint, live.tables.values())
 
@@ -124,27 +117,31 @@ class Loader:
         shard, shards = this_rank(shard_id, shard_num)
         return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards)
 
-    def _found(self, word: str) -> tuple[Storage, Checkpoint]:
-        """Return the checkpoint that a word means: an id of the own output dir goes before a path."""
-        try:
-            return self.storage, locate(self.storage, word)
-        except (OSError, ValueError) as error:  # not an id, or not one of ours
-            own = error
-        try:
-            return locate_path(word)
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(f"{error}; nor is it a checkpoint of the own output dir: {own}") from error
 
-    def _at(self, locate: Callable[[str], tuple[Storage, Checkpoint]], path: str) -> tuple[Storage, Checkpoint]:
-        """Return what is at a path; where there is nothing, look whether it is an id that ``save`` was given."""
-        try:
-            return locate(path)
-        except CheckpointNotFoundError as error:
-            try:
-                is_id = list_checkpoints(self.storage).find(path) is not None
-            except OSError:
-                is_id = False
-            if not is_id:
-                raise
-            hint = f"the own output dir has a checkpoint {path!r}: load(ckpt_id={path!r}) takes it"
-            raise CheckpointNotFoundError(f"{error}; {hint}") from error
+def _whole_restore(
+    tables: Mapping[str, HashTable], items: Sequence[Planned], sources: Sequence[Source]
+) -> Source | None:
+    """Return the source all of which was loaded, unconverted and by its own names, None where there is none.
+
+    Args:
+        tables: those of the model.
+        items: what came from where.
+        sources: by their numbers.
+    """
+    numbers = {item.offer for item in items if item.offer is not None}
+    if len(numbers) != 1 or any(item.conversion for item in items):
+        return None
+    source = sources[numbers.pop()]
+    taken = {(item.name.text, item.source) for item in items if item.offer is not None and item.name.is_slot}
+    saved = {(name, name) for name in _slots(source.checkpoint.manifest)}
+    names = {table.name for table in source.checkpoint.manifest.tables}
+    return source if _takes_all(source.entry) and taken == saved and names == tables.keys() else None
+
+
+def _takes_all(entry: Entry) -> bool:
+    is_everything = entry.load == (Pattern("*"),) and not entry.exclude and entry.only is None
+    return entry.is_own and is_everything and entry.hashtable_clear and entry.where == RowFilter()
+
+
+def _slots(manifest: Manifest) -> set[str]:
+    return {f"{table.name}@{slot}" for table in manifest.tables for slot in (ID, *(spec.name for spec in table.slots))}

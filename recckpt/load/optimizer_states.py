@@ -18,8 +18,8 @@ from recckpt.format import layout
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.load.live_state import LiveState
 from recckpt.load.names import ID, Name, state_name
+from recckpt.load.open_source import OpenSource
 from recckpt.load.report import Planned
-from recckpt.load.source import OpenSource
 from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")

@@ -9,9 +9,10 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.load.conf import Entry
 from recckpt.load.live_state import LiveState
 from recckpt.load.names import ID, slot_name
+from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
-from recckpt.load.source import OpenSource, Source, locate_source
+from recckpt.load.source import Source, locate_source
 from recckpt.sparse.table.marks import Tracker
 from recckpt.sparse.table.table import HashTable
 

@@ -16,10 +16,11 @@ from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.load import plan
 from recckpt.load.loader import Loader
+from recckpt.load.open_source import OpenSource, opened
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.rows_of_ranks import row_errors, rows_read
-from recckpt.load.source import OpenSource, Source, locate_bank, opened
+from recckpt.load.source import Source, locate_bank
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.output_dir.index_file import warn_of_index

@@ -18,8 +18,9 @@ from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.load import load as loading
 from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState
+from recckpt.load.open_source import opened
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source, opened
+from recckpt.load.source import Source
 from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
 from recckpt.sparse import HashTable, gen_slice

@@ -12,8 +12,9 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
 from recckpt.load.conf import Entry
+from recckpt.load.open_source import opened
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source, opened
+from recckpt.load.source import Source
 from recckpt.output_dir.listing import list_checkpoints, newest
 
 

@@ -21,8 +21,9 @@ from recckpt.format.tables import TableEntry
 from recckpt.load import load as loading
 from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState
+from recckpt.load.open_source import opened
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source, opened
+from recckpt.load.source import Source
 from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import locate

@@ -1,0 +1,252 @@
+"""A checkpoint of a bank with its files open: what it offers, and its state and rows (torch only to read state)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from recckpt.dense.tensors import DenseTensors
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.buckets import Slice
+from recckpt.format.catalog import Part
+from recckpt.load.inventory import Inventory, Offer, checkpoint_inventory, names_here
+from recckpt.load.names import Name
+from recckpt.load.source import Source
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import HeldFiles
+from recckpt.sparse.files.catalogs import met_shards, parts_by_shard
+from recckpt.storage import Storage
+from recckpt.storage.transfers import WorkDir
+
+if TYPE_CHECKING:
+    from recckpt.sparse.files.load_target import LinkLoad, TableLoad
+
+log = logging.getLogger("recckpt")
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Link:
+    """One checkpoint of a chain, whose files are open until they are closed.
+
+    Attributes:
+        checkpoint: what it is.
+        files: its files, those open that are held.
+        parts: by shard, the parts that may have rows or deletes that are wanted.
+        tables: the tables whose rows are read from it.
+        n_bytes: of catalogs that were read.
+    """
+
+    checkpoint: Checkpoint
+    files: HeldFiles
+    parts: list[list[Part]] = field(default_factory=list)
+    tables: Collection[str] = ()
+    n_bytes: int = 0
+
+    @classmethod
+    def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int) -> _Link:
+        """Return one of so many links, of which no file is open yet."""
+        sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
+        return cls(checkpoint, HeldFiles(storage, checkpoint.directory, sizes, (), n_links))
+
+    @property
+    def directory(self) -> str:
+        """Where it lies."""
+        return self.checkpoint.directory
+
+    def hold_rows(self, tables: Collection[str], slices: Collection[Slice | None]) -> None:
+        """Open the files that may have rows or deletes of tables, and of slices of their ids."""
+        manifest, self.tables = self.checkpoint.manifest, tables
+        catalogs = {manifest.shards[number].catalog for number in met_shards(manifest, slices)}
+        self.files.hold(sorted(catalogs))
+        self.n_bytes += sum(file.n_bytes for file in manifest.files if file.name in catalogs)
+        by_shard = parts_by_shard(self.checkpoint, self.files, slices)
+        self.parts = [[part for part in parts if not {*part.tables}.isdisjoint(tables)] for parts in by_shard]
+        self.files.hold(part.file for parts in self.parts for part in parts)
+
+
+def links_with_rows(checkpoint: Checkpoint) -> Iterator[tuple[Checkpoint, Collection[str]]]:
+    """Yield the links of a checkpoint, newest first, each with the tables of which some rows are read from it.
+
+    What is older than a link that has all rows of a table does not count.
+    """
+    tables = {table.name for table in checkpoint.manifest.tables}
+    for link in checkpoint.links:
+        yield link, tables
+        tables = {name for name in tables if not link.manifest.named_table(name).is_whole}
+        if not tables:
+            return
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a rank reads of the files of which each rank reads some.
+
+    Attributes:
+        shard: number of this rank.
+        shards: number of ranks.
+        slices: slot of a table of the model -> the ids that this rank owns, None for all.
+        positions: whether it has positions in the data.
+        gathers: whether a registered object takes what it needs from the states of all ranks that saved.
+    """
+
+    shard: int
+    shards: int
+    slices: Mapping[Name, Slice | None]
+    positions: bool
+    gathers: bool
+
+
+class OpenSource:
+    """A checkpoint whose files are open until the end of a ``with`` block: no writer that removes it disturbs.
+
+    Args:
+        at: the checkpoint.
+        needs: what a rank reads of the files of ranks; None for a plan, which reads nothing of them.
+
+    Raises:
+        CheckpointRemovedError: it is gone already.
+        CorruptCheckpointError: a file is missing, or a catalog or an index of tensors is damaged.
+    """
+
+    def __init__(self, at: Source, needs: Needs | None) -> None:
+        self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
+        common = [file.name for file in self._manifest.files if not layout.is_of_rank(file.name)]
+        self._n_bytes = 0
+        self._states: dict[str, dict[str, Any]] = {}
+        self._links: list[_Link] = []
+        self.held: Collection[str] = ()  # the tables of which only the links are read that are new to the model
+        with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
+            closed_on_error.callback(self._close)
+            self._files = self._opened(at.checkpoint).files
+            self._files.hold(common)
+            if needs is not None:
+                self._hold(needs)
+            self.tensors = DenseTensors(self._files, self._directory, self._manifest)
+            closed_on_error.pop_all()
+
+    def __enter__(self) -> OpenSource:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.tensors.close()
+        self._close()
+        self._states, self._links = {}, []
+
+    def _close(self) -> None:
+        for link in self._links:
+            link.files.close()
+
+    def _opened(self, checkpoint: Checkpoint) -> _Link:
+        self._links.append(_Link.of(self.at.storage, checkpoint, len(self.at.checkpoint.links)))
+        return self._links[-1]
+
+    def _hold(self, needs: Needs) -> None:
+        """Open the files of ranks that are needed, and in all links those that may have rows for this rank."""
+        everyone, own = range(self.at.shards), (0, needs.shard)
+        is_resharded = self.at.shards != needs.shards
+        of_ranks = [layout.rng(needs.shard)]
+        of_ranks += [layout.io_state(shard) for shard in (everyone if needs.positions and is_resharded else own)]
+        of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
+        self._files.hold(name for name in of_ranks if self._manifest.file(name))
+        slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
+        for checkpoint, tables in links_with_rows(self.at.checkpoint) if slices else ():
+            if checkpoint.manifest.origin == self.at.held:
+                self.held = tables
+                break
+            link = self._links[0] if checkpoint is self.at.checkpoint else self._opened(checkpoint)
+            link.hold_rows(tables, slices)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of files that were read so far, but for rows."""
+        return self._n_bytes + self.tensors.bytes_read + sum(link.n_bytes for link in self._links)
+
+    def offer(self, model: Inventory) -> Offer:
+        """Return what it has of the names of a model."""
+        dense = [name.text for name in model if name.group == "dense"]
+        return Offer(self.at.entry, self.at.label, checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense))
+
+    def rows(self, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int) -> list[LinkLoad]:
+        """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself.
+
+        Files that cannot be mapped are copied to ``download_dir`` first, if there is one.
+        """
+        from recckpt.sparse.files.load_target import LinkLoad  # torch, which a plan does without
+
+        found = []
+        for link in self._links:
+            loads = [load for load in tables if load.entry.name in link.tables]
+            found.append(LinkLoad(loads, link.parts if loads else [], link.files, link.directory))
+            if download_dir is not None:
+                link.files.fetch(found[-1].wanted_files(), download_dir, concurrency)
+        return found
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
+        if name not in self._states:
+            self._states[name] = self.read_once(name)
+        return self._states[name]
+
+    def read_once(self, name: str) -> dict[str, Any]:
+        """Return what :meth:`state` does, and do not keep it."""
+        from recckpt.dense.loader import load_state  # torch, which a plan does without
+
+        entry = self._manifest.file(name)
+        self._n_bytes += entry.n_bytes if entry else 0
+        return load_state(self._files, self._directory, entry) if entry else {}
+
+    def forget_states(self) -> None:
+        """Keep no state any longer: those that were read belong to what they are given to."""
+        self._states = {}
+
+    def value(self, name: str, key: str) -> Any:
+        """Return what a ``.pt`` file has under a key, which the manifest says that it has."""
+        state = self.state(name)
+        if key not in state:
+            raise self.corrupt(name, repr(key), found="nothing", expected="its state, as the manifest says")
+        return state[key]
+
+    def own_state(self, file_of: Callable[[int], str], name: str, shard: int) -> Any:
+        """Return the state of a rank; where it had none, that of rank 0, or of the first that had one."""
+        own = self.state(file_of(shard))
+        if name in own:
+            return own[name]
+        for other in range(self.at.shards):
+            found = self.state(file_of(other))
+            if name in found:
+                said = self.at.label, shard, name, other
+                log.warning("%s: rank %d had no state of %r, it takes that of rank %d", *said)
+                return found[name]
+        return self.value(file_of(shard), name)  # an error: the manifest says that a rank has one
+
+    def corrupt(self, name: str, where: str, *, found: object, expected: object) -> CorruptCheckpointError:
+        """Return the error that says what is wrong with a file."""
+        return CorruptCheckpointError(layout.join(self._directory, name), where, found=found, expected=expected)
+
+    def dense(self, live: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the dense state under the model's names; of sharded tensors, where their values lie."""
+        from recckpt.dense.loader import check_indexed  # torch, which a plan does without
+
+        found = dict(self.state(layout.MODEL))
+        path = layout.join(self._directory, layout.MODEL)
+        check_indexed(found, self.tensors.model, self._manifest.names.dense, path)
+        found |= {name: tensor for name, tensor in self.tensors.model.items() if tensor.is_sharded}
+        return self.under_names_of(live, found)
+
+    def under_names_of(self, live: Iterable[str], found: Mapping[str, _T]) -> dict[str, _T]:
+        """Return what is known by names of tensors there by those of a model, where one of the two was wrapped."""
+        here = names_here(self._manifest.names.dense, live)
+        return {here.get(name, name): value for name, value in found.items()}
+
+
+@contextmanager
+def opened(sources: Iterable[Source], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
+    """Open checkpoints until the end of the block; arguments and errors as of :class:`OpenSource`."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(OpenSource(source, needs)) for source in sources]
