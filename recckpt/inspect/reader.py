@@ -159,7 +159,9 @@ class CheckpointReader:
             KeyError: no such table.
             CorruptCheckpointError: a file is missing, cut or of another schema, or an id is in two shards.
         """
-        return self._table(name, None).dataset()
+        from recckpt.sparse.files.dataset import dataset_of  # the import of Arrow's datasets takes its time
+
+        return dataset_of(self._table(name, None))
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""

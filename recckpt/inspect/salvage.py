@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.errors import CheckpointNotFoundError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.inspect.salvage_chain import FoundLink, links_of
+from recckpt.format.links import Link, Parent
+from recckpt.format.manifest import Manifest
+from recckpt.format.tables import TableEntry
 from recckpt.inspect.salvage_link import LinkRemains, Lost, ids_of
 from recckpt.output_dir.checkpoint_dir import read_manifest
+from recckpt.output_dir.listing import look_around
 from recckpt.sparse.files.id_check import Int64s, is_among
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import SinkFile, Storage, new_file, open_parent, open_storage
@@ -62,7 +65,7 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
         what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
         raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
     entry = manifest.named_table(table)
-    remains = _Remains(storage, links_of(storage, directory, manifest, table))
+    remains = _Remains(storage, _links_of(storage, directory, manifest, table))
     with new_file(out) as sink, Progress(f"salvaging {escaped(table)}", entry.rows * entry.row_bytes) as progress:
         # Not a context manager: it would complete the file on an error too.
         writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), table_schema(entry.slots))
@@ -74,10 +77,19 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     return Salvaged(remains.n_rows, entry.rows, remains.n_unverified, tuple(remains.lost))
 
 
+@dataclass(frozen=True)
+class _FoundLink:
+    """A link whose manifest is whole."""
+
+    directory: str
+    manifest: Manifest
+    entry: TableEntry  # of the table in it
+
+
 class _Remains:
     """The rows of a table that are left in its links."""
 
-    def __init__(self, storage: Storage, links: Iterable[FoundLink | Lost]) -> None:
+    def __init__(self, storage: Storage, links: Iterable[_FoundLink | Lost]) -> None:
         self._storage, self._links = storage, list(links)
         self.n_rows = self.n_unverified = 0
         self.lost: list[Lost] = []
@@ -92,7 +104,7 @@ class _Remains:
             else:
                 yield from self._of_link(link, unverified=unverified, is_last=link is self._links[-1])
 
-    def _of_link(self, link: FoundLink, *, unverified: bool, is_last: bool) -> Iterator[pa.RecordBatch]:
+    def _of_link(self, link: _FoundLink, *, unverified: bool, is_last: bool) -> Iterator[pa.RecordBatch]:
         remains = LinkRemains(self._storage, link.directory, link.manifest, link.entry)
         own, n_doubtful = [np.empty(0, np.int64)], 0
         for batch, vouched in remains.batches(unverified=unverified):
@@ -124,3 +136,48 @@ def _span(buckets: npt.NDArray[np.bool_]) -> tuple[int, int]:
     """Return [begin, end) of the marked buckets."""
     marked = np.flatnonzero(buckets)
     return int(marked[0]), int(marked[-1]) + 1
+
+
+def _links_of(storage: Storage, directory: str, manifest: Manifest, table: str) -> Iterator[_FoundLink | Lost]:
+    """Yield what a table is read from, newest link first, down to one that holds all of it; Lost for what is not there.
+
+    Below a link that is lost the others are where the manifest says they were.
+    """
+    entry = manifest.named_table(table)
+    yield _FoundLink(directory, manifest, entry)
+    above, slots = manifest, entry.slots
+    for hint in manifest.chain:
+        if entry.is_whole:
+            return
+        place, record, problem = _find(storage, hint, above.parent)
+        found = None if record is None else record.table(table)
+        if record is None or found is None or found.slots != slots:
+            path = layout.join(place, layout.MANIFEST)
+            yield Lost(path, (0, N_BUCKETS), None, problem or f"has no table {table!r} with these slots")
+            above = manifest if record is None else record
+            continue
+        entry, above = found, record
+        yield _FoundLink(place, record, entry)
+
+
+def _find(storage: Storage, hint: Link, parent: Parent | None) -> tuple[str, Manifest | None, str]:
+    """Return where a link is, its manifest, and what is wrong where that is not found."""
+    problem = "no such file"
+    try:
+        record = read_manifest(storage, hint.directory)
+        if record is not None and _is_meant(record, hint, parent):
+            return hint.directory, record, ""
+        problem = "a manifest of another save" if record else problem
+    except (CorruptCheckpointError, FormatVersionError, OSError) as error:
+        problem = f"unreadable ({getattr(error, 'found', error)})"
+    listing = look_around(storage)
+    for other in (*listing.committed, *listing.lost):
+        if _is_meant(other.manifest, hint, parent):
+            return other.directory, other.manifest, ""
+    return hint.directory, None, problem
+
+
+def _is_meant(record: Manifest, hint: Link, parent: Parent | None) -> bool:
+    """Say whether this is the link, or a form of it; its checksum is known from the link above where that is there."""
+    checksum = parent.manifest if parent is not None and parent.save_id == hint.save_id else None
+    return record.origin == hint.save_id and checksum in (None, record.origin_xxh3)

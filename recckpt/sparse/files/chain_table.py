@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +18,8 @@ from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.id_check import Int64s, repeats
 from recckpt.sparse.files.link_cursors import down_to_whole
 from recckpt.sparse.files.merged_rows import merged_rows
-from recckpt.sparse.files.table_reader import TableReader, table_damage, table_dataset
+from recckpt.sparse.files.table_reader import TableReader, table_damage
 from recckpt.storage.base import Files
-
-if TYPE_CHECKING:
-    from pyarrow.dataset import Dataset
 
 _MERGE_BYTES = 128 << 20
 
@@ -100,19 +96,6 @@ class ChainTable:
     def with_slots(self, slots: Sequence[str]) -> ChainTable:
         """Return the reader of other slots of the table."""
         return ChainTable([replace(link, slots=slots) for link in self.links])
-
-    def dataset(self) -> Dataset:
-        """Return the rows as a dataset that Arrow, polars and duckdb query by themselves.
-
-        Raises:
-            CorruptCheckpointError: where one link holds all rows: a part is missing, cut, of another schema or
-                compressed, or an id is in two shards.
-        """
-        if len(self.links) == 1:
-            return table_dataset(self.links[0])
-        from recckpt.sparse.files.chain_dataset import ChainDataset  # the import takes its time
-
-        return ChainDataset(self)
 
 
 def _rows_and_deletes(link: TableReader, ids: Int64s) -> tuple[list[pa.RecordBatch], Int64s]:

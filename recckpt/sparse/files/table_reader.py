@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +13,11 @@ from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Catalog, Held
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, TABLE, column_buffer, part_schema, slot_field
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer, slot_field
 from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
-
-if TYPE_CHECKING:
-    from pyarrow.dataset import Dataset
 
 
 @dataclass(frozen=True)
@@ -135,22 +131,3 @@ def _meets(batch: Batch, buckets: Int64s | None) -> bool:
         return True
     at = np.searchsorted(buckets, batch.buckets[0])
     return bool(at < len(buckets) and buckets[at] < batch.buckets[1])
-
-
-def table_dataset(table: TableReader) -> Dataset:
-    """Return the parts of a table as a dataset that Arrow, polars and duckdb query by themselves.
-
-    Raises:
-        CorruptCheckpointError: a part is missing, cut, of another schema or compressed, or an id is in two shards.
-    """
-    import pyarrow.dataset as ds  # which takes its time
-
-    table.check_shards()
-    name, file_format = table.entry.name, ds.IpcFileFormat()
-    fragments, is_shared = [], False
-    for part, numbers in (found for catalog in table.catalogs for found in catalog.parts_of(name, "rows")):
-        reader = PartReader(table.storage, table.directory, part, table.entry.slots)
-        fragments.append(file_format.make_fragment(reader.source()))
-        is_shared |= len(numbers) < len(part.batches)
-    found = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
-    return found.filter(ds.field(TABLE) == name) if is_shared else found  # a filter copies what it lets through

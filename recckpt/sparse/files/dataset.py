@@ -1,19 +1,42 @@
-"""The merged rows of a chain as a dataset of Arrow, by its protocol for those that others make (no torch here)."""
+"""A table as a dataset of Arrow, for others to query: its parts, or the merged rows of a chain (no torch)."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
 from recckpt.sparse.files.arrow_format import TABLE, part_schema
+from recckpt.sparse.files.chain_table import ChainTable
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.table_reader import TableReader
 
-if TYPE_CHECKING:
-    from recckpt.sparse.files.chain_table import ChainTable
+
+def dataset_of(table: ChainTable) -> ds.Dataset:
+    """Return the rows of a table as a dataset that Arrow, polars and duckdb query by themselves.
+
+    Raises:
+        CorruptCheckpointError: where one link holds all rows: a part is missing, cut, of another schema or compressed,
+            or an id is in two shards.
+    """
+    return _of_parts(table.links[0]) if len(table.links) == 1 else ChainDataset(table)
+
+
+def _of_parts(table: TableReader) -> ds.Dataset:
+    """Return the parts of a table as they are."""
+    table.check_shards()
+    name, file_format = table.entry.name, ds.IpcFileFormat()
+    fragments, is_shared = [], False
+    for part, numbers in (found for catalog in table.catalogs for found in catalog.parts_of(name, "rows")):
+        reader = PartReader(table.storage, table.directory, part, table.entry.slots)
+        fragments.append(file_format.make_fragment(reader.source()))
+        is_shared |= len(numbers) < len(part.batches)
+    found = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
+    return found.filter(ds.field(TABLE) == name) if is_shared else found  # a filter copies what it lets through
 
 
 class ChainDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
