@@ -10,10 +10,10 @@ import os
 import secrets
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from recckpt.compaction.other_files import Target
-from recckpt.compaction.whole import Means, Whole, write_whole
+from recckpt.compaction.whole import Means, write_whole
 from recckpt.errors import RecckptError
 from recckpt.format import layout, offer
 from recckpt.format.manifest import Manifest
@@ -122,8 +122,8 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
             _abandon(to)
             return _nothing(storage, checkpoint, f"{waiting} is an offer of it, which waits for the next save")
         whole = write_whole(storage, checkpoint, to, _for(storage, means))
-        path = layout.join(to.directory, layout.OFFER_JSON)
-        data = offer.encode(_offer(record, to.save_id, whole))
+        path, of = layout.join(to.directory, layout.OFFER_JSON), Offered(record.ckpt_id, record.save_id, record.xxh3)
+        data = offer.encode(Offer(save_id=to.save_id, of=of, step=record.step, **whole.content))
         offer.decode(data, path)  # never offer what no owner would read
         storage.put_if_absent(path, data)
     except BaseException:
@@ -149,12 +149,7 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
             seq=seq,
             step=record.step,
             time=committing.time_now(),
-            shards=whole.shards,
-            tables=whole.tables,
-            files=whole.files,
-            names=record.names,
-            state=record.state,
-            writer=record.writer,
+            **replace(whole, ephemeral=False).content,
         )
         committing.commit(there, fence, intent.directory, full, VISIBLE)
     except BaseException:
@@ -166,21 +161,6 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
 
 def _for(storage: Storage, means: Means) -> Means:
     return Means(means.executor, storage.threads(means.threads), means.budget_bytes, means.is_stopped)
-
-
-def _offer(delta: Manifest, save_id: str, whole: Whole) -> Offer:
-    return Offer(
-        save_id=save_id,
-        of=Offered(delta.ckpt_id, delta.save_id, delta.xxh3),
-        step=delta.step,
-        shards=whole.shards,
-        tables=whole.tables,
-        files=whole.files,
-        names=delta.names,
-        state=delta.state,
-        writer=delta.writer,
-        ephemeral=delta.ephemeral,
-    )
 
 
 def _waiting(storage: Storage, record: Manifest, now: float | None) -> str | None:

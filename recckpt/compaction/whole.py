@@ -15,8 +15,7 @@ from recckpt.compaction.plan import PlannedPart, plan_parts
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.manifest import FileEntry, ShardEntry
-from recckpt.format.tables import TableEntry
+from recckpt.format.manifest import Content, FileEntry, ShardEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.storage import Storage
 from recckpt.text import Progress
@@ -41,26 +40,7 @@ class Means:
     is_stopped: Callable[[], bool] = lambda: False
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What was written, as manifests and offers list it."""
-
-    shards: tuple[ShardEntry, ...]
-    tables: tuple[TableEntry, ...]
-    files: tuple[FileEntry, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.n_bytes for file in self.files)
-
-    @property
-    def rows(self) -> int:
-        """Rows of all tables."""
-        return sum(table.rows for table in self.tables)
-
-
-def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Means) -> Whole:
+def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Means) -> Content:
     """Write all files of a full checkpoint with the content of one that may be a delta, synced and read once more.
 
     Raises:
@@ -103,7 +83,7 @@ def _executor(means: Means) -> Iterator[Executor | None]:
 
 def _finished(
     checkpoint: Checkpoint, to: Target, written: Sequence[tuple[PlannedPart, Part | None]], files: list[FileEntry]
-) -> Whole:
+) -> Content:
     """Write the catalogs of the parts, and return what lies there beside the other files."""
     count, shards, catalogs = len(checkpoint.manifest.shards), [], []
     for shard in range(count):
@@ -124,7 +104,8 @@ def _finished(
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in files)}:
         to.storage.sync_dir(layout.join(to.directory, subdirectory))
     to.storage.sync_dir("")
-    return Whole(tuple(shards), tables, tuple(sorted(files, key=lambda file: file.name)))
+    listed = tuple(sorted(files, key=lambda file: file.name))
+    return replace(Content(**checkpoint.manifest.content), shards=tuple(shards), tables=tables, files=listed)
 
 
 def _remove_lost(to: Target, files: Sequence[FileEntry]) -> None:

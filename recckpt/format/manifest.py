@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as fields_of
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
@@ -13,9 +14,6 @@ from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, 
 from recckpt.format.links import FormOf, Link, Parent, links_json, parse_links
 from recckpt.format.tables import TableEntry, parse_table, table_json
 from recckpt.text import nearest
-
-if TYPE_CHECKING:
-    from recckpt.format.offer import Offer
 
 FORMAT = "recckpt"  # part of the format
 VERSION = 1  # part of the format
@@ -55,22 +53,43 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Content:
+    """What a checkpoint holds: what its manifest, and the offer of a form, say alike."""
+
+    shards: tuple[ShardEntry, ...]
+    tables: tuple[TableEntry, ...]
+    files: tuple[FileEntry, ...]
+    names: Names = field(default_factory=Names)
+    state: Mapping[str, Scalar] = field(default_factory=dict)
+    writer: Mapping[str, str] = field(default_factory=dict)
+    ephemeral: bool = False
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Its fields, to make another of the same content."""
+        return {each.name: getattr(self, each.name) for each in fields_of(Content)}
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.n_bytes for file in self.files)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables."""
+        return sum(table.rows for table in self.tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Content):
     """What is known of a checkpoint without opening its other files."""
 
     ckpt_id: str
     save_id: str
     seq: int
     time: str
-    shards: tuple[ShardEntry, ...]
-    tables: tuple[TableEntry, ...]
-    files: tuple[FileEntry, ...]
     epoch: int = 0
     step: int | None = None
-    names: Names = field(default_factory=Names)
-    state: Mapping[str, Scalar] = field(default_factory=dict)
-    writer: Mapping[str, str] = field(default_factory=dict)
-    ephemeral: bool = False
     parent: Parent | None = None  # of a delta
     chain: tuple[Link, ...] = ()  # of a delta: hints where the links below are, the parent first
     form_of: FormOf | None = None  # of a form
@@ -100,16 +119,6 @@ class Manifest:
     def files_id(self) -> str:
         """The save id that its catalogs and indexes repeat."""
         return self.save_id if self.form_of is None else self.form_of.offer
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(file.n_bytes for file in self.files)
-
-    @property
-    def rows(self) -> int:
-        """Rows of all tables."""
-        return sum(table.rows for table in self.tables)
 
     def file(self, name: str) -> FileEntry | None:
         """Return the entry of a file, None if the checkpoint does not have it."""
@@ -176,12 +185,12 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "seq": manifest.seq,
         "step": manifest.step,
         "time": manifest.time,
-        **body_json(manifest),
+        **content_json(manifest),
     }
 
 
-def body_json(of: Manifest | Offer) -> dict[str, Any]:
-    """Return the fields that say what a checkpoint holds."""
+def content_json(of: Content) -> dict[str, Any]:
+    """Return the JSON fields that say what a checkpoint holds."""
     return {
         "shards": [{"catalog": s.catalog, "buckets": list(s.buckets)} for s in of.shards],
         "tables": [table_json(table) for table in of.tables],
@@ -215,7 +224,7 @@ def _from_fields(fields: Fields, xxh3: int) -> Manifest:
         seq=fields.count("seq"),
         step=fields.maybe_count("step"),
         time=fields.text("time"),
-        **parse_body(fields, of_delta=parent is not None),
+        **parse_content(fields, of_delta=parent is not None).content,
         parent=parent,
         chain=chain,
         form_of=form_of,
@@ -228,21 +237,19 @@ def _from_fields(fields: Fields, xxh3: int) -> Manifest:
     return manifest
 
 
-def parse_body(fields: Fields, *, of_delta: bool) -> dict[str, Any]:
-    """Return what :func:`body_json` wrote, by attribute; CorruptCheckpointError where it contradicts itself."""
-    shards = tuple(_shard(entry) for entry in fields.objects("shards"))
-    tables = tuple(parse_table(entry, of_delta=of_delta) for entry in fields.objects("tables"))
-    files = tuple(_file(entry) for entry in fields.objects("files"))
-    _check_consistent(shards, tables, files, fields)
-    return {
-        "shards": shards,
-        "tables": tables,
-        "files": files,
-        "names": _names(fields.mapping("names")),
-        "state": fields.scalars("state"),
-        "writer": {name: str(version) for name, version in fields.scalars("writer").items()},
-        "ephemeral": fields.mapping("flags").flag("ephemeral"),
-    }
+def parse_content(fields: Fields, *, of_delta: bool) -> Content:
+    """Return what :func:`content_json` wrote; CorruptCheckpointError where it contradicts itself."""
+    found = Content(
+        shards=tuple(_shard(entry) for entry in fields.objects("shards")),
+        tables=tuple(parse_table(entry, of_delta=of_delta) for entry in fields.objects("tables")),
+        files=tuple(_file(entry) for entry in fields.objects("files")),
+        names=_names(fields.mapping("names")),
+        state=fields.scalars("state"),
+        writer={name: str(version) for name, version in fields.scalars("writer").items()},
+        ephemeral=fields.mapping("flags").flag("ephemeral"),
+    )
+    _check_consistent(found, fields)
+    return found
 
 
 def _names(fields: Fields) -> Names:
@@ -273,17 +280,18 @@ def _file(fields: Fields) -> FileEntry:
     return FileEntry(name, fields.count("bytes"), xxh3)
 
 
-def _check_consistent(
-    shards: Sequence[ShardEntry], tables: Sequence[TableEntry], files: Sequence[FileEntry], fields: Fields
-) -> None:
-    names = {"tables": [table.name for table in tables], "files": [file.name for file in files]}
+def _check_consistent(content: Content, fields: Fields) -> None:
+    names = {
+        "tables": [table.name for table in content.tables],
+        "files": [file.name for file in content.files],
+    }
     for key, listed in names.items():
         twice = first_repeat(listed)
         if twice is not None:
             raise fields.wrong(key, f"{twice!r} twice", "different names")
-    count, in_files = len(shards), set(names["files"])
+    count, in_files = len(content.shards), set(names["files"])
     if not count:
         raise fields.wrong("shards", "none", "at least one")
-    for number, shard in enumerate(shards):
+    for number, shard in enumerate(content.shards):
         if shard.catalog != layout.catalog(number, count) or shard.catalog not in in_files:
             raise fields.wrong(f"shards[{number}].catalog", shard.catalog, f"{layout.catalog(number, count)}, listed")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.json_fields import check_seal, parse, seal
-from recckpt.format.manifest import FileEntry, Names, Scalar, ShardEntry, body_json, parse_body
-from recckpt.format.tables import TableEntry
+from recckpt.format.manifest import Content, content_json, parse_content
 
 FORMAT = "recckpt-offer"  # part of the format
 VERSION = 1  # part of the format
@@ -28,20 +26,13 @@ class Offered:
     manifest: int  # checksum of its manifest
 
 
-@dataclass(frozen=True)
-class Offer:
-    """All that the manifest of a form needs and its committer does not know; fields as of a manifest."""
+@dataclass(frozen=True, kw_only=True)
+class Offer(Content):
+    """All that the manifest of a form needs and its committer does not know."""
 
     save_id: str  # which catalogs and indexes repeat
     of: Offered
     step: int | None
-    shards: tuple[ShardEntry, ...]
-    tables: tuple[TableEntry, ...]
-    files: tuple[FileEntry, ...]
-    names: Names
-    state: Mapping[str, Scalar]
-    writer: Mapping[str, str]
-    ephemeral: bool
 
     @property
     def directory(self) -> str:
@@ -53,7 +44,7 @@ def encode(offer: Offer) -> bytes:
     """Return the bytes of ``offer.json``, sealed with their own checksum."""
     of = {"ckpt_id": offer.of.ckpt_id, "save_id": offer.of.save_id, "manifest": f"{offer.of.manifest:016x}"}
     head = {"format": FORMAT, "version": VERSION, "save_id": offer.save_id, "of": of, "step": offer.step}
-    return seal({**head, **body_json(offer)}, _SEAL)
+    return seal({**head, **content_json(offer)}, _SEAL)
 
 
 def decode(data: bytes, path: str) -> Offer:
@@ -75,12 +66,8 @@ def decode(data: bytes, path: str) -> Offer:
     except ValueError as error:
         raise of.wrong("ckpt_id", str(error), "a checkpoint id") from error
     offered = Offered(ckpt_id, of.text("save_id"), of.checksum("manifest"))
-    return Offer(
-        save_id=fields.text("save_id"),
-        of=offered,
-        step=fields.maybe_count("step"),
-        **parse_body(fields, of_delta=False),
-    )
+    content = parse_content(fields, of_delta=False).content
+    return Offer(save_id=fields.text("save_id"), of=offered, step=fields.maybe_count("step"), **content)
 
 
 def encode_first(ckpt_id: str, save_id: str) -> bytes:

@@ -13,8 +13,7 @@ import xxhash
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout, manifest
 from recckpt.format.json_fields import parse
-from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.format.offer import Offer
+from recckpt.format.manifest import Content, FileEntry, Manifest
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
 from recckpt.storage.base import Files
 
@@ -131,13 +130,13 @@ def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
         return {}
 
 
-def unlisted(record: Manifest | Offer, listed: Mapping[str, Listed]) -> list[FileEntry]:
+def unlisted(record: Content, listed: Mapping[str, Listed]) -> list[FileEntry]:
     """Return the files of a manifest that a listing does not show with their size: it may lag behind."""
     return [file for file in record.files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
 
 
 def file_problems(
-    storage: Storage, directory: str, record: Manifest | Offer, listed: Mapping[str, Listed] | None = None
+    storage: Storage, directory: str, record: Content, listed: Mapping[str, Listed] | None = None
 ) -> Iterator[CorruptCheckpointError]:
     """Yield an error for each file of a manifest that is not there with its size, by this listing or a new one."""
     for file in unlisted(record, listed_files(storage, directory) if listed is None else listed):

@@ -174,13 +174,7 @@ def _form(said: Offer, delta: Manifest, fence: Fence) -> Manifest:
         seq=fence.listing.next_seq,
         step=said.step,
         time=delta.time,  # by which a policy says how old the checkpoint is
-        shards=said.shards,
-        tables=said.tables,
-        files=said.files,
-        names=said.names,
-        state=said.state,
-        writer=said.writer,
-        ephemeral=said.ephemeral,
+        **said.content,
         form_of=FormOf(delta.save_id, delta.xxh3, delta.epoch, delta.seq, said.save_id),
     )
 

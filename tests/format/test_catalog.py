@@ -147,7 +147,11 @@ def test_what_is_no_json_object_is_corrupt(data):
 def test_a_catalog_of_40_000_tables_is_read_at_once():
     names = [f"feature_{n}" for n in range(40_000)]
     big = Manifest(
-        *("ckpt_1", "ab" * 16, 1, "", (ShardEntry(layout.catalog(0, 1), (0, 65536)),)),
+        ckpt_id="ckpt_1",
+        save_id="ab" * 16,
+        seq=1,
+        time="",
+        shards=(ShardEntry(layout.catalog(0, 1), (0, 65536)),),
         tables=tuple(TableEntry(name, 1, SLOTS) for name in names),
         files=(FileEntry(PART, 10**9),),
     )

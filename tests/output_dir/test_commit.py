@@ -37,14 +37,14 @@ def record(storage: Storage, attempt: Intent, data: bytes = b"x") -> Manifest:
     with storage.create(f"{attempt.directory}/{name}") as sink:
         sink.write(data)
     return Manifest(
-        attempt.directory,
-        attempt.save_id,
-        1,
-        "",
         (ShardEntry(name, (0, 0)),),
         (),
         (FileEntry(name, 1, 0),),
-        attempt.epoch,
+        ckpt_id=attempt.directory,
+        save_id=attempt.save_id,
+        seq=1,
+        time="",
+        epoch=attempt.epoch,
     )
 
 

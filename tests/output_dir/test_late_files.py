@@ -33,7 +33,7 @@ def attempt(storage, names=FILES):
             sink.write(b"12345")
     entries = tuple(ShardEntry(name, (0, 0)) for name in names)
     files = tuple(FileEntry(name, 5, 0) for name in names)
-    record = Manifest("c", intent.save_id, seq, TIME, entries, (), files, intent.epoch)
+    record = Manifest(entries, (), files, ckpt_id="c", save_id=intent.save_id, seq=seq, time=TIME, epoch=intent.epoch)
     return intent, record
 
 

@@ -14,9 +14,13 @@ from recckpt.policies.keep import All, Best, EveryNth, KeptByAny, Newest, Younge
 NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=timezone.utc)
 
 
+def manifest_of(ckpt_id: str, seq: int, time: str = "", **content) -> Manifest:
+    return Manifest((), (), (), ckpt_id=ckpt_id, save_id="", seq=seq, time=time, **content)
+
+
 def listing_of(*ids: str, ephemeral: tuple[int, ...] = ()) -> Listing:
     """A listing of ids in order of commit; ``ephemeral`` are positions."""
-    manifests = [Manifest(ckpt_id, "", n, "", (), (), (), ephemeral=n in ephemeral) for n, ckpt_id in enumerate(ids)]
+    manifests = [manifest_of(ckpt_id, n, ephemeral=n in ephemeral) for n, ckpt_id in enumerate(ids)]
     return listing_with(manifests)
 
 
@@ -170,13 +174,13 @@ def test_a_pinned_ephemeral_checkpoint_stays_and_no_policy_sees_it():
 
 def test_a_policy_judges_the_newest_of_each_id_and_not_what_that_superseded():
     values = zip("abac", [9, 5, 1, 1], strict=True)
-    manifests = [Manifest(i, "", n, "", (), (), (), state={"auc": auc}) for n, (i, auc) in enumerate(values)]
+    manifests = [manifest_of(i, n, state={"auc": auc}) for n, (i, auc) in enumerate(values)]
     assert expired(listing_with(manifests), Best(1, "auc")) == ["0", "2"]
 
 
 def test_the_age_is_that_of_now():
-    old, young = (Manifest(i, "", n, f"20{n}6-11-20T12:00:00Z", (), (), ()) for n, i in ((0, "old"), (9, "young")))
-    last = Manifest("last", "", 10, "", (), (), ())
+    old, young = (manifest_of(i, n, time=f"20{n}6-11-20T12:00:00Z") for n, i in ((0, "old"), (9, "young")))
+    last = manifest_of("last", 10)
     victims = rotation.expired(listing_with([old, young, last]), YoungerThan(60), (), None)
     assert [victim.ckpt_id for victim in victims] == ["old"]
     late = datetime(2097, 1, 1, tzinfo=timezone.utc)

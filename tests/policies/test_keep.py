@@ -19,7 +19,7 @@ SCALARS = st.integers(-2, 2) | st.floats() | st.booleans() | st.none() | st.samp
 
 
 def one(ckpt_id: str, step: int | None = None, time: str = "", **state) -> Manifest:
-    return Manifest(ckpt_id, "", 0, time, (), (), (), step=step, state=state)
+    return Manifest((), (), (), ckpt_id=ckpt_id, save_id="", seq=0, time=time, step=step, state=state)
 
 
 def kept(keep: Keep, checkpoints: list[Manifest], now: datetime = NOW) -> str:

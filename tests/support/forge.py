@@ -111,14 +111,14 @@ def save_tables(
         files.append(write_file(storage, attempt.directory, layout.catalog(number, len(shards)), written))
         records.append(ShardEntry(files[-1].name, written.buckets))
     record = Manifest(
-        ckpt_id,
-        attempt.save_id,
-        seq,
-        "",
         tuple(records),
         tuple(entries.values()),
         tuple(files),
-        attempt.epoch,
+        ckpt_id=ckpt_id,
+        save_id=attempt.save_id,
+        seq=seq,
+        time="",
+        epoch=attempt.epoch,
         **fields,
     )
     commit(storage, fence_of(storage), attempt.directory, record, VISIBLE)

@@ -21,7 +21,15 @@ def full(ckpt_id: str, seq: int, **changes: Any) -> Manifest:
     save_id = changes.pop("save_id", f"save of {ckpt_id}")
     tables = (TableEntry("item", 3, SLOTS),)
     record = Manifest(
-        ckpt_id, save_id, seq, "", (), tables, (), epoch=1, xxh3=xxhash.xxh3_64_intdigest(save_id.encode())
+        (),
+        tables,
+        (),
+        ckpt_id=ckpt_id,
+        save_id=save_id,
+        seq=seq,
+        time="",
+        epoch=1,
+        xxh3=xxhash.xxh3_64_intdigest(save_id.encode()),
     )
     return replace(record, **changes)
 
