@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import reprlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from operator import index
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.dense.tensors import DenseTensors
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
+from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles, until_whole
+from recckpt.output_dir.open_files import until_whole
+from recckpt.sparse.files.aligned_rows import AlignedRows, aligned_rows, as_ids
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.chain_table import ChainTable, OpenLink, open_table
+from recckpt.sparse.files.chain_table import ChainTable, open_table
 from recckpt.sparse.files.table_reader import table_schema
-from recckpt.storage import Storage
 from recckpt.text import nearest
+from recckpt.types import EMBEDDING
 
 if TYPE_CHECKING:
     from pyarrow.dataset import Dataset
+
+Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 
 
 def dataset(path: str | os.PathLike[str], table: str) -> Dataset:
@@ -55,7 +55,8 @@ def dataset(path: str | os.PathLike[str], table: str) -> Dataset:
 class CheckpointReader:
     """Reads tables and tensors of one committed checkpoint; every byte that it returns has been checked.
 
-    Imports no torch and runs no code from the files. A context manager, which closes it. Not thread-safe.
+    Imports no torch and runs no code from the files. A context manager, which closes it. :meth:`lookup`,
+    :meth:`refresh` and :meth:`at_this_checkpoint` are thread-safe, all else is for one thread.
 
     All files are opened at once, of a delta those of the links it stands on too. On a local file system they can be
     read to their end even if the writer removes them meanwhile, as rotation does, and keep their disk space until the
@@ -76,9 +77,8 @@ class CheckpointReader:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
         self._path = str(path)
-        self._open: _Open | None
-        self._storage, self._checkpoint, self._open = until_whole(self._located, partial(_opened, known=()))
-        self._tensors: DenseTensors | None = None
+        self._moving = threading.Lock()
+        self._now = until_whole(self._located, OpenCheckpoint.opened)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -88,31 +88,39 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
-        if self._tensors is not None:
-            self._tensors.close()
-        self._tensors = self._open = None
+        self._now = OpenCheckpoint(self._now.storage, self._now.checkpoint)
 
     def refresh(self) -> bool:
         """Move on to what the path means now, such as a newer checkpoint of an output dir, and say whether it moved.
 
         Only links that are new to this reader are opened and read: beside a run with deltas, what has changed. What is
         being read from the checkpoint before can be read to its end. After an error the reader stays where it is.
+        Thread-safe: a look-up in another thread is of the one checkpoint or of the other. Tables in which there were
+        look-ups are made ready for more before the reader moves.
 
         Raises:
             CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as when it was
                 made.
         """
-        known = self._open.links if self._open else ()
-        found = until_whole(self._located, partial(_opened, known=known))
-        moved = found[1].manifest.origin != self.manifest.origin
-        self.close()
-        self._storage, self._checkpoint, self._open = found
-        return moved
+        with self._moving:
+            before = self._now
+            self._now = until_whole(self._located, lambda found: found.opened(before))
+            return self._now.manifest.origin != before.manifest.origin
+
+    def at_this_checkpoint(self) -> CheckpointReader:
+        """Return a reader of the same open files, which stays at this checkpoint when this one moves on. Thread-safe.
+
+        For an answer that takes several look-ups, all of one checkpoint. Costs nothing, and need not be closed.
+        """
+        twin = copy.copy(self)
+        at = twin._now
+        twin._path = layout.join(at.storage.url.removesuffix("/"), at.checkpoint.directory)
+        return twin
 
     @property
     def manifest(self) -> Manifest:
         """What is known without opening other files."""
-        return self._checkpoint.manifest
+        return self._now.manifest
 
     def tables(self) -> list[str]:
         """Return the names of the tables."""
@@ -124,7 +132,7 @@ class CheckpointReader:
         return table_schema(slot for slot in entry.slots if columns is None or slot.name in columns)
 
     def table(
-        self, name: str, columns: Collection[str] | None = None, ids: Iterable[int] | None = None
+        self, name: str, columns: Collection[str] | None = None, ids: Ids | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a table as Arrow batches, in bucket order within each shard, of a delta over all shards.
 
@@ -140,17 +148,39 @@ class CheckpointReader:
             CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
         """
         table = self._table(name, columns)
-        return table.all_rows() if ids is None else table.rows_of(_distinct(ids))
+        return table.all_rows() if ids is None else table.rows_of(np.unique(as_ids(ids)))
 
-    def lookup(self, name: str, ids: Sequence[int], columns: Collection[str] | None = None) -> pa.Table:
-        """Return the rows of ``ids`` that the table has, in no particular order.
+    def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
+        """Return one row for each of ``ids``, in their order, and which of them the table has. Thread-safe.
+
+        All rows are of one checkpoint, though :meth:`refresh` moves to another meanwhile. The first call for a table
+        reads all its ids and keeps them, 16 bytes a row; later ones take milliseconds. Values are checked when they are
+        first read from a memory map, and on a storage without maps whenever they are read. For a few rows, once,
+        :meth:`table` with ``ids`` reads less.
+
+        Args:
+            name: the table.
+            ids: int64 numbers; the same one may come several times.
+            slot: what to read of each row.
+            default: the value, or a row of them, for ids that the table does not have.
+
+        Returns:
+            ``values``, shape (ids, *slot_shape) in the dtype of the slot, bfloat16 as float32; and ``found``, a bool
+            for each id.
 
         Raises:
             KeyError: no such table or slot.
-            TypeError, CorruptCheckpointError: as :meth:`table`.
+            TypeError: ``ids`` are not int64 numbers, or ``slot`` is not a name.
+            ValueError: ``default`` does not fit the slot.
+            CorruptCheckpointError, CheckpointRemovedError: as :meth:`table`.
         """
-        batches = list(self.table(name, columns, ids))
-        return pa.Table.from_batches(batches, self.schema(name, columns))
+        if not isinstance(slot, str):
+            raise TypeError(f"slot must be the name of one slot, found {slot!r}; read several by table(name, columns)")
+        now = self._now
+        found = {spec.name: spec for spec in now.manifest.named_table(name).slots}
+        if slot not in found:
+            raise KeyError(f"table {name!r} has no slot {slot!r}; it has {[*found]}{nearest(slot, found)}")
+        return aligned_rows(now.links, name, as_ids(ids), found[slot], default)
 
     def dataset(self, name: str) -> Dataset:
         """Return the rows of a table for others to query; see :func:`recckpt.dataset`.
@@ -165,15 +195,15 @@ class CheckpointReader:
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
-        return list(self._dense().model)
+        return list(self._now.tensors.model)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a dense tensor."""
-        return self._dense().named(name).shape
+        return self._now.tensors.named(name).shape
 
     def tensor_dtype(self, name: str) -> str:
         """Return the dtype of a dense tensor, such as ``float32``."""
-        return self._dense().named(name).dtype
+        return self._now.tensors.named(name).dtype
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
@@ -182,7 +212,7 @@ class CheckpointReader:
             KeyError: no such tensor.
             CorruptCheckpointError: its bytes are not those that were saved.
         """
-        dense = self._dense()
+        dense = self._now.tensors
         return dense.read(dense.named(name))
 
     def _table(self, name: str, columns: Collection[str] | None) -> ChainTable:
@@ -192,51 +222,7 @@ class CheckpointReader:
         for column in columns or ():
             if column not in (*slots, ID):
                 raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
-        return open_table(self._files.links, name, [slot for slot in slots if columns is None or slot in columns])
+        return open_table(self._now.links, name, [slot for slot in slots if columns is None or slot in columns])
 
-    def _located(self) -> tuple[Storage, Checkpoint]:
-        return locate_path(self._path)
-
-    @property
-    def _files(self) -> _Open:
-        if self._open is None:
-            _, _, self._open = _opened((self._storage, self._checkpoint), ())
-        return self._open
-
-    def _dense(self) -> DenseTensors:
-        if self._tensors is None:
-            self._tensors = DenseTensors(self._files.others, self._checkpoint.directory, self.manifest)
-        return self._tensors
-
-
-@dataclass(frozen=True)
-class _Open:
-    """The open files of a checkpoint."""
-
-    links: Sequence[OpenLink]  # with the files of rows of each, newest first
-    others: HeldFiles  # all but those with rows
-
-
-def _opened(found: tuple[Storage, Checkpoint], known: Iterable[OpenLink]) -> tuple[Storage, Checkpoint, _Open]:
-    """Open what is not known."""
-    storage, checkpoint = found
-    before = {_key(link.checkpoint): link for link in known}
-    links = [before.get(_key(link)) or OpenLink(link, _held(storage, link, rows=True)) for link in checkpoint.links]
-    return storage, checkpoint, _Open(links, _held(storage, checkpoint, rows=False))
-
-
-def _key(link: Checkpoint) -> tuple[str, str]:
-    return link.directory, link.manifest.save_id
-
-
-def _held(storage: Storage, checkpoint: Checkpoint, *, rows: bool) -> HeldFiles:
-    files = (file for file in checkpoint.manifest.files if layout.has_rows(file.name) == rows)
-    return HeldFiles(storage, checkpoint.directory, {file.name: file.n_bytes for file in files})
-
-
-def _distinct(ids: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Return the ids in order, each once; refuses floats and strings, which numpy would convert."""
-    try:
-        return np.unique(np.fromiter((index(id_) for id_ in ids), np.int64))
-    except (TypeError, OverflowError) as error:
-        raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error
+    def _located(self) -> OpenCheckpoint:
+        return OpenCheckpoint(*locate_path(self._path))

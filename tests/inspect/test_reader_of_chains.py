@@ -75,10 +75,13 @@ def test_a_delta_gives_the_rows_of_its_chain_in_bucket_order(tmp_path, delta):
 
 def test_a_lookup_takes_the_newest_row_and_stops_at_deletes(delta):
     with CheckpointReader(delta.directory) as reader:
-        found = reader.lookup("t", [0, 1, 2, 3, 4, 9, 77], columns=["embedding"])
-        assert rows_in(found.to_batches()) == {id_: CHANGED[id_] for id_ in (0, 1, 4, 9)}
-        assert reader.lookup("t", [2, 3]).num_rows == 0
-        assert reader.lookup("t", [5], columns=[]).to_pydict() == {"id": [5]}
+        found = rows_in(reader.table("t", ids=[0, 1, 2, 3, 4, 9, 77]))
+        assert found == {id_: CHANGED[id_] for id_ in (0, 1, 4, 9)}
+        assert rows_in(reader.table("t", ids=[2, 3])) == {}
+        assert [batch.to_pydict() for batch in reader.table("t", [], [5])] == [{"id": [5]}]
+        values, is_there = reader.lookup("t", [0, 1, 2, 3, 4, 9, 77, 1], default=-1)
+        assert is_there.tolist() == [True, True, False, False, True, True, False, True]
+        assert values.tolist() == [[0, 0], [7, 7], [-1, -1], [-1, -1], [8, 8], [9, 9], [-1, -1], [7, 7]]
 
 
 def test_a_lookup_of_what_the_newest_link_knows_reads_no_other(base, delta):
@@ -87,6 +90,10 @@ def test_a_lookup_of_what_the_newest_link_knows_reads_no_other(base, delta):
     assert rows_of(delta.directory, [9, 2]) == {9: (9, 9)}
     with pytest.raises(CorruptCheckpointError, match="ckpt_1/sparse"):
         rows_of(delta.directory, [0])
+    with CheckpointReader(delta.directory) as reader:
+        assert reader.lookup("t", [9, 2]).values.tolist() == [[9, 9], [0, 0]]
+        with pytest.raises(CorruptCheckpointError, match="ckpt_1/sparse"):
+            reader.lookup("t", [0])
 
 
 def test_of_a_replaced_table_nothing_older_is_read(base, delta):
@@ -207,7 +214,7 @@ def test_what_cannot_be_asked_of_merged_rows_says_what_can(tmp_path, delta):
 def test_a_delta_is_read_without_torch(delta):
     code = (
         f"import recckpt, sys; print(recckpt.dataset({str(delta.directory)!r}, 't').count_rows(), "
-        f"recckpt.CheckpointReader({str(delta.directory)!r}).lookup('t', [9]).num_rows, 'torch' in sys.modules)"
+        f"recckpt.CheckpointReader({str(delta.directory)!r}).lookup('t', [9]).found.sum(), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "5 1 False\n", done.stderr
@@ -298,6 +305,11 @@ def test_a_lookup_refuses_an_id_that_is_twice_in_a_link(base, shards, id_):
     with pytest.raises(CorruptCheckpointError, match=f"ckpt_2/.*id {id_} twice"):
         rows_of(delta.directory, [id_])
     assert rows_of(delta.directory, [0]) == {0: (0, 0)}
+    with (
+        CheckpointReader(delta.directory) as reader,
+        pytest.raises(CorruptCheckpointError, match=f"ckpt_2/.*id {id_} twice"),
+    ):
+        reader.lookup("t", [0])
 
 
 def test_a_delete_of_an_id_that_is_not_there_means_nothing(base):

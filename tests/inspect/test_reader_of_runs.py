@@ -103,6 +103,10 @@ class BesideARun(RuleBasedStateMachine):
             assert read_rows(self.reader.table(name)) == rows
             assert read_rows(self.reader.dataset(name).to_batches()) == rows
             assert read_rows(self.reader.table(name, ids=asked)) == {id_: rows[id_] for id_ in asked if id_ in rows}
+            values, found = self.reader.lookup(name, sorted(asked))
+            assert found.tolist() == [id_ in rows for id_ in sorted(asked)]
+            for id_, row in zip(sorted(asked), values, strict=True):
+                assert row.tobytes() == (rows[id_]["embedding"] if id_ in rows else bytes(row.nbytes))
 
     @rule()
     def check(self):

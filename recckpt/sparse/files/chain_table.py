@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.id_check import Int64s, repeats
 from recckpt.sparse.files.link_cursors import down_to_whole
 from recckpt.sparse.files.merged_rows import merged_rows
+from recckpt.sparse.files.row_index import RowIndex
 from recckpt.sparse.files.table_reader import TableReader, table_damage
 from recckpt.storage.base import Files
 
@@ -25,15 +27,25 @@ _MERGE_BYTES = 128 << 20
 
 
 class OpenLink:
-    """A link of a chain and its files; its catalogs are read when somebody asks for them."""
+    """A link of a chain and its files; its catalogs are read, and its tables indexed, when somebody asks for them."""
 
     def __init__(self, checkpoint: Checkpoint, files: Files) -> None:
         self.checkpoint, self.files = checkpoint, files
+        self.indexes: dict[str, RowIndex] = {}  # by table
+        self._lock = threading.Lock()
 
     @cached_property
     def catalogs(self) -> list[Catalog]:
         """The catalogs of all shards."""
         return read_catalogs(self.checkpoint, self.files)
+
+    def index(self, table: TableReader) -> RowIndex:
+        """Return where the rows of a table of this link lie. Thread-safe."""
+        with self._lock:
+            name = table.entry.name
+            if name not in self.indexes:
+                self.indexes[name] = RowIndex(table)
+            return self.indexes[name]
 
 
 def open_table(chain: Iterable[OpenLink], name: str, slots: Sequence[str]) -> ChainTable:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Batch, Catalog, Held
+from recckpt.format.catalog import Batch, Catalog, Held, Part
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer, slot_field
 from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
@@ -52,7 +52,7 @@ class TableReader:
         """
         self.check_shards()
         for catalog in self.catalogs:
-            for _, batch in self._batches(catalog, "rows", None):
+            for _, _, batch in self.batches(catalog, "rows", None):
                 yield batch
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
@@ -63,12 +63,13 @@ class TableReader:
         """
         buckets, is_found = np.unique(bucket_of(ids)), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
-            for path, batch in self._batches(catalog, "rows", buckets):
+            for part, _, batch in self.batches(catalog, "rows", buckets):
                 there = batch.column(ID).to_numpy()
                 rows = np.flatnonzero(np.isin(there, ids))
                 places = np.searchsorted(ids, there[rows])
                 for found, expected in repeats(np.repeat(ids[places[is_found[places]]], 2)):
                     where = f"table {self.entry.name!r}, between shards"
+                    path = layout.join(self.directory, part.file)
                     raise CorruptCheckpointError(path, where, found=found, expected=expected)
                 is_found[places] = True
                 if len(rows):
@@ -82,7 +83,7 @@ class TableReader:
         """
         buckets, found = np.unique(bucket_of(ids)), [np.empty(0, np.int64)]
         for catalog in self.catalogs:
-            for _, batch in self._batches(catalog, "deletes", buckets):
+            for _, _, batch in self.batches(catalog, "deletes", buckets):
                 deleted = batch.column(ID).to_numpy()
                 found.append(deleted[np.isin(deleted, ids)])
         return np.sort(np.concatenate(found))
@@ -96,8 +97,14 @@ class TableReader:
         for problem in repeated_between_shards(self.storage, self.directory, self.entry, self.catalogs):
             raise problem
 
-    def _batches(self, catalog: Catalog, held: Held, buckets: Int64s | None) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """Yield (path, rows) of the batches of one shard that may have rows, or deletes, of the sorted buckets."""
+    def batches(
+        self, catalog: Catalog, held: Held, buckets: Int64s | None
+    ) -> Iterator[tuple[Part, int, pa.RecordBatch]]:
+        """Yield (part, number, rows) of the batches of one shard that may have rows, or deletes, of the sorted buckets.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a part.
+        """
         order, specs = IdCheck(), self.entry.slots if held == "rows" else ()
         schema, names = (self.schema, self.slots) if held == "rows" else (table_schema(()), ())
         for part, numbers in catalog.parts_of(self.entry.name, held):
@@ -111,7 +118,7 @@ class TableReader:
                 for found, expected in order.check(ids, part.batches[number]):
                     where = f"batch {number} (table {self.entry.name!r})"
                     raise CorruptCheckpointError(reader.path, where, found=found, expected=expected)
-                yield reader.path, pa.RecordBatch.from_arrays([columns[name] for name in (ID, *names)], schema=schema)
+                yield part, number, pa.RecordBatch.from_arrays([columns[name] for name in (ID, *names)], schema=schema)
 
 
 def table_damage(table: TableReader, where: str, found: str, expected: str) -> CorruptCheckpointError:

@@ -1,0 +1,94 @@
+"""Rows in the order in which they are asked for, of all links of a chain (no torch here)."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.sparse.files.chain_table import OpenLink, open_table
+from recckpt.sparse.files.id_check import Int64s
+from recckpt.sparse.files.row_index import ABSENT
+from recckpt.types import SlotSpec
+
+
+class AlignedRows(NamedTuple):
+    """One row for each id that was asked for.
+
+    Attributes:
+        values: shape (ids, *slot_shape).
+        found: shape (ids,): which ids the table has.
+    """
+
+    values: npt.NDArray[Any]
+    found: npt.NDArray[np.bool_]
+
+
+def aligned_rows(chain: Sequence[OpenLink], table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
+    """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one knows.
+
+    Raises:
+        ValueError: ``default`` is not a value or a row of the slot.
+        CorruptCheckpointError: a file is damaged, or an id is twice in a link.
+        CheckpointRemovedError: its writer removed it, and the storage has no maps.
+    """
+    is_bfloat16 = slot.dtype == "bfloat16"
+    values = _filled(table, slot, default, len(ids), np.dtype("float32" if is_bfloat16 else slot.dtype))
+    found, left = np.zeros(len(ids), np.bool_), np.arange(len(ids))
+    readers = open_table(chain, table, [slot.name]).links
+    for link, reader in zip(chain, readers, strict=False):
+        if not len(left):
+            break
+        known = link.index(reader)
+        rows = known.find(ids[left])
+        here = left[rows >= 0]
+        read = known.values(rows[rows >= 0], slot)
+        values[here] = (read.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bfloat16 else read
+        found[here] = True
+        left = left[rows == ABSENT]
+    return AlignedRows(values, found)
+
+
+def index_tables(chain: Sequence[OpenLink], tables: Sequence[str]) -> None:
+    """Index the tables that a chain has, so that their first look-up need not; errors as of a look-up."""
+    for table in tables:
+        if chain[0].checkpoint.manifest.table(table) is not None:
+            for link, reader in zip(chain, open_table(chain, table, []).links, strict=False):
+                link.index(reader)
+
+
+def as_ids(ids: Any) -> Int64s:
+    """Return ids as an array; refuses floats and strings, which numpy would convert.
+
+    Raises:
+        TypeError: they are not int64 numbers in one dimension.
+    """
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:
+        return ids
+    try:
+        return np.fromiter((index(id_) for id_ in ids), np.int64)
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error
+
+
+def _filled(table: str, slot: SlotSpec, default: Any, n_rows: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    try:
+        row = np.asarray(default)
+        if row.dtype.kind not in "iuf" or (dtype.kind in "iu" and not _is_whole(row, dtype)):
+            raise ValueError(f"not of {slot.dtype}")
+        values: npt.NDArray[Any] = np.broadcast_to(row.astype(dtype), (n_rows, *slot.shape)).copy()
+        return values
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"table {table!r}, slot {slot.name!r}: found default={reprlib.repr(default)}, expected a number or a row "
+            f"of {slot.dtype} {slot.shape}: {error}"
+        ) from error
+
+
+def _is_whole(row: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    limits = np.iinfo(dtype)
+    return bool((row == np.floor(row)).all() and (row >= limits.min).all() and (row <= limits.max).all())

@@ -1,0 +1,113 @@
+"""Where the rows of a table lie in one link of a chain, by id, for look-ups that come again (no torch here)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format.catalog import Catalog, Part
+from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.id_check import Int64s, is_among, repeats
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.table_reader import TableReader, table_damage
+from recckpt.types import SlotSpec
+
+ABSENT, DELETED = -1, -2  # in place of a row
+
+
+@dataclass
+class _StoredBatch:
+    """One batch of rows, and the columns of it that have been checked, as far as they can be kept."""
+
+    part: Part
+    number: int
+    checked: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+
+class RowIndex:
+    """The ids that one link has of a table, in order; keeps 16 bytes a row. Thread-safe.
+
+    All ids are read and checked when it is made, values when they are first asked for: where the storage has maps, a
+    batch is checked once, and on others whenever it is read.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged, or an id is there twice.
+    """
+
+    def __init__(self, table: TableReader) -> None:
+        self._table, self._lock = table, threading.Lock()
+        self._readers: dict[tuple[str, str], PartReader] = {}
+        self._batches: list[_StoredBatch] = []
+        found, deleted = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for catalog in table.catalogs:
+            rows, deletes = self._ids_of(catalog)
+            for twice in repeats(np.concatenate([rows, deletes])) if len(deletes) else ():
+                raise table_damage(table, "in one shard", *twice)
+            found.append(rows)
+            deleted.append(deletes)
+        self._firsts = np.cumsum([0, *(batch.part.batches[batch.number].rows for batch in self._batches)])
+        ids = np.concatenate(found)
+        self._places = np.argsort(ids)
+        self._ids, self._deleted = ids[self._places], np.unique(np.concatenate(deleted))
+        for twice in repeats(np.repeat(self._ids[1:][self._ids[1:] == self._ids[:-1]], 2)):
+            raise table_damage(table, "between shards", *twice)
+
+    def find(self, ids: Int64s) -> Int64s:
+        """Return the row of each id; ABSENT where the link says nothing of it, DELETED where it deletes it."""
+        rows = np.where(is_among(ids, self._deleted), DELETED, ABSENT)
+        if len(self._ids):
+            at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+            rows = np.where(self._ids[at] == ids, self._places[at], rows)
+        return rows
+
+    def values(self, rows: Int64s, slot: SlotSpec) -> npt.NDArray[Any]:
+        """Return a slot of some rows, shape (n, *slot_shape); bfloat16 as its bits, in uint16.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError: its writer removed it, and the storage has no maps.
+        """
+        out = np.empty((len(rows), *slot.shape), _dtype(slot))
+        order = np.argsort(rows)
+        ordered = rows[order]
+        bounds = np.searchsorted(ordered, self._firsts)
+        for number in np.flatnonzero(bounds[1:] > bounds[:-1]):
+            some = slice(bounds[number], bounds[number + 1])
+            out[order[some]] = self._column(self._batches[number], slot)[ordered[some] - self._firsts[number]]
+        return out
+
+    def _ids_of(self, catalog: Catalog) -> tuple[Int64s, Int64s]:
+        """Return the ids of the rows of one shard, in the order of its batches, and those that it deletes."""
+        shard = replace(self._table, catalogs=[catalog], slots=())
+        rows, deletes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for part, number, batch in shard.batches(catalog, "rows", None):
+            self._batches.append(_StoredBatch(part, number))
+            rows.append(batch.column(ID).to_numpy())
+        deletes += [batch.column(ID).to_numpy() for _, _, batch in shard.batches(catalog, "deletes", None)]
+        return np.concatenate(rows), np.concatenate(deletes)
+
+    def _column(self, batch: _StoredBatch, slot: SlotSpec) -> npt.NDArray[Any]:
+        found = batch.checked.get(slot.name)
+        if found is None:
+            with self._lock:  # a reader of a part is for one thread
+                reader = self._reader(batch.part, slot.name)
+                array = reader.read(batch.number)[slot.name]
+                found = np.frombuffer(column_buffer(array), _dtype(slot)).reshape(-1, *slot.shape)
+                if reader.mapped is not None:
+                    batch.checked[slot.name] = found
+        return found
+
+    def _reader(self, part: Part, slot: str) -> PartReader:
+        key = part.file, slot
+        if key not in self._readers:
+            table = self._table
+            self._readers[key] = PartReader(table.storage, table.directory, part, table.entry.slots, [slot])
+        return self._readers[key]
+
+
+def _dtype(slot: SlotSpec) -> np.dtype[Any]:
+    return np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype)
