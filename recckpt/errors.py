@@ -54,6 +54,22 @@ class CorruptCheckpointError(RecckptError):
         self.path, self.where, self.found, self.expected = path, where, str(found), str(expected)
 
 
+class ConversionError(RecckptError, ValueError):
+    """A source cannot be imported, or a checkpoint not exported as asked; nothing was written.
+
+    Attributes:
+        path: the file, directory or table.
+        where: the place in it, or "".
+        found: what is there.
+        expected: what could be converted.
+    """
+
+    def __init__(self, path: str, where: str, *, found: object, expected: object, remedy: str = "") -> None:
+        place = f" at {where}" if where else ""
+        super().__init__(f"{path}{place}: found {found}, expected {expected}; {remedy or 'nothing was written'}")
+        self.path, self.where, self.found, self.expected = path, where, str(found), str(expected)
+
+
 class CheckpointRemovedError(RecckptError):
     """The writer of a checkpoint removed it, as rotation does, while it was being read.
 

@@ -16,7 +16,7 @@ ROOT = paths.ROOT / "recckpt"
 ROOMS = """
     recckpt  __main__
     cli  manager
-    inspect  saver
+    inspect  convert  saver
     load  save  checkpointer
     compaction
     sparse  dense
@@ -31,10 +31,10 @@ LIBRARIES = {  # library -> the rooms and files that may know it
     "tqdm": {"text"},
     "numba": {"sparse.table"},
     "llvmlite": {"sparse.table"},
-    "pyarrow": {"sparse.files", "inspect", "cli.rows"},
+    "pyarrow": {"sparse.files", "inspect", "convert", "cli.rows"},
 }
 TORCH_FREE = {
-    *("cli", "inspect", "compaction", "output_dir", "storage", "policies", "format", "parallel"),
+    *("cli", "inspect", "convert", "compaction", "output_dir", "storage", "policies", "format", "parallel"),
     *("errors", "types", "text"),
 }
 

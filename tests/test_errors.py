@@ -9,6 +9,7 @@ from recckpt.errors import (
     CheckpointNotFoundError,
     CheckpointRemovedError,
     CommitNotDurableError,
+    ConversionError,
     CorruptCheckpointError,
     ForkedError,
     FormatVersionError,
@@ -38,6 +39,7 @@ EXAMPLES = [
     RankLostError([1, 2], "it did not answer within 5 s"),
     CheckpointRemovedError("runs/ckpt_1", emptied=["item"]),
     PartlyLoadedError("OSError: reset", emptied=["item"], mixed=["user"]),
+    ConversionError("a.safetensors", "tensor 'x'", found="3 bytes", expected="4", remedy="copy it again"),
 ]
 
 

@@ -215,3 +215,11 @@ def test_every_link_of_the_documents_leads_to_a_file() -> None:
     for document in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_page_on_other_formats_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    exec(python_of(ROOT / "docs/convert.md"), {})
+
+    assert CheckpointReader(str(tmp_path / "runs/model")).tensor_names() == ["top.bias"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import cast
 
+from recckpt.cli import convert_options
 from recckpt.cli.result import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError
 from recckpt.errors import RecckptError
 from recckpt.text import one_line
@@ -27,7 +28,9 @@ _MODULES = {
     "repair": "repair",
     "compact": "compact",
     "plan": "plan",
+    "import": "import_source",
 }
+_FUNCTIONS = {"import": "import_source"}  # of those whose name Python keeps for itself
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> Outcome:
     """Import a command only when it is run: some imports take long."""
     module = import_module(f"recckpt.cli.{_MODULES[args.command]}")
-    return cast(Outcome, getattr(module, args.command)(args))
+    return cast(Outcome, getattr(module, _FUNCTIONS.get(args.command, args.command))(args))
 
 
 def _complain(code: int, message: str) -> int:
@@ -116,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     threads_help = "files to read at once (default: 8, locally at most one a core)"
     verify.add_argument("--threads", type=_positive, metavar="N", help=threads_help)
     _add_mending(command)
+    convert_options.add_import(command)
     return parser
 
 

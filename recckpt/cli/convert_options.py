@@ -1,0 +1,25 @@
+"""The arguments of ``recckpt import`` and ``recckpt export``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+_FORMATS = "safetensors, parquet, arrow, csv, npy"
+
+
+def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add ``import``."""
+    add = command("import", "make a checkpoint of what another program saved").add_argument
+    add("source", metavar="SOURCE", help="a file or directory; a path or URL")
+    add("dir", metavar="DIR", help="output dir of the checkpoint; a path or URL")
+    add("--from", dest="format", metavar="FORMAT", help=f"{_FORMATS} (default: what the files look like)")
+    table_help = "only this table, once for each; of files of rows, which have one: its name (default: the file's)"
+    add("--table", dest="tables", action="append", metavar="NAME", help=table_help)
+    as_table_help = "a tensor that becomes a table, with the ids 0 to n - 1, or those of another tensor"
+    add("--as-table", action="append", default=[], metavar="TENSOR[=IDS]", help=as_table_help)
+    add("--ids", default="id", metavar="COLUMN", help="of files of rows: the column of ids (default: %(default)s)")
+    vectors_help = "of files of rows: the column of vectors (default: %(default)s)"
+    add("--embedding", default="embedding", metavar="COLUMN", help=vectors_help)
+    add("--step", type=int, metavar="N", help="step of the checkpoint (default: the source's, or 0)")
+    add("--dry-run", action="store_true", help="say what would be done; read no rows and write nothing")

@@ -1,0 +1,107 @@
+"""``recckpt import``: what another program saved, as a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from recckpt.cli.result import Outcome, UsageError, usage_checked
+from recckpt.convert.importing import ImportPlan, import_checkpoint
+from recckpt.convert.source import Wish
+from recckpt.errors import RecckptError
+from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.types import SlotSpec
+
+_FILES_OF_ROWS = frozenset({"parquet", "arrow", "csv", "npy"})
+_HEAD = ("TABLE", "ROWS", "SLOTS")
+
+
+def import_source(args: argparse.Namespace) -> Outcome:
+    """Import, or say what an import would do."""
+    if args.step is not None and args.step < 0:
+        raise UsageError(f"--step: found {args.step}, expected 0 or more")
+    with usage_checked():
+        try:
+            done = _import(args)
+        except RecckptError as error:
+            return Outcome({"problems": [str(error)]}, [], [str(error)])
+    return Outcome(_data(done, args), list(_lines(done, args)))
+
+
+def _import(args: argparse.Namespace) -> ImportPlan:
+    as_table = dict(_as_table(text) for text in args.as_table)
+    wish = Wish(ids=args.ids, embedding=args.embedding, as_table=as_table, table=_name(args))
+    return import_checkpoint(
+        args.source,
+        args.dir,
+        format=args.format,
+        tables=args.tables,
+        wish=wish,
+        step=args.step,
+        dry_run=args.dry_run,
+    )
+
+
+def _name(args: argparse.Namespace) -> str:
+    return args.tables[0] if args.tables and len(args.tables) == 1 else ""
+
+
+def _as_table(text: str) -> tuple[str, str | None]:
+    name, _, ids = text.partition("=")
+    if not name:
+        raise UsageError(f"--as-table: found {text!r}, expected TENSOR or TENSOR=IDS")
+    return name, ids or None
+
+
+def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[str]:
+    held = done.contents
+    what = f"{held.format}, {plural(len(held.tables), 'table')}, {plural(len(held.dense), 'dense tensor')}"
+    yield f"{one_line(done.source)}: {what}, step {'-' if held.step is None else held.step}"
+    if held.tables:
+        yield ""
+        slots = {table.name: ", ".join(map(_slot, table.slots)) for table in held.tables}
+        exact = {table.name: table.is_exact or not args.dry_run for table in held.tables}
+        rows = ((escaped(n), count(done.rows[n]) if exact[n] else "?", slots[n]) for n in slots)
+        yield from grid(_HEAD, rows, ("ROWS",))
+    if held.extra:
+        yield f"extra: {', '.join(map(escaped, held.extra))}"
+    if held.io_state:
+        yield f"positions in the data: of {plural(len(held.io_state), 'rank')}"
+    if held.left_out:
+        yield ""
+        yield from grid(("NOT AS IT WAS", "WHY"), ((escaped(left.name), left.reason) for left in held.left_out))
+    yield ""
+    where = one_line(f"{args.dir}/{done.directory or done.ckpt_id}")
+    wrote = f"wrote {where}, {size(done.n_bytes)}" if done.directory else f"would write {where}"
+    yield wrote
+
+
+def _slot(slot: SlotSpec) -> str:
+    return f"{escaped(slot.name)} {slot.dtype}[{', '.join(map(str, slot.shape))}]"
+
+
+def _data(done: ImportPlan, args: argparse.Namespace) -> dict[str, Any]:
+    held = done.contents
+    tables = [
+        {
+            "name": table.name,
+            "rows": done.rows[table.name] if table.is_exact or not args.dry_run else None,
+            "slots": [{"name": s.name, "dtype": s.dtype, "shape": list(s.shape)} for s in table.slots],
+        }
+        for table in held.tables
+    ]
+    return {
+        "source": done.source,
+        "format": held.format,
+        "id": done.ckpt_id,
+        "directory": done.directory or None,
+        "step": held.step,
+        "tables": tables,
+        "dense": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in held.dense],
+        "values": list(held.values),
+        "extra": list(held.extra),
+        "positions": len(held.io_state),
+        "left_out": [{"name": left.name, "reason": left.reason} for left in held.left_out],
+        "bytes": done.n_bytes,
+    }

@@ -1,0 +1,9 @@
+"""Other formats, in and out: what users have, and what they use it for (docs/convert.md)."""
+
+from __future__ import annotations
+
+from recckpt.convert.formats import SOURCES
+from recckpt.convert.importing import ImportPlan, import_checkpoint
+from recckpt.convert.source import Wish
+
+__all__ = ["import_checkpoint", "ImportPlan", "Wish", "SOURCES"]

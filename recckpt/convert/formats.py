@@ -1,0 +1,30 @@
+"""The formats that are read: each a small file in ``sources/``, found by its name or by looking at the files."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from recckpt.convert.source import Source, Wish
+from recckpt.convert.source_files import SourceFiles
+from recckpt.errors import ConversionError
+from recckpt.text import nearest
+
+SOURCES = ("safetensors", "parquet", "arrow", "csv", "npy")  # in the order in which they look at the files
+
+
+def open_source(files: SourceFiles, format: str | None, wish: Wish) -> Source:
+    """Open a source; errors as of :func:`recckpt.convert.import_checkpoint`."""
+    if format is not None and format not in SOURCES:
+        raise ValueError(f"format: found {format!r}, expected one of {', '.join(SOURCES)}{nearest(format, SOURCES)}")
+    for name in SOURCES if format is None else (format,):
+        module = _module(name)
+        if format is not None or module.recognises(files):
+            opened: Source = module.open_source(files, wish)
+            return opened
+    found = f"files of no format that is known: {', '.join(files.names[:5])}"
+    raise ConversionError(files.url, "", found=found, expected=f"one of {', '.join(SOURCES)}", remedy="name the format")
+
+
+def _module(name: str) -> ModuleType:
+    return import_module(f"recckpt.convert.sources.{name}")

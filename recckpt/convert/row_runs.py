@@ -1,0 +1,159 @@
+"""Rows in any order to rows in the order of their buckets, through files on disk: memory has a bound, whatever comes.
+
+Rows are collected up to the bound, sorted by the hash of their ids, and written to a file as a *run*. A range of
+buckets is then the same range of every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.convert.source import Array, Int64s, Rows, SourceTable
+from recckpt.errors import ConversionError
+from recckpt.format.buckets import N_BUCKETS, bucket_of, mix64
+from recckpt.sparse.files.arrow_format import ID_SPEC
+from recckpt.sparse.files.link_cursors import row_of
+from recckpt.types import SlotSpec
+
+Hashes = npt.NDArray[np.uint64]
+_RANGE_BYTES = 32 << 20  # of rows that are put in order at once
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One sorted run: its hashes, its ids and its slots, each mapped from the file."""
+
+    hashes: Hashes
+    columns: Sequence[npt.NDArray[np.void]]  # ids first
+
+    def at(self, bucket: int) -> int:
+        """Return the first row of a bucket, or of one behind it."""
+        if bucket == N_BUCKETS:
+            return len(self.hashes)
+        return int(np.searchsorted(self.hashes, np.uint64(bucket << 48)))
+
+
+class RowRuns:
+    """The rows of one table, added in any order and given back in bucket order. Not thread-safe.
+
+    Args:
+        table: their slots.
+        budget_bytes: memory for rows that are not in the file yet, about.
+        new_file: opens a file without a name, which goes when it is closed.
+    """
+
+    def __init__(self, table: SourceTable, budget_bytes: int, new_file: Callable[[], IO[bytes]]) -> None:
+        self.table = table
+        self._specs: tuple[SlotSpec, ...] = (ID_SPEC, *table.slots)
+        self._budget_bytes, self._new_file = budget_bytes, new_file
+        self._file: IO[bytes] | None = None
+        self._waiting: list[Rows] = []
+        self._n_waiting = self._at = self.n_rows = 0
+        self._places: list[tuple[int, Sequence[int]]] = []  # rows of each run, and where its columns begin
+        self._runs: list[_Run] = []
+
+    def add(self, rows: Rows) -> None:
+        """Take rows; they are copied only when a run is written."""
+        self._waiting.append(rows)
+        self._n_waiting += len(rows.ids)
+        self.n_rows += len(rows.ids)
+        if self._n_waiting * self.table.row_bytes >= self._budget_bytes:
+            self._write_run()
+
+    def finish(self) -> None:
+        """Write what is left, and check that no id is there twice.
+
+        Raises:
+            ConversionError: one is.
+        """
+        if self._n_waiting:
+            self._write_run()
+        self._runs = list(self._mapped())
+        for begin, end in self._ranges(0, N_BUCKETS, 8):
+            hashes = np.sort(np.concatenate([run.hashes[run.at(begin) : run.at(end)] for run in self._runs]))
+            twice = hashes[1:][hashes[1:] == hashes[:-1]]
+            if len(twice):
+                raise self._repeat(int(twice[0]))
+
+    def close(self) -> None:
+        """Free the room on disk."""
+        self._runs = []
+        if self._file is not None:
+            self._file.close()
+
+    def rows_in(self, begin: int, end: int) -> int:
+        """Return how many rows buckets [begin, end) have."""
+        return sum(run.at(end) - run.at(begin) for run in self._runs)
+
+    def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Cut buckets [begin, end) into ranges of rows that memory has room for."""
+        return self._ranges(begin, end, self.table.row_bytes)
+
+    def between(self, begin: int, end: int) -> tuple[Int64s, list[npt.NDArray[np.void]]]:
+        """Return the rows of buckets [begin, end) in their order: the ids, and one array of bytes a slot."""
+        places = [(run, slice(run.at(begin), run.at(end))) for run in self._runs]
+        order = np.argsort(np.concatenate([run.hashes[place] for run, place in places]), kind="stable")
+        found = [
+            np.concatenate([run.columns[n][place] for run, place in places])[order] for n in range(len(self._specs))
+        ]
+        return found[0].view(np.int64), found[1:]
+
+    def _ranges(self, begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+        n_bytes = self.rows_in(begin, end) * row_bytes
+        count = min(end - begin, -(-n_bytes // min(_RANGE_BYTES, self._budget_bytes)))
+        for number in range(count):
+            yield begin + (end - begin) * number // count, begin + (end - begin) * (number + 1) // count
+
+    def _write_run(self) -> None:
+        ids = np.concatenate([rows.ids for rows in self._waiting])
+        hashes: Hashes = mix64(ids.view(np.uint64))
+        order = np.argsort(hashes, kind="stable")
+        if self._file is None:
+            self._file = self._new_file()
+        places = [self._put(hashes[order]), self._put(ids[order])]
+        for number, spec in enumerate(self.table.slots):
+            values = np.concatenate([_bytes_of(rows.columns[number], spec) for rows in self._waiting])
+            places.append(self._put(values[order]))
+        self._places.append((len(ids), places))
+        self._waiting, self._n_waiting = [], 0
+
+    def _put(self, values: Array) -> int:
+        """Write values and return where they begin."""
+        assert self._file is not None
+        begin, data = self._at, values.view(np.uint8).reshape(-1).data
+        while data:
+            n_bytes = self._file.write(data)
+            self._at, data = self._at + n_bytes, data[n_bytes:]
+        return begin
+
+    def _mapped(self) -> Iterator[_Run]:
+        if self._file is None:
+            return
+        data = np.memmap(self._file, np.uint8, "r")
+        for n_rows, (first, *places) in self._places:
+            hashes = data[first : first + n_rows * 8].view(np.uint64)
+            parts = zip(self._specs, places, strict=True)
+            yield _Run(hashes, [data[at : at + n_rows * spec.row_bytes].view(row_of(spec)) for spec, at in parts])
+
+    def _repeat(self, twice: int) -> ConversionError:
+        run = next(run for run in self._runs if np.uint64(twice) in run.hashes)
+        id_ = run.columns[0].view(np.int64)[np.searchsorted(run.hashes, np.uint64(twice))]
+        remedy = "nothing was written; keep one row an id"
+        return ConversionError(
+            f"table {self.table.name!r}", "", found=f"id {id_} twice", expected="every id once", remedy=remedy
+        )
+
+
+def buckets_of(ids: Int64s) -> tuple[int, int]:
+    """Return [begin, end) of the buckets of ids in their order."""
+    first, last = bucket_of(np.ascontiguousarray(ids[[0, -1]]))
+    return int(first), int(last) + 1
+
+
+def _bytes_of(values: Array, spec: SlotSpec) -> npt.NDArray[np.void]:
+    return values.reshape(len(values), -1).view(row_of(spec)).reshape(-1)

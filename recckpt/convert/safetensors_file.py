@@ -1,0 +1,128 @@
+"""The safetensors format: a header of JSON, checked before anything is believed, and values behind it (no library).
+
+Follows the format's own description (github.com/huggingface/safetensors). RecIS writes ``bool`` in lower case.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recckpt.convert.source import Array, SourceTensor
+from recckpt.convert.source_files import SourceFiles
+from recckpt.errors import ConversionError
+from recckpt.format.dtypes import MAX_DIMS, NUMPY_DTYPES
+
+MAX_HEADER_BYTES = 100_000_000  # of the library
+DTYPES = {
+    "BOOL": "bool",
+    "bool": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """The tensors of one file, and its metadata."""
+
+    tensors: Mapping[str, SourceTensor]
+    metadata: Mapping[str, str]
+
+
+def read_header(files: SourceFiles, name: str) -> TensorFile:
+    """Return the tensors of a file, whose values are read later.
+
+    Raises:
+        ConversionError: the header is not one, or says what the file does not have.
+    """
+    path, size = files.path(name), files.size(name)
+    with files.open(name) as file:
+        head = file.read(8)
+        n_bytes = int.from_bytes(head, "little")
+        if len(head) < 8 or n_bytes > min(MAX_HEADER_BYTES, size - 8):
+            expected = f"a header of at most {min(MAX_HEADER_BYTES, max(0, size - 8))} bytes"
+            raise ConversionError(path, "byte 0", found=f"one of {n_bytes} in {size} bytes", expected=expected)
+        header = _parsed(file.read(n_bytes), path)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ConversionError(path, "__metadata__", found=f"{metadata!r:.80}", expected="strings by name")
+    begin = 8 + n_bytes
+    tensors = {key: _tensor(files, name, key, entry, begin) for key, entry in header.items()}
+    _check_places(path, header, size - begin)
+    return TensorFile(tensors, metadata)
+
+
+def _parsed(data: bytes, path: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError("a name is there twice")
+        return dict(pairs)
+
+    try:
+        header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+        if isinstance(header, dict):
+            return header
+        problem = "no object"
+    except (ValueError, RecursionError) as error:
+        problem = f"no JSON ({error!s:.100})"
+    raise ConversionError(path, "its header", found=problem, expected="a JSON object")
+
+
+def _tensor(files: SourceFiles, name: str, key: str, entry: Any, begin: int) -> SourceTensor:
+    path, where = files.path(name), f"tensor {key!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ConversionError(path, where, found=f"{entry!r:.80}", expected="dtype, shape and data_offsets")
+    dtype, shape, place = DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
+    if dtype is None:
+        raise ConversionError(
+            path, where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(DTYPES)}"
+        )
+    if not _are_counts(shape) or len(shape) > MAX_DIMS or not _are_counts(place) or len(place) != 2:
+        found = f"shape {shape!r:.80}, data_offsets {place!r:.80}"
+        raise ConversionError(path, where, found=found, expected="numbers from 0 on")
+    item = NUMPY_DTYPES[dtype]
+    if math.prod(shape) * item.itemsize != place[1] - place[0]:
+        found, expected = f"{place[1] - place[0]} bytes", f"{math.prod(shape) * item.itemsize}, of {dtype} {shape}"
+        raise ConversionError(path, where, found=found, expected=expected)
+    row_bytes = math.prod(shape[1:]) * item.itemsize
+
+    def read(first: int, last: int) -> Array:
+        return files.array(name, begin + place[0] + first * row_bytes, item, (last - first, *shape[1:]))
+
+    return SourceTensor(key, dtype, tuple(shape), (path, key), read)
+
+
+def _check_places(path: str, header: Mapping[str, Any], n_bytes: int) -> None:
+    """Refuse values that overlap, that have gaps between them, or that the file does not have."""
+    at = 0
+    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["data_offsets"][0] != at:
+            found = f"values at byte {entry['data_offsets'][0]}"
+            raise ConversionError(path, f"tensor {key!r}", found=found, expected=f"at {at}, behind the one before")
+        at = entry["data_offsets"][1]
+    if at != n_bytes:
+        remedy = "the file is cut: copy it again" if at > n_bytes else ""
+        raise ConversionError(path, "its size", found=f"{n_bytes} bytes of values", expected=f"{at}", remedy=remedy)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**59 for item in value)

@@ -1,0 +1,117 @@
+"""The files of a source: one file or a directory, on this host or at a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from recckpt.convert.source import Array
+from recckpt.errors import ConversionError
+from recckpt.storage import open_parent, open_storage
+
+_LOCAL = ("file://", "local://")
+_MAX_FILES = 1_000_000
+
+
+class SourceFiles:
+    """Lists and opens the files of a source. Links are followed: they are the caller's own, as those of a cache are.
+
+    Attributes:
+        url: of the source.
+        names: of all files of a directory, relative to it, in order; of a single file its name alone.
+        is_file: whether the source is a single file.
+
+    Raises:
+        ConversionError: there is nothing.
+        ValueError: no storage takes the URL.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(url)
+        self._is_local = "://" not in self.url or self.url.startswith(_LOCAL)
+        if self._is_local:
+            self._path = Path(self.url.split("://", 1)[-1]).expanduser()
+            self.is_file = self._path.is_file()
+            self.names = [self._path.name] if self.is_file else _below(self._path)
+        else:
+            self._storage = open_storage(self.url)
+            self.names = self._storage.list_files("")
+            self.is_file = not self.names
+            if self.is_file:
+                self._storage, name = open_parent(self.url)
+                self.names = [name]
+        if not self.names or (self.is_file and not self._exists()):
+            raise ConversionError(self.url, "", found="no file and no directory with files", expected="a source")
+
+    @property
+    def stem(self) -> str:
+        """The name of the source without what tells its kind, for a table that has no name."""
+        name = self.url.rstrip("/").rpartition("/")[2]
+        return name.partition(".")[0] if self.is_file else name
+
+    def path(self, name: str) -> str:
+        """Return what a file is called in messages."""
+        return self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
+
+    def ending(self, *endings: str) -> list[str]:
+        """Return the names with one of these endings, but for those that Spark and Hive take for hidden."""
+        parts = ((name, name.split("/")) for name in self.names)
+        return [n for n, segments in parts if n.endswith(endings) and not any(s[0] in "_." for s in segments)]
+
+    def need(self, name: str, why: str) -> str:
+        """Return a name; ConversionError where there is no such file."""
+        if name not in self.names:
+            raise ConversionError(self.path(name), "", found="no such file", expected=why, remedy="copy it there")
+        return name
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file for seeking and reading."""
+        if self._is_local:
+            return (self._path if self.is_file else self._path / name).open("rb")
+        return self._storage.open(name)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        if self._is_local:
+            return (self._path if self.is_file else self._path / name).stat().st_size
+        return self._storage.size(name)
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Return a whole file; ConversionError where it has more than ``max_bytes``."""
+        if self.size(name) > max_bytes:
+            found = f"{self.size(name)} bytes"
+            raise ConversionError(self.path(name), "its size", found=found, expected=f"at most {max_bytes}")
+        with self.open(name) as file:
+            return file.read()
+
+    def array(self, name: str, begin: int, dtype: np.dtype[np.generic], shape: Sequence[int]) -> Array:
+        """Return values that begin at a byte of a file; ConversionError where the file ends before them."""
+        n_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
+        values = np.empty(n_bytes, np.uint8)
+        with self.open(name) as file:
+            file.seek(begin)
+            view, done = values.data, 0
+            while done < n_bytes and (data := file.read(min(n_bytes - done, 32 << 20))):
+                view[done : done + len(data)] = data
+                done += len(data)
+        if done < n_bytes:
+            found = f"the end of the file after {done} bytes"
+            raise ConversionError(self.path(name), f"byte {begin} on", found=found, expected=f"{n_bytes} bytes")
+        return values.view(dtype).reshape(shape)
+
+    def _exists(self) -> bool:
+        try:
+            return self.size(self.names[0]) >= 0
+        except FileNotFoundError:
+            return False
+
+
+def _below(path: Path) -> list[str]:
+    found = [Path(base, name) for base, _, names in os.walk(path) for name in names]
+    if len(found) > _MAX_FILES:
+        raise ConversionError(str(path), "", found=f"{len(found)} files", expected=f"at most {_MAX_FILES}")
+    return sorted(file.relative_to(path).as_posix() for file in found)

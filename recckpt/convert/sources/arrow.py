@@ -1,0 +1,44 @@
+"""Arrow: IPC files (Feather), IPC streams, and a directory of them; also those of a checkpoint's own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from recckpt.convert.file_rows import FileRows
+from recckpt.convert.source import Wish
+from recckpt.convert.source_files import SourceFiles
+from recckpt.errors import ConversionError
+
+_SUFFIXES = (".arrow", ".feather", ".ipc", ".arrows")
+_MAGIC = b"ARROW1"
+
+
+def recognises(files: SourceFiles) -> bool:
+    """Say whether these are files of this format."""
+    return bool(files.ending(*_SUFFIXES))
+
+
+def open_source(files: SourceFiles, wish: Wish) -> FileRows:
+    """Open the files; ConversionError where one is damaged or has no such columns."""
+    names = list(files.names) if files.is_file else files.ending(*_SUFFIXES)
+
+    def batches(name: str) -> Iterator[pa.RecordBatch]:
+        with files.open(name) as file:
+            if file.read(len(_MAGIC)) == _MAGIC:
+                reader = pa.ipc.open_file(file)
+                found = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                file.seek(0)
+                found = iter(pa.ipc.open_stream(file))
+            yield from (batch.replace_schema_metadata(None) for batch in found)
+
+    n_rows = 0
+    for name in names:
+        try:
+            n_rows += sum(batch.num_rows for batch in batches(name))
+        except pa.ArrowException as error:
+            found = f"what Arrow does not read ({error!s:.200})"
+            raise ConversionError(files.path(name), "", found=found, expected="a whole Arrow file") from error
+    return FileRows("arrow", files, names, batches, wish, n_rows=n_rows, most_rows=n_rows)

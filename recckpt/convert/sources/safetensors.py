@@ -1,0 +1,94 @@
+"""safetensors: one file, or several with an index; tables where they are wished for, or where recckpt wrote them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from recckpt.convert.safetensors_file import TensorFile, read_header
+from recckpt.convert.source import Contents, LeftOut, SourceTensor, Wish
+from recckpt.convert.source_files import SourceFiles
+from recckpt.convert.tensor_source import TensorSource, TensorTable, used, wished_tables
+from recckpt.errors import ConversionError
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+METADATA = "recckpt"  # part of the format: what an export says of its tables
+_MAX_INDEX_BYTES = 1 << 28
+
+
+def recognises(files: SourceFiles) -> bool:
+    """Say whether these are files of this format."""
+    return bool(files.ending(SUFFIX, INDEX_SUFFIX))
+
+
+def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
+    """Open one file, those that an index names, or the only one of a directory.
+
+    Raises:
+        ConversionError: a file is missing, cut or contradicts itself, or a wish cannot be met.
+    """
+    if files.is_file and files.names[0].endswith(INDEX_SUFFIX):
+        files = SourceFiles(files.url.rpartition("/")[0] or ".")
+    parts = {name: read_header(files, name) for name in _parts(files)}
+    tensors: dict[str, SourceTensor] = {}
+    for name, part in parts.items():
+        for key in tensors.keys() & part.tensors.keys():
+            path, found = files.path(name), "it in another file too"
+            raise ConversionError(path, f"tensor {key!r}", found=found, expected="it once")
+        tensors |= part.tensors
+    tables = _own_tables(parts, tensors, files) + wished_tables(tensors, wish, files.url)
+    taken = used(tables)
+    dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
+    others = {key for part in parts.values() for key in part.metadata} - {METADATA, "format"}
+    left = tuple(LeftOut(f"__metadata__ {key}", "checkpoints have no place for it") for key in sorted(others))
+    return TensorSource(Contents("safetensors", dense=dense, left_out=left), tables, files.url)
+
+
+def _parts(files: SourceFiles) -> list[str]:
+    indexes, found = files.ending(INDEX_SUFFIX), files.ending(SUFFIX)
+    if not indexes and len(found) == 1:
+        return found
+    if len(indexes) != 1:
+        what = f"{len(found)} files {SUFFIX} and {len(indexes)} indexes"
+        raise ConversionError(files.url, "", found=what, expected="one file, or one index", remedy="name the file")
+    index = json_object(files, indexes[0], _MAX_INDEX_BYTES)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        path, what = files.path(indexes[0]), f"{weight_map!r:.60}"
+        raise ConversionError(path, "weight_map", found=what, expected="files by name")
+    base = indexes[0].rpartition("/")[0]
+    named = sorted({f"{base}/{name}" if base else name for name in weight_map.values()})
+    return [files.need(name, f"a file that {indexes[0]} names") for name in named]
+
+
+def _own_tables(
+    parts: dict[str, TensorFile], tensors: dict[str, SourceTensor], files: SourceFiles
+) -> list[TensorTable]:
+    """Return the tables that an export of recckpt has said it wrote: name -> names of its slots."""
+    found = []
+    for name, part in parts.items():
+        try:
+            said = json.loads(part.metadata.get(METADATA, "{}")).get("tables", {})
+            listed = {table: list(slots) for table, slots in said.items()}
+        except (ValueError, AttributeError, TypeError) as error:
+            text = part.metadata[METADATA][:80]
+            raise ConversionError(files.path(name), METADATA, found=text, expected="tables and their slots") from error
+        for table, slots in listed.items():
+            missing = [each for each in ("id", *slots) if f"{table}.{each}" not in tensors]
+            if missing:
+                expected = ", ".join(f"{table}.{each}" for each in missing)
+                raise ConversionError(files.path(name), f"table {table!r}", found="no such tensors", expected=expected)
+            of_slots = {slot: tensors[f"{table}.{slot}"] for slot in slots}
+            found.append(TensorTable(table, tensors[f"{table}.id"], of_slots))
+    return found
+
+
+def json_object(files: SourceFiles, name: str, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file; ConversionError where it is not one."""
+    try:
+        value = json.loads(files.read(name, max_bytes))
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(files.path(name), "", found=f"no JSON ({error!s:.100})", expected="an object") from error
+    if not isinstance(value, dict):
+        raise ConversionError(files.path(name), "", found=f"{value!r:.60}", expected="a JSON object")
+    return value

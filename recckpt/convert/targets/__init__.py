@@ -1,0 +1,1 @@
+"""The formats that are written, one a file."""

@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+from conversions import some_rows
+from safetensors.numpy import save_file
+
+from recckpt import CheckpointReader
+
+
+@pytest.fixture
+def vectors(tmp_path):
+    np.savez(tmp_path / "t.npz", **some_rows())
+    return tmp_path / "t.npz"
+
+
+def test_a_dry_run_prints_the_plan_and_an_import_does_it(recckpt, vectors, tmp_path):
+    planned = recckpt("import", vectors, tmp_path / "out", "--table", "item", "--step", 5, "--dry-run")
+    assert planned.code == 0
+    assert ["item", "100", "embedding", "float32[3],", "count", "int32[]"] in planned.lines
+    assert planned.lines[-1] == ["would", "write", f"{tmp_path}/out/ckpt_5"]
+    assert not (tmp_path / "out").exists()
+
+    done = recckpt("import", vectors, tmp_path / "out", "--table", "item", "--step", 5)
+    assert done.out.splitlines()[-1].startswith(f"wrote {tmp_path}/out/ckpt_5, ")
+    assert CheckpointReader(tmp_path / "out").manifest.rows == 100
+
+
+def test_json_lists_all_that_came_and_all_that_did_not(recckpt, tmp_path):
+    save_file({"a": np.ones((2, 3), "f4"), "b": np.ones(2, "f4")}, tmp_path / "x.safetensors", {"by": "me"})
+    done = recckpt("import", tmp_path / "x.safetensors", tmp_path / "out", "--as-table", "a", "--json")
+    assert done.json["tables"] == [
+        {"name": "a", "rows": 2, "slots": [{"name": "embedding", "dtype": "float32", "shape": [3]}]}
+    ]
+    assert done.json["dense"] == [{"name": "b", "dtype": "float32", "shape": [2]}]
+    assert [left["name"] for left in done.json["left_out"]] == ["__metadata__ by"]
+    assert done.json["directory"] == "ckpt_0"
+
+
+def test_a_refusal_is_one_line_and_exit_code_1(recckpt, vectors, tmp_path):
+    recckpt("import", vectors, tmp_path / "out")
+    again = recckpt("import", vectors, tmp_path / "out")
+    assert (again.code, again.err.count("\n")) == (1, 1)
+    assert "'ckpt_0' is committed already" in again.err
+    gone = recckpt("import", tmp_path / "none", tmp_path / "other", "--json")
+    assert gone.code == 1
+    assert "found no file" in gone.json["problems"][0]
+
+
+@pytest.mark.parametrize("options", [["--step", -1], ["--from", "parket"], ["--as-table", "=x"]])
+def test_wrong_usage_is_exit_code_2(recckpt, vectors, tmp_path, options):
+    assert recckpt("import", vectors, tmp_path / "out", *options).code == 2
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,23 @@
+"""Files that the real libraries wrote once, so that what is read does not follow our own writers."""
+
+from pathlib import Path
+
+import numpy as np
+from conversions import rows_bytes, table_bytes
+
+from recckpt import CheckpointReader
+from recckpt.convert import Wish, import_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_a_file_of_the_safetensors_library(tmp_path):
+    source = GOLDEN / "made_by_safetensors_0_8.safetensors"
+    done = import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"w": "ids"}))
+    assert [left.name for left in done.contents.left_out] == ["__metadata__ by"]
+    rows = {"id": np.array([7, -1]), "embedding": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    assert table_bytes(tmp_path / "out", "w") == rows_bytes(rows)
+    with CheckpointReader(tmp_path / "out") as reader:
+        assert reader.read_tensor("half").tolist() == [1.5, -2]
+        assert reader.read_tensor("flag").tolist() == [True, False]
+        assert reader.tensor_dtype("flag") == "bool"
