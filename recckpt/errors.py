@@ -242,14 +242,18 @@ class RankLostError(RecckptError):
 
 
 class CommitNotDurableError(SaveFailedError):
-    """The manifest is in place, but the storage failed before it was sure that it survives a power cut.
+    """The manifest was put, but the storage failed before it was sure that it survives a power cut.
 
-    Readers see the checkpoint; the older ones are all kept, since this one may yet be lost.
+    Readers see the checkpoint, if it is in place; the older ones are all kept, since this one may yet be lost.
+
+    Attributes:
+        is_in_place: whether the manifest was seen after the failure; False where the storage did not even tell that.
     """
 
-    def __init__(self, ckpt_id: str, rank: int, cause: str) -> None:
+    def __init__(self, ckpt_id: str, rank: int, cause: str, *, is_in_place: bool) -> None:
         super().__init__(ckpt_id, rank, cause)
+        self.is_in_place = is_in_place
         self.args = (
-            f"{ckpt_id!r} is in place, but the storage failed before it was surely durable (rank {rank}): {cause}; "
-            "older checkpoints are all kept: mend the cause and save again",
+            f"{ckpt_id!r} {'is' if is_in_place else 'may be'} in place, but the storage failed before it was surely "
+            f"durable (rank {rank}): {cause}; older checkpoints are all kept: mend the cause and save again",
         )

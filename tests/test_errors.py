@@ -35,7 +35,7 @@ EXAMPLES = [
     ForkedError("this Saver", 3),
     LookupFailedError("looking up 't'", 1, "ValueError: ids must be int64", "mend it"),
     SaveFailedError("ckpt_1", 3, "OSError: disk full"),
-    CommitNotDurableError("ckpt_1", 0, "OSError: disk on fire"),
+    CommitNotDurableError("ckpt_1", 0, "OSError: disk on fire", is_in_place=False),
     RankLostError([1, 2], "it did not answer within 5 s"),
     CheckpointRemovedError("runs/ckpt_1", emptied=["item"]),
     PartlyLoadedError("OSError: reset", emptied=["item"], mixed=["user"]),

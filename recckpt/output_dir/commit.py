@@ -70,7 +70,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
         CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
         OSError: a file does not have the size that was written, what a delta stands on is gone, or the manifest could
             not be put; nothing is committed.
-        CommitNotDurableError: the manifest is there, but the storage would not say that it is durable.
+        CommitNotDurableError: the manifest is there, or may be, but the storage would not say that it is durable.
         WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
@@ -89,10 +89,12 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
     except FileExistsError:
         raise  # the manifest there is of another call
     except OSError as error:
-        if _is_absent(storage, directory, record):
+        is_there = _is_there(storage, directory, record)
+        if is_there is False:
             fence.check()  # if a new owner removed this attempt, that is the reason to give
             raise
-        raise CommitNotDurableError(record.ckpt_id, 0, f"{type(error).__name__}: {error}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise CommitNotDurableError(record.ckpt_id, 0, cause, is_in_place=is_there is True) from error
     fence.listing = fence.listing.plus(Checkpoint(directory, record))
     return record
 
@@ -121,13 +123,13 @@ def check_files(storage: Storage, directory: str, record: Manifest, visible: Ret
             lookout.check_size(layout.join(directory, file.name), file.n_bytes)
 
 
-def _is_absent(storage: Storage, directory: str, record: Manifest) -> bool:
-    """Say whether a manifest whose put failed is certainly not there."""
+def _is_there(storage: Storage, directory: str, record: Manifest) -> bool | None:
+    """Say whether a manifest is there whose put failed, None where that cannot be told."""
     try:
         found = read_manifest(storage, directory)
     except (OSError, CorruptCheckpointError, FormatVersionError):
-        return False
-    return found is None or found.save_id != record.save_id
+        return None
+    return found is not None and found.save_id == record.save_id
 
 
 class Lookout:

@@ -42,7 +42,9 @@ class Trial:
             self.job.save(background=background)
         except SaveFailedError as error:
             self.check_error(error, code)
-            return [NEW] if isinstance(error, CommitNotDurableError) else [OLD]
+            if not isinstance(error, CommitNotDurableError):
+                return [OLD]
+            return [NEW] if error.is_in_place else [OLD, NEW]
         finally:
             self.log = self.faults.log
             self.faults.plant(0, 0)

@@ -56,7 +56,8 @@ FOUND = {
     "parent_is_origin": By(test_base.test_a_delta_on_a_restored_form_stands_on_what_that_is_a_form_of),
     "ephemeral_keeps_base": By(test_deltas.test_nothing_stands_on_an_ephemeral_delta),
     "failed_keeps_marks": By(
-        test_delta_operations.test_after_a_fault_the_next_save_holds_all_that_has_changed, {"restarts": False}
+        test_delta_operations.test_after_a_fault_the_next_save_holds_all_that_has_changed,
+        {"habit": "goes on", "stride": 7},
     ),
     "closure": By(test_deltas.test_rotation_leaves_what_a_delta_stands_on, {"max_keep": 1}),
     "keep_own_base": By(test_base.test_a_base_stays_though_no_policy_wants_it),

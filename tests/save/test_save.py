@@ -153,6 +153,30 @@ def test_a_commit_that_fails_after_the_manifest_is_visible_says_so_and_keeps_the
     assert checkpoints(tmp_path) == ["new.1"]
 
 
+def test_a_commit_of_which_the_storage_does_not_tell_what_became_says_that_it_may_be_in_place(tmp_path, monkeypatch):
+    _, saver = build(tmp_path)
+    saver.save("old")
+    put = saver.storage.put_if_absent
+    with monkeypatch.context() as patch:
+
+        def fail(name, *_):
+            raise OSError(errno.EIO, "injected", name)
+
+        def put_all_but_the_manifest(name, data):
+            if name.endswith("manifest.json"):
+                patch.setattr(saver.storage, "read", fail)
+                fail(name)
+            put(name, data)
+
+        patch.setattr(saver.storage, "put_if_absent", put_all_but_the_manifest)
+        with pytest.raises(CommitNotDurableError, match="'new' may be in place, but the storage failed") as failure:
+            saver.save("new")
+    assert not failure.value.is_in_place
+    assert checkpoints(tmp_path) == ["old"]
+    saver.save("new")
+    assert checkpoints(tmp_path) == ["new.1"]
+
+
 def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
     _, saver = build(tmp_path)
     saver.save("old")
