@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from recckpt.compaction.chain import ChainName, opened
-from recckpt.compaction.crew import run_on
 from recckpt.compaction.other_files import Target, copied_bytes, copy_others, write_catalog
 from recckpt.compaction.part_task import PartTask, write_part
 from recckpt.compaction.plan import PlannedPart, plan_parts
@@ -17,6 +16,7 @@ from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import Content, FileEntry, ShardEntry
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.executor import run_on
 from recckpt.storage import Storage
 from recckpt.text import Progress
 

@@ -30,21 +30,13 @@ class Parent(Link):
 
 @dataclass(frozen=True)
 class FormOf:
-    """The delta that a full checkpoint is a form of.
+    """The delta that a full checkpoint is a form of."""
 
-    Attributes:
-        save_id: of the delta.
-        manifest: checksum of its manifest.
-        epoch: of its writer.
-        seq: its number; with the epoch, the place of the form in the order of commits.
-        offer: the save id that catalogs and indexes of the form repeat.
-    """
-
-    save_id: str
-    manifest: int
-    epoch: int
-    seq: int
-    offer: str
+    save_id: str  # of the delta
+    manifest: int  # checksum of its manifest
+    epoch: int  # of its writer
+    seq: int  # its number; with the epoch, the place of the form in the order of commits
+    offer: str  # the save id that catalogs and indexes of the form repeat
 
 
 def links_json(parent: Parent | None, chain: Sequence[Link], form_of: FormOf | None) -> dict[str, Any]:

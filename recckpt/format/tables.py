@@ -11,17 +11,11 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
 @dataclass(frozen=True)
 class DeltaRows:
-    """What a delta holds of a table, over all shards.
+    """What a delta holds of a table, over all shards."""
 
-    Attributes:
-        upserts: rows that are new or have changed.
-        deletes: ids that were deleted, each counted as often as a shard has it.
-        replaced: whether these are all rows, and nothing of older links counts.
-    """
-
-    upserts: int
-    deletes: int
-    replaced: bool
+    upserts: int  # rows that are new or have changed
+    deletes: int  # ids that were deleted, each counted as often as a shard has it
+    replaced: bool  # whether these are all rows, and nothing of older links counts
 
 
 @dataclass(frozen=True)

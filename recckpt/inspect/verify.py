@@ -7,7 +7,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from recckpt.compaction.crew import run_on
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
@@ -17,6 +16,7 @@ from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.checkpoint_dir import has_manifest
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
 from recckpt.output_dir.listing import attempt_dirs
+from recckpt.parallel.executor import run_on
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.verifier import check_part_anywhere
 from recckpt.storage import Storage, open_parent, open_storage

@@ -103,7 +103,7 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
     return entry or Entry(load=(), is_own=own)  # it says "skip"
 
 
-def as_bank(bank: Bank, conf: Mapping[str, Any] | None = None) -> Sequence[Mapping[str, Any]]:
+def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
     """Return the entries of a bank that may be given as one entry, or as a path and the rest of its entry.
 
     Raises:

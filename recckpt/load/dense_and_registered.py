@@ -22,21 +22,13 @@ from recckpt.load.report import Planned
 
 @dataclass(frozen=True)
 class OtherState:
-    """What a load gives to those that are not tables.
+    """What a load gives to those that are not tables."""
 
-    Attributes:
-        dense: the model's state, by the model's names.
-        extra: states of registered objects, and of names that nobody registered.
-        io_state: positions of datasets.
-        sparse_optim: the sparse optimizer's scalars; None where there are none to take.
-        generators: states of random generators; empty where they stay as they are.
-    """
-
-    dense: Mapping[str, Any]
-    extra: Mapping[str, Any]
-    io_state: Mapping[str, Any]
-    sparse_optim: dict[str, Any] | None
-    generators: Mapping[str, Any]
+    dense: Mapping[str, Any]  # the model's state, by the model's names
+    extra: Mapping[str, Any]  # states of registered objects, and of names that nobody registered
+    io_state: Mapping[str, Any]  # positions of datasets
+    sparse_optim: dict[str, Any] | None  # the sparse optimizer's scalars; None where there are none to take
+    generators: Mapping[str, Any]  # states of random generators; empty where they stay as they are
 
 
 def read_other_state(

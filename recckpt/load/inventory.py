@@ -21,21 +21,13 @@ _WRAPPED, _COMPILED = "module.", "_orig_mod"  # what DistributedDataParallel and
 
 @dataclass(frozen=True)
 class Thing:
-    """What is known of a name without reading it.
+    """What is known of a name without reading it."""
 
-    Attributes:
-        dtype: of a slot or tensor, or :data:`PLAIN`; "" where it is not known or does not matter.
-        shape: of one row of a slot, or of a tensor.
-        rows: rows of the table; 0 for what is not a slot.
-        n_bytes: bytes to read, 0 where that is not known.
-        tied: other names of the parameter whose state in a dense optimizer this is, or of a tensor in a checkpoint.
-    """
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    rows: int = 0
-    n_bytes: int = 0
-    tied: tuple[str, ...] = ()
+    dtype: str = ""  # of a slot or tensor, or PLAIN; "" where it is not known or does not matter
+    shape: tuple[int, ...] = ()  # of one row of a slot, or of a tensor
+    rows: int = 0  # of the table; 0 for what is not a slot
+    n_bytes: int = 0  # to read, 0 where that is not known
+    tied: tuple[str, ...] = ()  # other names of a tensor there, or of the parameter whose optimizer state this is
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"
@@ -46,17 +38,11 @@ Inventory = Mapping[Name, Thing]
 
 @dataclass(frozen=True)
 class Offer:
-    """What a checkpoint has, and what an entry asks for of it.
+    """What a checkpoint has, and what an entry asks for of it."""
 
-    Attributes:
-        entry: of the model bank.
-        label: the checkpoint's path.
-        inventory: its names.
-    """
-
-    entry: Entry
-    label: str
-    inventory: Inventory
+    entry: Entry  # of the model bank
+    label: str  # the checkpoint's path
+    inventory: Inventory  # its names
 
     @property
     def called(self) -> str:

@@ -32,21 +32,13 @@ _T = TypeVar("_T")
 
 @dataclass
 class _Link:
-    """One checkpoint of a chain, whose files are open until they are closed.
-
-    Attributes:
-        checkpoint: what it is.
-        files: its files, those open that are held.
-        parts: by shard, the parts that may have rows or deletes that are wanted.
-        tables: the tables whose rows are read from it.
-        n_bytes: of catalogs that were read.
-    """
+    """One checkpoint of a chain, whose files are open until they are closed."""
 
     checkpoint: Checkpoint
-    files: HeldFiles
-    parts: list[list[Part]] = field(default_factory=list)
-    tables: Collection[str] = ()
-    n_bytes: int = 0
+    files: HeldFiles  # those open that are held
+    parts: list[list[Part]] = field(default_factory=list)  # by shard, those with rows or deletes that may be wanted
+    tables: Collection[str] = ()  # whose rows are read from it
+    n_bytes: int = 0  # of catalogs that were read
 
     @classmethod
     def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int) -> _Link:
@@ -85,21 +77,13 @@ def links_with_rows(checkpoint: Checkpoint) -> Iterator[tuple[Checkpoint, Collec
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rank reads of the files of which each rank reads some.
+    """What a rank reads of the files of which each rank reads some."""
 
-    Attributes:
-        shard: number of this rank.
-        shards: number of ranks.
-        slices: slot of a table of the model -> the ids that this rank owns, None for all.
-        positions: whether it has positions in the data.
-        gathers: whether a registered object takes what it needs from the states of all ranks that saved.
-    """
-
-    shard: int
-    shards: int
-    slices: Mapping[Name, Slice | None]
-    positions: bool
-    gathers: bool
+    shard: int  # number of this rank
+    shards: int  # number of ranks
+    slices: Mapping[Name, Slice | None]  # slot of a table of the model -> the ids that this rank owns, None for all
+    positions: bool  # whether it has positions in the data
+    gathers: bool  # whether a registered object takes what it needs from the states of all ranks that saved
 
 
 class OpenSource:

@@ -17,19 +17,12 @@ from recckpt.storage import Storage, open_storage
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that was located, and what is wanted of it.
+    """A checkpoint that was located, and what is wanted of it."""
 
-    Attributes:
-        entry: what is wanted.
-        storage: the output dir that it lies in.
-        checkpoint: the newest link, with those below.
-        held: save id of the link whose rows the tables of the model hold as they were loaded, "" where they do not.
-    """
-
-    entry: Entry
-    storage: Storage
-    checkpoint: Checkpoint
-    held: str = ""
+    entry: Entry  # what is wanted
+    storage: Storage  # the output dir that it lies in
+    checkpoint: Checkpoint  # the newest link, with those below
+    held: str = ""  # save id of the link whose rows the model's tables hold as they were loaded; "" for none
 
     @property
     def label(self) -> str:

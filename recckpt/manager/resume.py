@@ -235,7 +235,7 @@ class Restorer:
         sources, problems = locate_bank(bank)
         return sources, self._candidates(None, required=required), problems
 
-    def _candidates(self, global_step: int | None, *, required: bool = False) -> list[Checkpoint]:
+    def _candidates(self, global_step: int | None, *, required: bool) -> list[Checkpoint]:
         """Return what may be restored, best first."""
         storage = self._loader.storage
         if global_step is not None:

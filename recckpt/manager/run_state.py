@@ -13,17 +13,11 @@ EVENT_TIME = "event_time"  # part of the format: in the state of a manifest
 
 @dataclass
 class Run:
-    """Where a run is.
+    """Where a run is."""
 
-    Attributes:
-        global_step: steps so far.
-        held_step: the step whose state is in a checkpoint that stays, None where it is in none.
-        event_time: the latest time of an event in the data so far.
-    """
-
-    global_step: int = 0
-    held_step: int | None = None
-    event_time: float | None = None
+    global_step: int = 0  # steps so far
+    held_step: int | None = None  # the step whose state is in a checkpoint that stays, None where it is in none
+    event_time: float | None = None  # the latest time of an event in the data so far
 
 
 def pinned_id(step: Any) -> str:

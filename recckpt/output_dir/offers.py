@@ -28,21 +28,13 @@ DAY_SEC = 86_400.0  # part of the format: at this age an offer is not adopted an
 
 @dataclass(frozen=True)
 class Found:
-    """A directory for an offer that nobody has committed.
+    """A directory for an offer that nobody has committed."""
 
-    Attributes:
-        directory: where it lies.
-        age_sec: how old its first file is, by the clock of the storage; None where that does not tell.
-        is_begun: whether it has its first file; one without is no offer.
-        offer: what it says; None where it is not finished, or damaged.
-        problem: why it is not whole; "" where it is.
-    """
-
-    directory: str
-    age_sec: float | None
-    is_begun: bool
-    offer: Offer | None
-    problem: str = ""
+    directory: str  # where it lies
+    age_sec: float | None  # how old its first file is, by the clock of the storage; None where that does not tell
+    is_begun: bool  # whether it has its first file; one without is no offer
+    offer: Offer | None  # what it says; None where it is not finished, or damaged
+    problem: str = ""  # why it is not whole; "" where it is
 
 
 def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy, concurrency: int) -> list[Checkpoint]:

@@ -7,10 +7,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from recckpt.compaction.compact import make_offer
-from recckpt.compaction.crew import StoppedError
 from recckpt.compaction.whole import Means
 from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.executor import StoppedError
 from recckpt.parallel.threads import give_way
 from recckpt.storage import Storage
 

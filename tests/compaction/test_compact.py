@@ -15,7 +15,6 @@ import recckpt.inspect.verify
 from recckpt.compaction import part_task, plan, whole
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.compact import make_offer
-from recckpt.compaction.crew import StoppedError
 from recckpt.compaction.part_task import PartTask, write_part
 from recckpt.compaction.plan import plan_parts
 from recckpt.compaction.whole import Means
@@ -24,6 +23,7 @@ from recckpt.format import layout
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
 from recckpt.output_dir.offers import adopt_offers
+from recckpt.parallel.executor import StoppedError
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
 

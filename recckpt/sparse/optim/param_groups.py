@@ -59,11 +59,11 @@ def options(group: Mapping[str, Any], *without: str) -> Group:
     return {key: plain(value) for key, value in group.items() if key != "params" and key not in without}
 
 
-def check_number(group: Group, name: str, low: float = 0.0, below: float = float("inf")) -> None:
-    """Raise ValueError unless the hyper-parameter ``name`` lies in [low, below)."""
+def check_number(group: Group, name: str, below: float = float("inf")) -> None:
+    """Raise ValueError unless the hyper-parameter ``name`` lies in [0, below)."""
     value = group[name]
-    if not isinstance(value, (int, float)) or not low <= value < below:
-        raise ValueError(f"found {name}={value!r}, expected a number of [{low}, {below})")
+    if not isinstance(value, (int, float)) or not 0 <= value < below:
+        raise ValueError(f"found {name}={value!r}, expected a number of [0, {below})")
 
 
 def check_betas(group: Group) -> None:
