@@ -17,7 +17,20 @@ Int64s = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 32 << 20  # large enough for huge pages, small beside any table worth growing in steps
 _FIRST_ROWS = 64
+_LINE_BYTES, _HUGE_BYTES = 64, 2 << 20  # of the cache; of a huge page
 _ONE_BLOCK = 62  # shift of a column that is one block, whatever its rows
+
+
+def aligned_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory, undefined, in which a row of 64 bytes lies in one line of the cache, and no huge page is cut.
+
+    Numpy asks for huge pages from 4 MiB on: random rows then miss the TLB less. What is asked for beyond ``n_bytes`` is
+    never touched, so it is no memory.
+    """
+    align = _HUGE_BYTES if n_bytes >= 2 * _HUGE_BYTES else _LINE_BYTES
+    memory = np.empty(n_bytes + align, np.uint8)
+    begin = -memory.ctypes.data % align
+    return memory[begin : begin + n_bytes]
 
 
 class Blocks(NamedTuple):
@@ -194,8 +207,8 @@ class Column:
 
     @torch.inference_mode(False)  # a block outlives the mode in which it happened to be made
     def _new_block(self, n_rows: int) -> Tensor:
-        if self.device.type == "cpu":  # numpy asks for huge pages: random rows then miss the TLB less
-            memory = torch.from_numpy(np.empty(n_rows * self.spec.row_bytes, np.uint8))
+        if self.device.type == "cpu":
+            memory = torch.from_numpy(aligned_bytes(n_rows * self.spec.row_bytes))
             return memory.view(self.dtype).view(n_rows, *self.spec.shape)
         return torch.empty((n_rows, *self.spec.shape), dtype=self.dtype, device=self.device)
 

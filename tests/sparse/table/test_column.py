@@ -54,6 +54,14 @@ def test_the_first_block_doubles_and_keeps_its_rows(monkeypatch):
         assert torch.equal(column.to_tensor(10), counting(10, 4))
 
 
+@pytest.mark.parametrize(("n_bytes", "align"), [(64, 64), (1 << 20, 64), (4 << 20, 2 << 20), (32 << 20, 2 << 20)])
+def test_blocks_begin_at_a_line_of_the_cache_and_large_ones_at_a_huge_page(monkeypatch, n_bytes, align):
+    monkeypatch.setattr(column_module, "BLOCK_BYTES", 32 << 20)
+    column = Column(SlotSpec("x", "float32", (16,)), CPU)
+    column.reserve(n_bytes // 64)
+    assert column.memory.addresses[0] % align == 0
+
+
 def test_scatter_sets_these_rows_only():
     expected = counting(300, 4)
     column = column_of(expected)
