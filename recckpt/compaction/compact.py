@@ -12,21 +12,18 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from recckpt.compaction.other_files import Target
 from recckpt.compaction.whole import Means, write_whole
 from recckpt.errors import RecckptError
 from recckpt.format import layout, offer
-from recckpt.format.manifest import Manifest
+from recckpt.format.manifest import Content, Manifest
 from recckpt.format.offer import Offer, Offered
-from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate
+from recckpt.output_dir.new_checkpoint import Target, commit_new
 from recckpt.output_dir.offers import adoptable, look_at
 from recckpt.output_dir.open_files import until_whole
 from recckpt.storage import Storage, open_storage
-from recckpt.storage.transfers import VISIBLE
 from recckpt.types import positive_int
 
 log = logging.getLogger("recckpt")
@@ -136,27 +133,12 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
 def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -> Compacted:
     """Commit a whole checkpoint in another output dir; errors as of :func:`compact`."""
     record, there = checkpoint.manifest, open_storage(out)
-    there.prepare()
-    fence = Fence(there)
-    intent, seq = committing.begin(there, fence, record.ckpt_id, step=record.step, overwrite=False, base=None)
-    try:
-        to = Target(there, intent.directory, intent.save_id)
-        whole = write_whole(storage, checkpoint, to, _for(there, means))
-        full = Manifest(
-            ckpt_id=record.ckpt_id,
-            save_id=intent.save_id,
-            epoch=intent.epoch,
-            seq=seq,
-            step=record.step,
-            time=committing.time_now(),
-            **replace(whole, ephemeral=False).content,
-        )
-        committing.commit(there, fence, intent.directory, full, VISIBLE)
-    except BaseException:
-        rotation.abandon(there, intent.directory)
-        raise
-    fence.write_index()
-    return Compacted(record.ckpt_id, there.url, intent.directory, len(checkpoint.links), whole.rows, whole.n_bytes)
+
+    def write(to: Target) -> Content:
+        return replace(write_whole(storage, checkpoint, to, _for(there, means)), ephemeral=False)
+
+    directory, full = commit_new(there, record.ckpt_id, record.step, write)
+    return Compacted(record.ckpt_id, there.url, directory, len(checkpoint.links), full.rows, full.n_bytes)
 
 
 def _for(storage: Storage, means: Means) -> Means:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import BinaryIO
 
 from recckpt.dense.file_check import check_file
 from recckpt.dense.tensors import read_index
 from recckpt.errors import CorruptCheckpointError
-from recckpt.format import catalog as catalogs
 from recckpt.format import layout, tensor_index
-from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import FileEntry
-from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.new_checkpoint import Target
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.parallel.threads import run_all
 from recckpt.storage import HashingSink, Storage
 
 _STEP_BYTES = 8 << 20
 Advance = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class Target:
-    """The directory of a new checkpoint, and the save id that its files repeat."""
-
-    storage: Storage
-    directory: str
-    save_id: str
 
 
 def copied_bytes(checkpoint: Checkpoint) -> int:
@@ -55,13 +44,8 @@ def copy_others(
         index = read_index(files, directory, manifest, shard)
         if index is not None:
             data = tensor_index.encode(replace(index, save_id=to.save_id))
-            entries.append(_write(to, layout.dense_index(shard, len(manifest.shards)), data))
+            entries.append(to.write(layout.dense_index(shard, len(manifest.shards)), data))
     return entries
-
-
-def write_catalog(to: Target, catalog: Catalog) -> FileEntry:
-    """Write the catalog of a shard and return its entry."""
-    return _write(to, layout.catalog(catalog.shard, catalog.shards), catalogs.encode(catalog))
 
 
 def _copied(checkpoint: Checkpoint) -> list[FileEntry]:
@@ -87,12 +71,3 @@ def _copy(files: HeldFiles, directory: str, entry: FileEntry, to: Target, advanc
 def _pieces(content: BinaryIO) -> Iterator[bytes]:
     while data := content.read(_STEP_BYTES):
         yield data
-
-
-def _write(to: Target, name: str, data: bytes) -> FileEntry:
-    with to.storage.create(layout.join(to.directory, name)) as sink:
-        hashing = HashingSink(sink)
-        hashing.write(data)
-    entry = FileEntry(name, sink.n_bytes, hashing.xxh3)
-    read_checked(to.storage, to.directory, entry)
-    return entry

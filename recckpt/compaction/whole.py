@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from recckpt.compaction.chain import ChainName, opened
-from recckpt.compaction.other_files import Target, copied_bytes, copy_others, write_catalog
+from recckpt.compaction.other_files import copied_bytes, copy_others
 from recckpt.compaction.part_task import PartTask, write_part
 from recckpt.compaction.plan import PlannedPart, plan_parts
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
+from recckpt.format.catalog import encode as encode_catalog
 from recckpt.format.manifest import Content, FileEntry, ShardEntry
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.new_checkpoint import Target
 from recckpt.parallel.executor import run_on
 from recckpt.storage import Storage
 from recckpt.text import Progress
@@ -89,7 +91,7 @@ def _finished(
     for shard in range(count):
         parts = [part for planned, part in written if part is not None and planned.shard == shard]
         catalog = Catalog(to.save_id, shard, count, tuple(parts))
-        entry = write_catalog(to, catalog)
+        entry = to.write(layout.catalog(shard, count), encode_catalog(catalog))
         shards.append(ShardEntry(entry.name, catalog.buckets))
         files += [entry, *(FileEntry(part.file, part.n_bytes) for part in parts)]
         catalogs.append(catalog)

@@ -7,10 +7,11 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from recckpt.convert.formats import open_source
-from recckpt.convert.new_checkpoint import NewCheckpoint, commit_new
+from recckpt.convert.new_checkpoint import NewCheckpoint, write_new
 from recckpt.convert.row_checks import check_table, checked
 from recckpt.convert.row_runs import RowRuns
 from recckpt.convert.source import Contents, LeftOut, Source, SourceTable, Wish
@@ -18,6 +19,7 @@ from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import CheckpointExistsError, ConversionError
 from recckpt.format import layout
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.output_dir.new_checkpoint import commit_new
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress, nearest
@@ -103,7 +105,8 @@ def import_checkpoint(
             progress.n_rows = sum(each.n_rows for each in runs)
             state = {"imported_from": plan.source, "imported_format": contents.format}
             new = NewCheckpoint(runs, contents, state)
-            directory, record = commit_new(storage, plan.ckpt_id, step, new, progress.advance)
+            write = partial(write_new, new=new, advance=progress.advance)
+            directory, record = commit_new(storage, plan.ckpt_id, step, write)
         rows = {table.name: table.rows for table in record.tables}
         return replace(plan, directory=directory, rows=rows, n_bytes=record.n_bytes)
 

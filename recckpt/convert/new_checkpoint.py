@@ -1,4 +1,4 @@
-"""A full checkpoint made of rows in bucket order and of dense state: parts, catalogs, indexes, manifest, commit."""
+"""A full checkpoint made of rows in bucket order and of dense state: its files, and what its manifest says of them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
-from recckpt.compaction.other_files import Target, write_catalog
 from recckpt.convert.row_runs import RowRuns, buckets_of
 from recckpt.convert.source import Contents
 from recckpt.format import layout
 from recckpt.format.buckets import gen_slice
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import FileEntry, Manifest, Names, Scalar, ShardEntry
+from recckpt.format.catalog import encode as encode_catalog
+from recckpt.format.manifest import Content, FileEntry, Names, Scalar, ShardEntry
 from recckpt.format.tables import TableEntry
-from recckpt.output_dir import commit as committing
-from recckpt.output_dir import rotation
-from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.new_checkpoint import Target
 from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter
-from recckpt.storage import Storage
-from recckpt.storage.transfers import VISIBLE
 from recckpt.types import SlotSpec
 
 PART_BYTES, BATCH_BYTES = 1 << 30, 8 << 20
@@ -53,43 +49,20 @@ class NewCheckpoint:
         return max(1, len(self.contents.io_state))
 
 
-def commit_new(storage: Storage, ckpt_id: str, step: int, new: NewCheckpoint, advance: Advance) -> tuple[str, Manifest]:
-    """Write and commit a checkpoint in an output dir, which is taken over; return its directory and manifest.
-
-    Raises:
-        CheckpointExistsError: the id is committed there already.
-        WriterFencedError: another writer took the output dir over.
-        OSError: the storage failed; nothing is committed.
-    """
-    storage.prepare()
-    fence = Fence(storage)
-    intent, seq = committing.begin(storage, fence, ckpt_id, step=step, overwrite=False, base=None)
-    try:
-        to = Target(storage, intent.directory, intent.save_id)
-        catalogs = [_write_shard(to, new, shard, advance) for shard in range(new.shards)]
-        files = [FileEntry(part.file, part.n_bytes) for catalog in catalogs for part in catalog.parts]
-        entries = [write_catalog(to, catalog) for catalog in catalogs]
-        files += [*entries, *_write_dense(to, new)]
-        record = Manifest(
-            ckpt_id=ckpt_id,
-            save_id=intent.save_id,
-            epoch=intent.epoch,
-            seq=seq,
-            step=step,
-            time=committing.time_now(),
-            shards=tuple(ShardEntry(e.name, c.buckets) for e, c in zip(entries, catalogs, strict=True)),
-            tables=tuple(TableEntry(runs.table.name, runs.n_rows, runs.table.slots) for runs in new.tables),
-            files=tuple(sorted(files, key=lambda file: file.name)),
-            names=_names(new.contents),
-            state=new.state,
-            writer=_versions(),
-        )
-        record = committing.commit(storage, fence, intent.directory, record, VISIBLE)
-    except BaseException:
-        rotation.abandon(storage, intent.directory)
-        raise
-    fence.write_index()
-    return intent.directory, record
+def write_new(to: Target, new: NewCheckpoint, advance: Advance) -> Content:
+    """Write all files of a checkpoint, and return what it holds."""
+    catalogs = [_write_shard(to, new, shard, advance) for shard in range(new.shards)]
+    files = [FileEntry(part.file, part.n_bytes) for catalog in catalogs for part in catalog.parts]
+    entries = [to.write(layout.catalog(c.shard, c.shards), encode_catalog(c)) for c in catalogs]
+    files += [*entries, *_write_dense(to, new)]
+    return Content(
+        shards=tuple(ShardEntry(e.name, c.buckets) for e, c in zip(entries, catalogs, strict=True)),
+        tables=tuple(TableEntry(runs.table.name, runs.n_rows, runs.table.slots) for runs in new.tables),
+        files=tuple(sorted(files, key=lambda file: file.name)),
+        names=_names(new.contents),
+        state=new.state,
+        writer=_versions(),
+    )
 
 
 def _write_shard(to: Target, new: NewCheckpoint, shard: int, advance: Advance) -> Catalog:
