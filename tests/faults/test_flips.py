@@ -29,20 +29,26 @@ class Scene:
     """A run, and which of its checkpoints is damaged."""
 
     deltas: bool | Deltas
+    max_keep: int
     step: int  # of the one that is damaged
     steps: int  # of the newest: where this is greater, it is read from the rows of the damaged one too
 
 
 ALWAYS = Deltas(max_dirty=1.0, max_chain_bytes=1000.0)
-SCENES = {"full": Scene(False, 10, 10), "delta": Scene(ALWAYS, 10, 10), "a link below": Scene(ALWAYS, 10, 15)}
+SCENES = {
+    "full": Scene(False, 3, 10, 10),
+    "delta": Scene(ALWAYS, 1, 10, 10),
+    "a link below": Scene(ALWAYS, 2, 10, 15),
+}
 
 
 class Damaged:
     """A checkpoint in all ways of being damaged, and a run that restores the one before it."""
 
     def __init__(self, root, scene):
-        run = Run(root, interval=5, max_keep=3, deltas=scene.deltas).train(scene.steps)
+        run = Run(root, interval=5, max_keep=scene.max_keep, deltas=scene.deltas).train(scene.steps)
         run.saver.close()
+        self.harness = f"T7, deltas, max_keep {scene.max_keep}" if scene.deltas else "T7"
         self.root, self.newer, self.older = root, Forge(root / "ckpt_10"), Forge(root / "ckpt_5")
         self.newest, self.is_newest = scene.steps, scene.step == scene.steps
         assert any(".deletes." in name for name in self.newer.parts) == (scene.deltas is not False)
@@ -157,7 +163,7 @@ def all_are_found(figures, damaged, cases):
     assert len(bad) == len(refused), bad[:5]
     assert len(refused) <= 1 + len(cases) // 500, "a few bits of the manifest only are the number of its version"
     counts = {kind.replace(" ", "_"): count for kind, count in Counter(kind for kind, _ in cases).items()}
-    figures.add("T7", **counts, found=len(cases), refused_by_version=len(refused), crashes=0)
+    figures.add(damaged.harness, **counts, found=len(cases), refused_by_version=len(refused), crashes=0)
 
 
 def test_a_whole_checkpoint_is_restored_without_an_error(damaged):

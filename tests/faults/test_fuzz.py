@@ -202,7 +202,7 @@ def tables_target(tmp_path_factory):
     return Target(Path(storage.url))
 
 
-def fuzz(figures, target, cases, faults):
+def fuzz(figures, target, cases, faults, harness="bad inputs"):
     """Try the files of each case: nothing but refusals and what was written may come of them."""
     found = outcomes(lambda case: target.attempt(*case, faults), list(enumerate(cases)))
     target.put({})
@@ -210,7 +210,7 @@ def fuzz(figures, target, cases, faults):
     bad = {n: text for n, text in enumerate(found) if not set(text.split()) <= {"refused", "equal", "seen"}}
     assert not bad, f"{len(bad)} of {len(cases)}: {dict(list(bad.items())[:5])}"
     refused = sum("refused" in text for text in found)
-    figures.add("bad inputs", tried=len(cases), refused=refused, wrong=0)
+    figures.add(harness, tried=len(cases), refused=refused, wrong=0)
     # of few cases, by chance, a good deal less than the usual four in five
     assert refused >= len(cases) / 4, f"only {refused} of {len(cases)} were refused: these are no faults"
 
