@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-_FORMATS = "safetensors, parquet, arrow, csv, npy"
+_FORMATS = "recis, safetensors, parquet, arrow, csv, npy"
 
 
 def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

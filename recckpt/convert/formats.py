@@ -10,7 +10,7 @@ from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 from recckpt.text import nearest
 
-SOURCES = ("safetensors", "parquet", "arrow", "csv", "npy")  # in the order in which they look at the files
+SOURCES = ("recis", "safetensors", "parquet", "arrow", "csv", "npy")  # in the order in which they look at the files
 
 
 def open_source(files: SourceFiles, format: str | None, wish: Wish) -> Source:

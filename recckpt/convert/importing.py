@@ -88,6 +88,8 @@ def import_checkpoint(
     with _opened(source, format, wish or Wish()) as opened:
         contents = _chosen(opened.contents, tables, os.fspath(source))
         step = next(found for found in (step, contents.step, 0) if found is not None)
+        if type(step) is not int or step < 0:
+            raise ConversionError(os.fspath(source), "step", found=f"{step!r}", expected="an int of 0 or more")
         plan = ImportPlan(os.fspath(source), layout.step_id(step), contents)
         plan = replace(plan, rows={table.name: table.n_rows for table in contents.tables})
         storage = open_storage(url)

@@ -68,6 +68,10 @@ class SourceFiles:
             raise ConversionError(self.path(name), "", found="no such file", expected=why, remedy="copy it there")
         return name
 
+    def local(self, name: str) -> Path | None:
+        """Return where a file is on this host, None where it is elsewhere."""
+        return (self._path if self.is_file else self._path / name) if self._is_local else None
+
     def open(self, name: str) -> BinaryIO:
         """Open a file for seeking and reading."""
         if self._is_local:

@@ -1,0 +1,155 @@
+"""A RecIS checkpoint, of any number of ranks: tables with slots, dense state, registered objects, positions, step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from recckpt.convert.recis_blocks import INDEX, TENSOR_KEYS, Blocks, TableSlice, read_blocks
+from recckpt.convert.row_checks import int64_ids
+from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, SourceTensor, Wish
+from recckpt.convert.source_files import SourceFiles
+from recckpt.convert.tensor_source import STEP_BYTES, slot_of
+from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
+from recckpt.errors import ConversionError
+from recckpt.format.layout import SPARSE_OPTIM
+
+_SHARD = re.compile(r"(.*/)?model-\d{6}-of-\d{6}\.safetensors", re.ASCII)
+_STEP_DIR = re.compile(r"ckpt_(\d{1,18})", re.ASCII)
+_SCALAR = re.compile(r"(sparse_[a-z_]+?_)(step|beta1|beta2)", re.ASCII)
+_OF_FILTERS = re.compile(r".*([0-9a-f]{64}|@filter_global_step).*", re.ASCII)
+_SERVING = "torch_rank_weights_embs_table_multi_shard.json"
+
+
+def recognises(files: SourceFiles) -> bool:
+    """Say whether these are files of this format: of a checkpoint, or of an output dir with several."""
+    names = {name.rpartition("/")[2] for name in files.names}
+    return bool({INDEX, TENSOR_KEYS} & names) and any(map(_SHARD.fullmatch, files.names))
+
+
+def open_source(files: SourceFiles, wish: Wish) -> RecisSource:
+    """Open a checkpoint; of an output dir the newest.
+
+    Raises:
+        ConversionError: a file is missing, cut or contradicts another, or a pickle needs code.
+    """
+    if wish.as_table:
+        raise ConversionError(files.url, "", found="tensors that are to be tables", expected="its own tables alone")
+    if "checkpoint" in files.names and INDEX not in files.names:
+        lines = files.read("checkpoint", 1 << 24).decode("utf-8", "replace").split()
+        if not lines:
+            raise ConversionError(files.path("checkpoint"), "", found="no checkpoint", expected="ids, newest last")
+        files = SourceFiles(f"{files.url.rstrip('/')}/{lines[-1]}")
+    return RecisSource(files, read_blocks(files))
+
+
+class RecisSource:
+    """An open RecIS checkpoint."""
+
+    def __init__(self, files: SourceFiles, blocks: Blocks) -> None:
+        self._files, self._blocks = files, blocks
+        left = [LeftOut(_SERVING, "is for RecIS's server")] if _SERVING in files.names else []
+        tables = [self._table(name, slices, left) for name, slices in blocks.tables.items()]
+        extra = dict(load_torch_dict(files, "extra.pt")) if "extra.pt" in files.names else {}
+        step = _step(extra.pop("global_step", None), files)
+        state = load_torch_dict(files, "model.pt") if "model.pt" in files.names else {}
+        for name in [name for name in state if _OF_FILTERS.fullmatch(name)]:
+            left.append(LeftOut(f"model.pt {name}", "counts steps for a filter of RecIS"))
+            del state[name]
+        dense, values = split_values(state, files.path("model.pt"))
+        scalars, others = _scalars(blocks, left)
+        extra = portable_values(extra, files.path("extra.pt"))
+        self.contents = Contents(
+            "recis",
+            tuple(tables),
+            dense=(*dense.values(), *others),
+            values=values,
+            extra=extra | ({SPARSE_OPTIM: scalars} if scalars else {}),
+            io_state=_positions(files),
+            step=step,
+            left_out=tuple(left),
+        )
+
+    def rows(self, table: SourceTable) -> Iterator[Rows]:
+        """Yield the rows of a table, rank after rank."""
+        for own in self._blocks.tables[table.name]:
+            n_rows, step = own.ids.shape[0], max(1, STEP_BYTES // table.row_bytes)
+            for begin in range(0, n_rows, step):
+                end = min(begin + step, n_rows)
+                where = f"table {table.name!r}, slice [{own.begin}, {own.end}) of {own.size}"
+                ids = int64_ids(own.ids.read(begin, end), self._files.url, where)
+                rest = ids.view(np.uint64) % np.uint64(own.size)
+                strange = ids[(rest < own.begin) | (rest >= own.end)]
+                if len(strange):
+                    found, expected = f"the id {strange[0]}", "ids whose remainder lies in the slice"
+                    raise ConversionError(self._files.url, where, found=found, expected=expected)
+                values = (own.slots[slot.name].read(begin, end) for slot in table.slots)
+                yield Rows(ids, [v.view(np.uint8) if v.dtype == np.bool_ else v for v in values])
+
+    def close(self) -> None:
+        """Do nothing: each file is closed once it is read."""
+
+    def _table(self, name: str, slices: list[TableSlice], left: list[LeftOut]) -> SourceTable:
+        slots = []
+        for slot, tensor in slices[0].slots.items():
+            is_bool = tensor.dtype == "bool"
+            if is_bool:
+                left.append(LeftOut(f"table {name}, slot {slot}", "of bool, is here uint8 of 0 and 1"))
+            slots.append(slot_of(slot, replace(tensor, dtype="uint8") if is_bool else tensor, self._files.url))
+        return SourceTable(name, sum(own.ids.shape[0] for own in slices), tuple(slots))
+
+
+def _scalars(blocks: Blocks, left: list[LeftOut]) -> tuple[dict[str, Any], list[SourceTensor]]:
+    """Return the state of the sparse optimizer in the form it has here, and the dense blocks that are not part of it.
+
+    RecIS has one step for all tables; here each table has its own.
+    """
+    steps: dict[str, int] = {}
+    others = []
+    for name, tensor in blocks.dense.items():
+        scalar = _SCALAR.fullmatch(name)
+        if scalar is None:
+            others.append(tensor if tensor.name == name else replace(tensor, name=name))
+        elif scalar[2] == "step":
+            steps[scalar[1]] = int(tensor.whole().reshape(-1)[0])
+        else:
+            left.append(LeftOut(name, "follows from the step and the betas that the optimizer is made with"))
+    if not steps:
+        return {}, others
+    prefix = max(steps, key=lambda each: sum(f"{each}exp_avg" in t[0].slots for t in blocks.tables.values()))
+    for unused in steps.keys() - {prefix}:
+        left.append(LeftOut(f"{unused}step", f"a checkpoint has one sparse optimizer, that of {prefix}"))
+    tables = [name for name, slices in blocks.tables.items() if f"{prefix}exp_avg" in slices[0].slots]
+    state = {name: {"step": steps[prefix]} for name in tables}
+    slots = [f"{prefix}exp_avg", f"{prefix}exp_avg_sq"]
+    return {"slots": slots, "state": state, "param_groups": [{"tables": tables}]}, others
+
+
+def _step(found: Any, files: SourceFiles) -> int | None:
+    if found is not None:
+        try:
+            step = int(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            where = "global_step"
+            raise ConversionError(files.path("extra.pt"), where, found=f"{found!r:.60}", expected="a step") from error
+        return step
+    named = _STEP_DIR.fullmatch(files.url.rstrip("/").rpartition("/")[2])
+    return int(named[1]) if named else None
+
+
+def _positions(files: SourceFiles) -> list[Mapping[str, Any]]:
+    """Return the positions of all ranks, in order."""
+    numbers = [int(found[1]) for name in files.names if (found := re.fullmatch(r"io_state_(\d{1,9})\.pt", name))]
+    count = len(numbers)
+    if "io_state_count" in files.names:
+        text = files.read("io_state_count", 100)
+        if not re.fullmatch(rb"\s*\d{1,9}\s*", text):
+            path = files.path("io_state_count")
+            raise ConversionError(path, "", found=f"{text[:40]!r}", expected="the number of ranks")
+        count = int(text)
+    names = [files.need(f"io_state_{rank}.pt", f"the position of rank {rank} of {count}") for rank in range(count)]
+    return [portable_values(load_torch_dict(files, name), files.path(name)) for name in names]

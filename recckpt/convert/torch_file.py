@@ -1,0 +1,90 @@
+"""Files of torch.save, read without running code, and their tensors as those of a source."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from recckpt.convert.source import Array, SourceTensor
+from recckpt.convert.source_files import SourceFiles
+from recckpt.errors import ConversionError
+from recckpt.format.dtypes import NUMPY_DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BROKEN = (RuntimeError, EOFError, ValueError, KeyError, OSError, zipfile.BadZipFile, AttributeError, TypeError)
+
+
+def load_torch(files: SourceFiles, name: str) -> Any:
+    """Return what ``torch.load(weights_only=True)`` gives, tensors mapped from the file where it can be mapped.
+
+    Raises:
+        ConversionError: the pickle needs code, or the file is damaged.
+    """
+    import torch
+
+    path, local = files.path(name), files.local(name)
+    try:
+        if local is not None and zipfile.is_zipfile(local):
+            return torch.load(local, map_location="cpu", weights_only=True, mmap=True)
+        with files.open(name) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = f"a pickle that needs code to load ({str(error).splitlines()[-1]:.200})"
+        remedy = "nothing was run and nothing written; save tensors and plain values only, such as a state_dict()"
+        raise ConversionError(path, "", found=found, expected="tensors and plain values", remedy=remedy) from error
+    except _BROKEN as error:
+        found = f"what torch does not read ({str(error).splitlines()[0] if str(error) else type(error).__name__:.200})"
+        raise ConversionError(path, "", found=found, expected="a whole file of torch.save") from error
+
+
+def load_torch_dict(files: SourceFiles, name: str) -> dict[str, Any]:
+    """Return the dict in a file, whose keys are strings; errors as of :func:`load_torch`."""
+    state = load_torch(files, name)
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise ConversionError(files.path(name), "", found=f"a {type(state).__name__}", expected="a dict by name")
+    return dict(state)
+
+
+def tensor_of(name: str, value: Tensor, path: str) -> SourceTensor:
+    """Return a tensor of torch as one of a source; ConversionError for a kind that a checkpoint does not hold."""
+    import torch
+
+    from recckpt.dense.state_copy import plain_tensor
+
+    try:
+        tensor = plain_tensor(name, value)
+    except ValueError as error:
+        raise ConversionError(path, f"tensor {name!r}", found=str(error), expected="plain values") from error
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in NUMPY_DTYPES:
+        raise ConversionError(path, f"tensor {name!r}", found=f"values of {dtype}", expected="a dtype that files hold")
+
+    def read(begin: int, end: int) -> Array:
+        rows = (tensor if tensor.dim() else tensor.reshape(1))[begin:end].resolve_conj().resolve_neg()
+        bits: Array = rows.contiguous().reshape(-1).view(torch.uint8).numpy().view(NUMPY_DTYPES[dtype])
+        return bits.reshape(rows.shape)
+
+    same = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), dtype)
+    return SourceTensor(name, dtype, tuple(tensor.shape), same, read)
+
+
+def split_values(state: Mapping[str, Any], path: str) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
+    """Return the tensors of a dict, and its other values, which are such as a checkpoint holds."""
+    import torch
+
+    tensors = {name: tensor_of(name, value, path) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors, portable_values({name: value for name, value in state.items() if name not in tensors}, path)
+
+
+def portable_values(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return values as a checkpoint holds them; ConversionError where it cannot."""
+    from recckpt.dense.state_copy import portable
+
+    try:
+        return {name: portable(name, value) for name, value in values.items()}
+    except ValueError as error:
+        raise ConversionError(path, "", found=str(error), expected="tensors and plain values") from error

@@ -1,0 +1,214 @@
+"""RecIS checkpoints: any number of ranks, and a run that goes on from one."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conversions import rows_bytes, table_bytes
+from recis_files import rank_blocks, safetensors_bytes, write_recis
+from torch import nn
+
+from recckpt import CheckpointManager, CheckpointReader, Saver
+from recckpt.convert import import_checkpoint
+from recckpt.errors import ConversionError
+from recckpt.inspect.verify import verify
+from recckpt.sparse import HashTable, SparseAdamW
+
+
+def table(n_rows, dim, seed=0):
+    random = np.random.default_rng(seed)
+    values = {f"sparse_adamw_exp_avg{end}": random.standard_normal((n_rows, dim)).astype("f4") for end in ("", "_sq")}
+    ids = random.choice(2**52, n_rows, replace=False).astype(np.int64)
+    embedding = random.standard_normal((n_rows, dim)).astype("f4")
+    return {"id": ids, "embedding": embedding, **values, "step_filter": np.arange(n_rows)[:, None]}
+
+
+SCALARS = {
+    "sparse_adamw_step": np.array([30]),
+    "sparse_adamw_beta1": np.float32(0.9),
+    "sparse_adamw_beta2": np.float32(0.999),
+}
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, 1), (2, 4), (5, 3), (3, 40)])
+def test_rows_of_any_number_of_ranks_come_bit_for_bit(tmp_path, ranks, parallel):
+    tables = {"user": table(50, 4), "item": table(20, 4, 1), "empty": table(0, 2), "one": table(1, 3)}
+    source = write_recis(tmp_path / "ckpt_70", tables, ranks=ranks, parallel=parallel, scalars=SCALARS)
+
+    done = import_checkpoint(source, tmp_path / "out", budget_bytes=1000)
+
+    assert (done.ckpt_id, done.contents.format) == ("ckpt_70", "recis")
+    assert not verify(str(tmp_path / "out"))
+    for name, rows in tables.items():
+        assert table_bytes(tmp_path / "out", name) == rows_bytes(rows)
+
+
+def test_bool_slots_and_blocks_without_a_counterpart_are_listed(tmp_path):
+    rows = {**table(9, 2), "seen": np.arange(9) % 2 == 0}
+    odd = {"x" * 3 + "a" * 64 + "_step": torch.tensor(3), "t@filter_global_step": torch.tensor(3)}
+    model = {"w": torch.ones(2), **odd}
+    source = write_recis(tmp_path / "ckpt_1", {"t": rows}, scalars={**SCALARS, "own": np.ones(3)}, model=model)
+
+    done = import_checkpoint(source, tmp_path / "out")
+
+    left = {left.name for left in done.contents.left_out}
+    assert {"table t, slot seen", "sparse_adamw_beta1", "sparse_adamw_beta2", *(f"model.pt {n}" for n in odd)} < left
+    assert table_bytes(tmp_path / "out", "t") == rows_bytes({**rows, "seen": rows["seen"].astype(np.uint8)})
+    assert CheckpointReader(tmp_path / "out").tensor_names() == ["w", "own"]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user = HashTable(4, name="user")
+        self.top = nn.Linear(4, 1)
+
+
+class Data:
+    def __init__(self):
+        self.at = 0
+
+    def dump_io_state(self):
+        return {"at": self.at}
+
+    def load_io_state(self, state):
+        self.at = state["at"]
+
+
+def test_a_run_of_recis_goes_on_here(tmp_path):
+    was = Model()
+    adam = torch.optim.Adam(was.top.parameters(), lr=0.5)
+    was.top(torch.ones(1, 4)).sum().backward()
+    adam.step()
+    extra = {"global_step": torch.tensor(70), "dense_optimizer": adam.state_dict()}
+    rows = {name: values for name, values in table(50, 4).items() if name != "step_filter"}
+    source = write_recis(
+        tmp_path / "recis/ckpt_70",
+        {"user": rows},
+        scalars=SCALARS,
+        model=was.top.state_dict(prefix="top."),
+        extra=extra,
+        positions=[{"train_io": {"at": 5}}, {"train_io": {"at": 6}}],
+    )
+    (tmp_path / "recis/checkpoint").write_text("ckpt_70\n")
+    done = import_checkpoint(source.parent, tmp_path / "out")
+    assert len(CheckpointReader(tmp_path / "out").manifest.shards) == len(done.contents.io_state) == 2
+
+    model = Model()
+    sparse, dense, data = SparseAdamW([model.user], lr=0.1), torch.optim.Adam(model.top.parameters()), Data()
+    saver = Saver(model, sparse, output_dir=tmp_path / "out")
+    saver.register_for_checkpointing("dense_optimizer", dense)
+    saver.register_io_state("train_io", data)
+    manager = CheckpointManager(saver, save_interval=10)
+    manager.restore(load_conf={"exclude": ["io_state"]})  # of two ranks, on one
+
+    assert manager.global_step == 70
+    assert torch.equal(model.top.weight, was.top.weight)
+    assert torch.equal(dense.state_dict()["state"][0]["exp_avg"], adam.state_dict()["state"][0]["exp_avg"])
+    assert sparse.state_dict()["state"] == {"user": {"step": 30}}
+    assert sparse.param_groups[0]["lr"] == 0.1
+    ids = torch.from_numpy(rows["id"])
+    assert torch.equal(model.user(ids).detach(), torch.from_numpy(rows["embedding"]))
+
+
+def test_a_model_bank_names_what_it_named_before(tmp_path):
+    write_recis(tmp_path / "a/ckpt_7", {"user": table(50, 4)}, model={"top.weight": torch.ones(1, 4)})
+    import_checkpoint(tmp_path / "a/ckpt_7", tmp_path / "bank")
+    model = Model()
+    saver = Saver(model, SparseAdamW([model.user]), output_dir=tmp_path / "out")
+    bank = [{"path": str(tmp_path / "bank"), "load": ["user", "top.weight"], "exclude": ["user@*avg*"]}]
+    saver.load_model_bank(bank)
+    assert (len(model.user), model.top.weight.tolist()) == (50, [[1.0] * 4])
+
+
+def rewrite(path, name, change):
+    value = json.loads((path / name).read_text())
+    change(value)
+    (path / name).write_text(json.dumps(value))
+
+
+def rename_slice(old, new):
+    def change(keys):
+        for key, value in keys.items():
+            keys[key] = value.replace(old, new)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda path: (path / "index").unlink(), "ckpt_1/index: found no such file"),
+        (lambda path: (path / "tensorkey.json").unlink(), "tensorkey.json: found no such file"),
+        (lambda path: (path / "model-000001-of-000007.safetensors").unlink(), "model-000001-of-000007.safetensors: fo"),
+        (lambda path: (path / "io_state_1.pt").unlink(), "io_state_1.pt: found no such file"),
+        (lambda path: (path / "io_state_count").write_text("x"), "io_state_count: found"),
+        (lambda path: (path / "index").write_text("{"), "index: found no JSON"),
+        (lambda path: rewrite(path, "index", lambda i: i["block_index"].popitem()), "index at block"),
+        (lambda path: rewrite(path, "index", lambda i: i["block_index"].update(x=0)), "block 'x': found no such block"),
+        (lambda path: rewrite(path, "tensorkey.json", rename_slice("00000@32768", "00000@32000")), "[32000, 32768)"),
+        (lambda path: rewrite(path, "tensorkey.json", rename_slice("00000@32768", "00000@40000")), "in two slices"),
+        (lambda path: rewrite(path, "tensorkey.json", rename_slice("32768@65536@", "32768@65535@")), "[65535, 65536)"),
+        (lambda path: rewrite(path, "tensorkey.json", rename_slice("t@", "t#")), "expected TABLE@SLOT"),
+        (
+            lambda path: rewrite(path, "tensorkey.json", rename_slice("@embedding^", "@vector^")),
+            "with id and embedding",
+        ),
+    ],
+)
+def test_what_is_missing_or_contradicts_itself_is_refused(tmp_path, damage, match):
+    positions = [{"train_io": None}, {"train_io": None}]
+    source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)}, positions=positions)
+    damage(source)
+    with pytest.raises(ConversionError) as error:
+        import_checkpoint(source, tmp_path / "out", format="recis")
+    assert match in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_cut_is_refused(tmp_path):
+    source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)})
+    file = source / "model-000001-of-000007.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConversionError, match="the file is cut"):
+        import_checkpoint(source, tmp_path / "out")
+
+
+def test_ids_in_a_slice_that_is_not_theirs_and_ids_twice_are_refused(tmp_path):
+    rows = table(9, 2)
+    source = write_recis(tmp_path / "ckpt_1", {"t": rows}, ranks=1, parallel=1)
+    strange = rows | {"id": np.arange(9)}
+    strange["id"][4] = 3
+    for changed, match in ((strange, "id 3 twice"), (None, "expected ids whose remainder")):
+        blocks = rank_blocks({"t": changed or rows}, 0, 1)
+        file = source / "model-000000-of-000000.safetensors"
+        file.write_bytes(safetensors_bytes({key: values for key, _, values in blocks}))
+        if changed is None:
+            keys = json.loads((source / "tensorkey.json").read_text())
+            halves = {k.replace("_0_1", f"_{n}_2"): v for n in range(2) for k, v in keys.items()}
+            spans = {0: "00000@00001", 1: "00001@65536"}
+            halves = {k: v.replace("00000@65536@", f"{spans[int(k[-3])]}@") for k, v in halves.items()}
+            doubled = {k.replace("_0_1", f"_{n}_2"): values for n in range(2) for k, _, values in blocks}
+            file.write_bytes(safetensors_bytes(doubled))
+            (source / "tensorkey.json").write_text(json.dumps(halves))
+            index = {"file_index": {file.name: 0}, "block_index": dict.fromkeys(doubled, 0)}
+            (source / "index").write_text(json.dumps(index))
+        with pytest.raises(ConversionError, match=match):
+            import_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "extra.pt", "io_state_0.pt"])
+def test_pickles_that_need_code_are_not_run(tmp_path, name, capsys):
+    source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)}, positions=[{}], model={}, extra={})
+    torch.save({"x": Code()}, source / name)
+    with pytest.raises(ConversionError, match=f"{name}: found a pickle that needs code"):
+        import_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert "must not run" not in capsys.readouterr().out
