@@ -118,7 +118,7 @@ def test_a_model_bank_names_what_it_named_before(tmp_path):
     model = Model()
     saver = Saver(model, SparseAdamW([model.user]), output_dir=tmp_path / "out")
     bank = [{"path": str(tmp_path / "bank"), "load": ["user", "top.weight"], "exclude": ["user@*avg*"]}]
-    saver.load_model_bank(bank)
+    CheckpointManager(saver, save_interval=10).load_model_bank(bank)
     assert (len(model.user), model.top.weight.tolist()) == (50, [[1.0] * 4])
 
 
