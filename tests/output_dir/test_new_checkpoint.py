@@ -1,0 +1,49 @@
+"""A checkpoint of one process: whole and committed, or nothing but a free name."""
+
+import pytest
+
+from recckpt.errors import CheckpointExistsError
+from recckpt.format import layout
+from recckpt.format.catalog import Catalog, encode
+from recckpt.format.manifest import Content, ShardEntry
+from recckpt.output_dir.listing import list_checkpoints, locate
+from recckpt.output_dir.new_checkpoint import commit_new
+from recckpt.storage import open_storage
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return open_storage(str(tmp_path / "runs"))
+
+
+def empty(to):
+    """Write a checkpoint without tables."""
+    entry = to.write(layout.catalog(0, 1), encode(Catalog(to.save_id, 0, 1, ())))
+    return Content((ShardEntry(entry.name, (0, 0)),), (), (entry,), state={"auc": 0.5})
+
+
+def test_what_was_written_is_committed_with_its_content(storage):
+    directory, record = commit_new(storage, "ckpt_7", 7, empty)
+    found = locate(storage, "ckpt_7")
+    assert (found.directory, found.manifest.save_id, found.manifest.step) == (directory, record.save_id, 7)
+    assert found.manifest.content == record.content
+    assert found.manifest.state == {"auc": 0.5}
+    assert storage.read(layout.INDEX_FILE, 100) == b"ckpt_7\n"
+
+
+def test_an_id_that_is_committed_is_not_written_again(storage):
+    commit_new(storage, "ckpt_7", 7, empty)
+    with pytest.raises(CheckpointExistsError, match="ckpt_7"):
+        commit_new(storage, "ckpt_7", 8, lambda to: pytest.fail("nothing is to be written"))
+
+
+def test_a_failed_write_leaves_no_files_and_the_id_free(storage):
+    def fail(to):
+        to.write(layout.catalog(0, 1), b"x")
+        raise RuntimeError("no source")
+
+    with pytest.raises(RuntimeError, match="no source"):
+        commit_new(storage, "ckpt_7", 7, fail)
+    assert list_checkpoints(storage).is_empty
+    assert [name for name in storage.list_files("ckpt_7") if name != layout.INTENT] == []
+    assert commit_new(storage, "ckpt_7", 7, empty)[1].step == 7
