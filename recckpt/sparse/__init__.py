@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from recckpt.format.buckets import Slice, gen_slice
     from recckpt.sparse.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseRowWiseAdagrad, SparseSGD
     from recckpt.sparse.sharded.table import EmbeddingCollection, ShardedHashTable
+    from recckpt.sparse.string_ids import hash_ids
     from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform
     from recckpt.sparse.table.table import HashTable
 
@@ -18,6 +19,7 @@ _HOMES = {
     "EmbeddingCollection": "sparse.sharded.table",
     "Slice": "format.buckets",
     "gen_slice": "format.buckets",
+    "hash_ids": "sparse.string_ids",
     "Constant": "sparse.table.initializers",
     "Normal": "sparse.table.initializers",
     "Uniform": "sparse.table.initializers",
@@ -35,6 +37,7 @@ __all__ = [
     "EmbeddingCollection",
     "Slice",
     "gen_slice",
+    "hash_ids",
     "Constant",
     "Normal",
     "Uniform",

@@ -116,11 +116,12 @@ class RoundTrip:
         return torch.split(rows, [*self._asked.counts[rank].tolist(), self._n_trailer])
 
 
-def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Tensor]) -> list[Int64s]:
-    """Return the ids for each table in one dimension.
+def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[Int64s]:
+    """Return the ids for each table in one dimension; in place of ids there may be the error of why there are none.
 
     Raises:
         ValueError: a table has none, a name is that of no table, or something is no int64 tensor.
+        Exception: what stood in place of ids.
     """
     names = [table.name for table in tables]
     if ids.keys() != {*names}:
@@ -128,6 +129,8 @@ def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Tensor]) -> list
             f"found ids for {sorted(ids)}, expected for {sorted(names)}: for a table without ids, give an empty tensor"
         )
     for name in names:
+        if isinstance(ids[name], Exception):
+            raise ids[name]
         if not isinstance(ids[name], Tensor):
             raise ValueError(f"ids for {name!r}: found {type(ids[name]).__name__}, expected an int64 tensor")
     return [flat_ids(ids[name]) for name in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from recckpt.format.buckets import gen_slice
 from recckpt.sparse.sharded.all_to_all import Exchange, exchange_of
 from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
+from recckpt.sparse.table.bags import Bags, Mode, bags_in, check_mode, pool
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
@@ -91,6 +92,10 @@ class ShardedHashTable(HashTable):
         """
         return look_up_together([self], {self.name: ids})[0]
 
+    def _refuse(self, error: Exception) -> NoReturn:
+        look_up_together([self], {self.name: error})  # the others wait for the ids of this rank
+        raise error
+
     def _exposed(self, grads: Tensor) -> Tensor:
         return grads if self.exchange.size == 1 else SharedGradients(grads, self.exchange, self.name)
 
@@ -140,17 +145,62 @@ class EmbeddingCollection(nn.Module):
             rows |= zip(names, look_up_together(tables, own), strict=True)
         return rows
 
+    @opaque
+    def bag(
+        self,
+        ids: Any,
+        *,
+        mode: Mode = "sum",
+        weights: Mapping[str, Any] | None = None,
+        padding_id: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the rows of each bag, pooled, for each table, by the messages of one lookup. Collective.
+
+        Args:
+            ids: table name -> ids of two dimensions, a jagged nested tensor, or an object such as TorchRec's
+                ``JaggedTensor``; or its ``KeyedJaggedTensor`` with the names of the tables as keys. Ids with lengths
+                become a nested tensor by ``torch.nested.nested_tensor_from_jagged(ids, lengths=lengths)``.
+            mode: as of :meth:`HashTable.bag`, for all tables.
+            weights: table name -> weights as there, for some of the tables or all.
+            padding_id: as there, for all tables.
+
+        Returns:
+            Table name -> tensor of shape (bags, *embedding_shape).
+
+        Raises:
+            LookupFailedError: the ids, weights or mode of a rank do not fit, or it is at another lookup; all ranks
+                raise it.
+        """
+        given = ids if hasattr(ids, "keys") else {}
+        names = {*given.keys()}
+        asked: dict[str, Any] = {name: given[name] for name in names}
+        bags: dict[str, Bags] = {}
+        own_weights = dict(weights or {})
+        for table in (table for table in self._sharded if table.name in names):
+            try:
+                found = bags_in(table, asked[table.name], own_weights.pop(table.name, None), padding_id)
+                check_mode(table, mode, found.weights)
+                bags[table.name], asked[table.name] = found, found.ids
+            except (TypeError, ValueError) as error:
+                asked[table.name] = error
+        if own_weights:
+            asked[self._sharded[0].name] = ValueError(
+                f"found weights for {sorted(own_weights)}, expected for the tables"
+            )
+        rows = self(asked)
+        return {table.name: pool(rows[table.name], bags[table.name], mode) for table in self._sharded}
+
     @property
     def _sharded(self) -> list[ShardedHashTable]:
         return list(self.tables)  # type: ignore[arg-type]  # nn.ModuleList forgets what it holds
 
 
-def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Tensor]) -> list[Tensor]:
+def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any]) -> list[Tensor]:
     """Return the embeddings for each table, by the messages of one lookup. Collective.
 
     Args:
         tables: all of one shape, dtype, device and group; the same on all ranks.
-        ids: table name -> int64, any shape.
+        ids: table name -> int64, any shape; or the error of why this rank has none.
 
     Raises:
         LookupFailedError: as the lookup in one table.

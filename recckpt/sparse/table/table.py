@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
+from recckpt.sparse.table.bags import PooledTable
 from recckpt.sparse.table.checks import (
     check_owned,
     check_slot_name,
@@ -26,14 +27,14 @@ from recckpt.sparse.table.checks import (
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
-from recckpt.sparse.table.nn_module import TableModule, lookup_with_grad, opaque
+from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
 from recckpt.sparse.table.row_store import RowStore, Slots
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 Int64s = npt.NDArray[np.int64]
 
 
-class HashTable(TableModule):
+class HashTable(PooledTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a

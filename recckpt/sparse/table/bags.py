@@ -1,0 +1,217 @@
+"""Bags: rows of several ids pooled into one, as ``nn.EmbeddingBag`` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recckpt.sparse.table.nn_module import TableModule, opaque
+
+Mode = Literal["sum", "mean", "max"]
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Ids in one dimension, where the bags of them begin, and what their rows are multiplied with."""
+
+    ids: Tensor  # int64
+    offsets: Tensor  # int64, on the device of the ids
+    weights: Tensor | None
+
+    def without(self, padding_id: int | None) -> Bags:
+        """Return the bags without an id that stands for none; a bag may be empty then."""
+        if padding_id is None:
+            return self
+        kept = self.ids != padding_id
+        n_before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        weights = None if self.weights is None else self.weights[kept.to(self.weights.device)]
+        return Bags(self.ids[kept], n_before[self.offsets], weights)
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The ways to say where bags end, of which at most one is used."""
+
+    offsets: Tensor | None
+    lengths: Tensor | None
+    include_last_offset: bool
+
+
+class PooledTable(TableModule):
+    """A table that gives bags of its rows."""
+
+    @opaque
+    def bag(
+        self,
+        ids: Any,
+        offsets: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        mode: Mode = "sum",
+        weights: Any = None,
+        padding_id: int | None = None,
+        include_last_offset: bool = False,
+    ) -> Tensor:
+        """Return the rows of each bag of ids, pooled, as ``nn.EmbeddingBag`` does; an empty bag gives zeros.
+
+        Training inserts ids as a call of the table does, and gradients reach the same rows. Collective where the call
+        of the table is. The default of ``nn.EmbeddingBag`` is ``mode="mean"``.
+
+        Args:
+            ids: int64 or int32. Of two dimensions each row is a bag; of one, ``offsets`` or ``lengths`` say where bags
+                end. Or a nested tensor of the layout ``torch.jagged``, or any object with ``values()``, ``lengths()``
+                and ``offsets()``, such as TorchRec's ``JaggedTensor``, whose weights count too. Strings by
+                :func:`recckpt.sparse.hash_ids`.
+            offsets: where each bag begins, the first at 0.
+            lengths: how many ids each bag has.
+            mode: ``"sum"``, ``"mean"`` or ``"max"``.
+            weights: for ``"sum"``: what each row is multiplied with, one for each id, in the dtype of the table;
+                differentiable.
+            padding_id: an id that stands for none: it is not pooled, not counted by ``"mean"``, and gets no row.
+            include_last_offset: whether ``offsets`` ends with the number of ids, as an extra item.
+
+        Returns:
+            Tensor of shape (bags, *embedding_shape).
+
+        Raises:
+            TypeError, ValueError: the ids, bags, weights or mode are not such.
+        """
+        try:
+            ends = _Ends(offsets, lengths, include_last_offset)
+            bags = _bags_of(self.name, ids, ends, weights).without(padding_id)
+            check_mode(self, mode, bags.weights)
+        except (TypeError, ValueError) as error:
+            self._refuse(error)
+        return pool(self(bags.ids), bags, mode)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raise the error of arguments that are wrong."""
+        raise error
+
+
+def bags_in(table: TableModule, ids: Any, weights: Any, padding_id: int | None) -> Bags:
+    """Return the bags of ids that say by themselves where they end, as :meth:`PooledTable.bag` takes them."""
+    return _bags_of(table.name, ids, _Ends(None, None, False), weights).without(padding_id)
+
+
+def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
+    """Refuse what cannot be pooled."""
+    if mode not in get_args(Mode):
+        raise ValueError(f"table {table.name!r}: found mode={mode!r}, expected one of {', '.join(get_args(Mode))}")
+    if not table.dtype.is_floating_point:
+        raise ValueError(f"table {table.name!r} of {table.dtype} cannot be pooled: look its rows up, and pool them")
+    if weights is not None and mode != "sum":
+        raise ValueError(f"table {table.name!r}: found weights and mode={mode!r}, expected mode='sum' with weights")
+    if weights is not None and weights.dtype != table.dtype:
+        raise ValueError(
+            f"table {table.name!r}: found weights of {weights.dtype}, expected {table.dtype}, the dtype of the table"
+        )
+
+
+def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
+    """Return the pooled rows of the ids, shape (bags, *embedding_shape)."""
+    if not len(bags.offsets):  # of which torch makes no graph
+        return rows[:0]
+    numbers = torch.arange(len(rows), device=rows.device)
+    weights = None if bags.weights is None else bags.weights.to(rows.device)
+    offsets = bags.offsets.to(rows.device)
+    out = functional.embedding_bag(numbers, rows.flatten(1), offsets, mode=mode, per_sample_weights=weights)
+    return out.view(-1, *rows.shape[1:])
+
+
+def _bags_of(table: str, ids: Any, ends: _Ends, weights: Any) -> Bags:
+    """Return bags by one of the ways to say where they end."""
+    given = [name for name in ("offsets", "lengths") if getattr(ends, name) is not None]
+    if not isinstance(ids, Tensor) or ids.is_nested:
+        if given:
+            raise ValueError(f"table {table!r}: found {' and '.join(given)} with ragged ids, expected those alone")
+        return _of_ragged(table, ids, weights)
+    flat = _checked_ids(table, ids).reshape(-1)
+    if ids.dim() == 2 and not given:
+        starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
+    elif ids.dim() != 1 or len(given) != 1:
+        found = f"ids of shape {tuple(ids.shape)} with {' and '.join(given) or 'neither offsets nor lengths'}"
+        raise ValueError(f"table {table!r}: found {found}, expected two dimensions alone, or one with either of them")
+    elif ends.lengths is not None:
+        starts = _starts(table, ends.lengths, len(flat))
+    else:
+        starts = _checked_offsets(table, ends, len(flat))
+    return Bags(flat, starts.to(flat.device), _checked_weights(table, weights, tuple(ids.shape)))
+
+
+def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
+    """Return the bags of an object that knows its own, a nested tensor or one of TorchRec's."""
+    is_tensor = isinstance(ids, Tensor)
+    if is_tensor and ids.layout != torch.jagged:
+        raise ValueError(f"table {table!r}: found a nested tensor of {ids.layout}, expected layout=torch.jagged")
+    if not is_tensor and hasattr(ids, "keys"):
+        raise TypeError(
+            f"table {table!r}: found a {type(ids).__name__} of several features, expected one of them: ids[{table!r}]; "
+            "EmbeddingCollection.bag takes it whole"
+        )
+    if not all(callable(getattr(ids, name, None)) for name in ("values", "lengths", "offsets")):
+        raise TypeError(
+            f"table {table!r}: found ids of {type(ids).__name__}, expected an int64 or int32 tensor, or an object with "
+            "values(), lengths() and offsets(); convert lists with torch.as_tensor, strings with hash_ids"
+        )
+    if is_tensor and ids.lengths() is not None:  # with gaps
+        ids = ids.contiguous()
+    if weights is None and not is_tensor:
+        weights = getattr(ids, "weights_or_none", lambda: None)()
+    elif isinstance(weights, Tensor) and weights.is_nested:
+        weights = weights.values()
+    flat = _checked_ids(table, ids.values())
+    starts = ids.offsets()[:-1] if is_tensor else _starts(table, ids.lengths(), len(flat))
+    return Bags(flat, starts, _checked_weights(table, weights, tuple(flat.shape)))
+
+
+def _checked_ids(table: str, ids: Tensor) -> Tensor:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"table {table!r}: found ids of {ids.dtype}, expected int64 or int32")
+    return ids.long()
+
+
+def _starts(table: str, given: Any, n_ids: int) -> Tensor:
+    """Return where bags of these lengths begin."""
+    lengths = _counts(table, "lengths", given)
+    if bool((lengths < 0).any()) or int(lengths.sum()) != n_ids:
+        raise ValueError(
+            f"table {table!r}: found lengths {lengths[:3].tolist()}..., {int(lengths.sum())} in all, expected {n_ids} "
+            "in all, as many as there are ids, and none below 0"
+        )
+    return lengths.cumsum(0) - lengths
+
+
+def _checked_offsets(table: str, ends: _Ends, n_ids: int) -> Tensor:
+    starts = _counts(table, "offsets", ends.offsets)
+    bounds = torch.cat([starts, starts.new_full((1,), n_ids)])
+    good = bool((bounds.diff() >= 0).all()) and int(bounds[0]) == 0
+    if not good or (ends.include_last_offset and int(starts[-1:].sum()) != n_ids):
+        last = f"; the last {n_ids}" if ends.include_last_offset else ""
+        raise ValueError(
+            f"table {table!r}: found offsets {starts[:3].tolist()}...{starts[-3:].tolist()}, expected the first 0, "
+            f"each at least the one before, and at most {n_ids}, as many as there are ids{last}"
+        )
+    return starts[:-1] if ends.include_last_offset else starts
+
+
+def _counts(table: str, name: str, given: Any) -> Tensor:
+    if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in (torch.int64, torch.int32):
+        is_tensor = isinstance(given, Tensor)
+        found = f"{given.dtype} {tuple(given.shape)}" if is_tensor else type(given).__name__
+        expected = "an int64 or int32 tensor of one dimension"
+        raise ValueError(f"table {table!r}: found {name} of {found}, expected {expected}")
+    return given.long()
+
+
+def _checked_weights(table: str, weights: Any, shape: tuple[int, ...]) -> Tensor | None:
+    if weights is None:
+        return None
+    if not isinstance(weights, Tensor) or tuple(weights.shape) != shape:
+        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(f"table {table!r}: found weights of {found}, expected a tensor of {shape}, as the ids")
+    return weights.reshape(-1)
