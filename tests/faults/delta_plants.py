@@ -90,14 +90,14 @@ OF_MARKS = {
     "second_set": Plant(f"{MARKS}:Marks.end", "_Since(base, sets[1:])", f"_Since(base, {NO_MARKS})"),
     "second_set_is_told": Plant(f"{STORE}._announce", "in self._mark_sets():", "in self._mark_sets()[:1]:"),
     "erase_moves_marks": Plant(
-        f"{MARKS}:MarkSet.move",
-        "_move_marks(movers, holes, self.bits)",
-        "self.bits[holes >> 3] &= ~(1 << (holes & 7)).astype(np.uint8)",
+        "recckpt.sparse.table.mark_set:MarkSet.move",
+        "_move_marks(erasure.movers, erasure.holes, self.bits, self._count)",
+        "self.bits[erasure.holes >> 3] &= ~(1 << (erasure.holes & 7)).astype(np.uint8)",
     ),
     "erase_moves_second": Plant(
         f"{STORE}.erase",
-        "marks.move(erasure.movers, erasure.holes)",
-        "(marks.move(erasure.movers, erasure.holes) if marks is self._mark_sets()[0] or marks.is_replaced\n"
+        "marks.move(erasure)",
+        "(marks.move(erasure) if marks is self._mark_sets()[0] or marks.is_replaced\n"
         "                 else marks.bits.__setitem__(erasure.holes >> 3, 0))",
     ),
     "tombstones_kept_on_failure": Plant(

@@ -17,7 +17,6 @@ from recckpt.format.buckets import mix64 as _mix64
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 mix64 = njit(inline="always")(_mix64)
 _S48 = np.uint64(48)
-_ID_BYTES = 8
 _AHEAD, _AHEAD_BYTES = 16, 256  # rows lie anywhere, so the next ones are asked for early
 
 
@@ -110,11 +109,7 @@ def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int)
         for line in range(0, min(row_bytes, _AHEAD_BYTES), 64):
             prefetch(address + line)
         row = np.int64(rows[i])
-        source = blocks[row >> shift] + (row & mask) * row_bytes
-        if row_bytes == _ID_BYTES:
-            _copy_bytes(target + i * row_bytes, source, _ID_BYTES)  # two instructions, where a call takes 20
-        else:
-            _copy_bytes(target + i * row_bytes, source, row_bytes)
+        _copy_bytes(target + i * row_bytes, blocks[row >> shift] + (row & mask) * row_bytes, row_bytes)
 
 
 @compiled
@@ -147,14 +142,20 @@ def lay_over(  # noqa: PLR0917  # compiled functions take positions only
         _copy_bytes(target + at[i] * row_bytes, source, row_bytes)
 
 
+@njit(nogil=True, inline="always")
+def is_marked(marks: Any, row: int) -> Any:
+    """Say whether the bit of a row is 1."""
+    return (marks[row >> 3] >> (row & 7)) & 1
+
+
 @compiled
-def unmarked_rows(rows: Any, n_rows: int, marks: Any) -> Any:
-    """Return those of ``rows`` below ``n_rows`` whose bit in ``marks`` is 0."""
+def unmarked_rows(rows: Any, n_rows: int, marks: Any, wanted: Any) -> Any:
+    """Return those of ``rows`` below ``n_rows`` whose bit is 0 in ``marks`` and 1 in ``wanted``, if that has bits."""
     found = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
         row = rows[i]
-        if row < n_rows and not (marks[row >> 3] >> (row & 7)) & 1:
+        if row < n_rows and not is_marked(marks, row) and (len(wanted) == 0 or is_marked(wanted, row)):
             found[n] = row
             n += 1
     return found[:n]
@@ -168,14 +169,14 @@ def mark_rows(rows: Any, marks: Any) -> None:
 
 
 @compiled
-def pick_marked(rows: Any, marks: Any, mark_others: bool) -> Any:
-    """Return where in ``rows`` those are whose bit is set, and set the bits of the others if so wanted."""
+def pick_marked(rows: Any, marks: Any, wanted: Any, mark_others: bool) -> Any:
+    """Return where in ``rows`` those are whose bit is 1, or 0 in ``wanted``, if that has bits; and mark the others."""
     found = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
         bit = np.uint8(1 << (row & 7))
-        if marks[row >> 3] & bit:
+        if marks[row >> 3] & bit or (len(wanted) and not wanted[row >> 3] & bit):
             found[n] = i
             n += 1
         elif mark_others:

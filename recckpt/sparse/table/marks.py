@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from recckpt.format.buckets import bucket_of
 from recckpt.sparse.table.id_index import IdIndex
-from recckpt.sparse.table.kernels import compiled, mark_rows
+from recckpt.sparse.table.mark_set import MarkSet, marked_rows
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
 
 if TYPE_CHECKING:
@@ -60,55 +60,6 @@ class Tracker:
         if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
             marks = self._marks[table.name] = Marks(table.store)
         return marks
-
-
-class MarkSet:
-    """What has changed since one moment: a bit a row, and the ids that were erased; or everything."""
-
-    def __init__(self, *, is_replaced: bool) -> None:
-        self.is_replaced = is_replaced
-        self.bits = np.zeros(0, np.uint8)
-        self.erased: list[Int64s] = []  # some may be there again: those have a row that is marked
-        self.n_erased = 0
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether anything has changed."""
-        return self.is_replaced or self.n_erased > 0 or bool(self.bits.any())
-
-    def mark(self, rows: Int64s, n_rows: int) -> None:
-        """Mark ``rows``, of ``n_rows``, which are about to change."""
-        if not self.is_replaced:
-            self._reserve(n_rows)
-            mark_rows(rows, self.bits)
-
-    def erase(self, ids: Int64s, rows: Int64s, n_rows: int) -> None:
-        """Remember ``ids`` and mark their ``rows``, which are about to be erased: if they are not, nothing is lost."""
-        if self.is_replaced:
-            return
-        if 2 * (self.n_erased + len(ids)) > n_rows - len(ids):  # then all rows are hardly more
-            self.replace()
-            return
-        self.mark(rows, n_rows)
-        self.erased.append(ids)
-        self.n_erased += len(ids)
-
-    def move(self, movers: Int64s, holes: Int64s) -> None:
-        """Follow rows that have moved over erased ones."""
-        if not self.is_replaced:
-            _move_marks(movers, holes, self.bits)
-
-    def replace(self) -> None:
-        """Take everything for changed."""
-        self.is_replaced = True
-        self.bits, self.erased = np.zeros(0, np.uint8), []
-
-    def _reserve(self, n_rows: int) -> None:
-        n_bytes = -(-n_rows // 8)
-        if len(self.bits) < n_bytes:
-            bits = np.zeros(max(n_bytes, 2 * len(self.bits)), np.uint8)
-            bits[: len(self.bits)] = self.bits
-            self.bits = bits
 
 
 class _Since(NamedTuple):
@@ -163,9 +114,7 @@ class Frozen:
     def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
         self.snapshot, self.second = snapshot, second
         self._marks, self._base = marks, None if first.is_replaced else base
-        self._bits = np.zeros(-(-snapshot.n_rows // 8), np.uint8)
-        marked = first.bits[: len(self._bits)]  # training goes on marking the rows of now
-        self._bits[: len(marked)] = marked
+        self._bits, self._n_marked = first.share(snapshot.n_rows), first.n_marked
         self._erased = tuple(first.erased)
 
     def is_replaced(self, base: str) -> bool:
@@ -175,20 +124,14 @@ class Frozen:
     @property
     def n_changed(self) -> int:
         """Rows and erased ids that a delta would hold, ids that are there again included: for the choice of a full."""
-        return self.snapshot.n_rows if self._base is None else len(self._rows) + sum(map(len, self._erased))
-
-    @cached_property
-    def _rows(self) -> Int64s:
-        """The rows that have changed."""
-        rows: Int64s = _marked_rows(self._bits, self.snapshot.n_rows)
-        return rows
+        return self.snapshot.n_rows if self._base is None else self._n_marked + sum(map(len, self._erased))
 
     def delta(self, base: str) -> DeltaSource:
         """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
         self.snapshot.narrow(self._bits)
-        return DeltaSource(self.snapshot, self._rows, self._erased)
+        return DeltaSource(self.snapshot, self._bits, self._erased)
 
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""
@@ -200,12 +143,25 @@ class Frozen:
 
 
 class DeltaSource:
-    """The changed rows of a snapshot as rows 0 to ``n_rows - 1``, which the saver reads as those of a table."""
+    """The changed rows of a snapshot as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
 
-    def __init__(self, snapshot: Snapshot, rows: Int64s, erased: Sequence[Int64s]) -> None:
-        self.name, self.slots = snapshot.name, snapshot.slots
-        self.n_rows, self.n_all = len(rows), snapshot.n_rows
-        self._snapshot, self._rows, self._erased = snapshot, rows, erased
+    Which rows those are is found when somebody asks, since that takes the longer the more rows the table has: making
+    this does not, and training waits for it.
+    """
+
+    def __init__(self, snapshot: Snapshot, bits: Bytes, erased: Sequence[Int64s]) -> None:
+        self.name, self.slots, self.n_all = snapshot.name, snapshot.slots, snapshot.n_rows
+        self._snapshot, self._bits, self._erased = snapshot, bits, erased
+
+    @cached_property
+    def _rows(self) -> Int64s:
+        """The rows that have changed."""
+        return marked_rows(self._bits, self.n_all)
+
+    @property
+    def n_rows(self) -> int:
+        """Their number."""
+        return len(self._rows)
 
     @property
     def ids(self) -> SnapshotIds:
@@ -235,30 +191,3 @@ class DeltaSource:
     def close(self) -> None:
         """Let the table go."""
         self._snapshot.close()
-
-
-@compiled
-def _move_marks(movers: Any, holes: Any, marks: Any) -> None:
-    for i in range(len(movers)):
-        bit = (marks[movers[i] >> 3] >> (movers[i] & 7)) & 1
-        marks[holes[i] >> 3] = (marks[holes[i] >> 3] & ~(1 << (holes[i] & 7))) | (bit << (holes[i] & 7))
-
-
-@compiled
-def _marked_rows(marks: Any, n_rows: int) -> Any:
-    """Return the rows below ``n_rows`` whose bit is 1."""
-    n = 0
-    for i in range(len(marks)):
-        byte = marks[i]
-        while byte:
-            byte &= byte - 1
-            n += 1
-    found = np.empty(n, np.int64)
-    n = 0
-    for i in range(len(marks)):
-        if marks[i]:
-            for row in range(8 * i, min(8 * i + 8, n_rows)):
-                if (marks[i] >> (row & 7)) & 1:
-                    found[n] = row
-                    n += 1
-    return found[:n]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.marks import Marks, MarkSet
+from recckpt.sparse.table.mark_set import MarkSet
+from recckpt.sparse.table.marks import Marks
 from recckpt.sparse.table.rows import Rows, last_occurrence
 from recckpt.sparse.table.snapshot import Log, Logs, Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
@@ -203,7 +204,7 @@ class RowStore:
                 marks.erase(erasure.ids, erasure.rows, len(rows))
             rows.erase(erasure)
             for marks in self._mark_sets():
-                marks.move(erasure.movers, erasure.holes)
+                marks.move(erasure)
             return len(erasure.ids)
 
     def clear(self) -> None:

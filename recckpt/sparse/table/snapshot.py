@@ -68,6 +68,7 @@ class PreImages:
         self._n_rows = n_rows
         self._open: tuple[dict[str, Column], Log] | None = {n: c.frozen() for n, c in columns.items()}, log
         self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for good
+        self._wanted = np.zeros(0, np.uint8)  # a bit a row, once not all are
         self._failure: MemoryError | None = None
         self._lock = threading.Lock()
 
@@ -77,7 +78,7 @@ class PreImages:
             if self._open is None:
                 return
             columns, log = self._open
-            rows = unmarked_rows(rows, self._n_rows, self._marks)
+            rows = unmarked_rows(rows, self._n_rows, self._marks, self._wanted)
             try:
                 log.places.settle()  # what was claimed here before an interrupt
                 log.copy(rows, columns, self._n_rows)
@@ -99,7 +100,7 @@ class PreImages:
             _, log = self._opened()
             if not (for_good or len(log.places)):
                 return
-            at = pick_marked(rows, self._marks, for_good)
+            at = pick_marked(rows, self._marks, self._wanted, for_good)
             places = log.places.find(rows[at].astype(np.int64))
             kept = [column.frozen() for column in log.columns.values()]
         if len(places) and places.min() < 0:
@@ -109,9 +110,9 @@ class PreImages:
         self._opened()  # once this is closed, the memory of the log is another's
 
     def narrow(self, bits: Bytes) -> None:
-        """Copy aside from now on, and let be read, only rows whose bit is 1."""
+        """Copy aside from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""
         with self._lock:
-            self._marks |= ~bits
+            self._wanted = bits
 
     def close(self) -> None:
         """Let go of all memory; nothing is copied aside any more, and nothing can be read."""
@@ -196,7 +197,7 @@ class Snapshot:
         self._ids.read(rows, [target], for_good=False)
 
     def narrow(self, bits: Bytes) -> None:
-        """Protect from now on, and let be read, only rows whose bit is 1."""
+        """Protect from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""
         self._slots.narrow(bits)
         self._ids.narrow(bits)
 

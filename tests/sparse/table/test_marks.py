@@ -78,6 +78,19 @@ def test_what_a_delta_would_hold_is_known_before_it_is_chosen():
     assert tracker.freeze(table).n_changed == 2
 
 
+def test_what_a_delta_would_hold_is_counted_without_looking_for_it():
+    table, tracker = tracked(100)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        write(table, *random.integers(0, 120, 3).tolist())
+        table.erase(torch.from_numpy(random.integers(0, 120, 2)))  # some of the last rows, too
+        frozen = tracker.freeze(table)
+        source = frozen.delta("base")
+        [marks, _] = table.store._mark_sets()
+        assert frozen.n_changed == source.n_rows + marks.n_erased
+        assert marks.n_marked == np.unpackbits(marks.bits).sum()
+
+
 def test_a_load_that_replaces_all_rows_is_more_than_marks_can_say(tmp_path):
     table, tracker = tracked(10)
     saver = Saver(torch.nn.ModuleList([table]), output_dir=str(tmp_path))

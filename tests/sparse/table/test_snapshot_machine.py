@@ -272,7 +272,7 @@ def test_every_snapshot_is_of_its_moment_in_many_interleavings(machine):
 def marked_before_gathered(images, rows, targets, *, for_good):
     columns, log = images._opened()
     with images._lock:
-        at = pick_marked(rows, images._marks, for_good)
+        at = pick_marked(rows, images._marks, images._wanted, for_good)
         places = log.places.find(rows[at].astype(np.int64))
     for column, target in zip(columns.values(), targets, strict=True):
         column.gather_into(rows, target)
@@ -284,14 +284,14 @@ def laid_over_before_gathered(images, rows, targets, *, for_good):
     """Mark at the end, as is right, but look at the log at the beginning."""
     columns, log = images._opened()
     with images._lock:
-        at = pick_marked(rows, images._marks, False)
+        at = pick_marked(rows, images._marks, images._wanted, False)
         places = log.places.find(rows[at].astype(np.int64))
     for column, target in zip(columns.values(), targets, strict=True):
         column.gather_into(rows, target)
     for column, target in zip(log.columns.values(), targets, strict=True):
         column.lay_over(places, at, target)
     with images._lock:
-        pick_marked(rows, images._marks, for_good)
+        pick_marked(rows, images._marks, images._wanted, for_good)
 
 
 def without_telling(method):
