@@ -90,7 +90,7 @@ class CheckpointProcess:
     ) -> None:
         self._rank_info, self._barrier = rank_info, barrier or Alone()
         self._start_timeout_sec = positive_number("start_timeout_sec", start_timeout_sec)
-        self._close_timeout_sec = positive_number("close_timeout_sec", close_timeout_sec)
+        positive_number("close_timeout_sec", close_timeout_sec)
         _check_init(subprocess_init_fn, subprocess_init_args)
         sendable("subprocess_init_fn", subprocess_init_fn)
         sendable("subprocess_init_args", subprocess_init_args)

@@ -13,7 +13,6 @@ from recckpt.errors import RecckptError
 from recckpt.text import count, escaped, grid, one_line, plural, size
 from recckpt.types import SlotSpec
 
-_FILES_OF_ROWS = frozenset({"parquet", "arrow", "csv", "npy"})
 _HEAD = ("TABLE", "ROWS", "SLOTS")
 
 

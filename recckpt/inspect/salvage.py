@@ -15,9 +15,10 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
-from recckpt.inspect.salvage_link import LinkRemains, Lost, ids_of
+from recckpt.inspect.salvage_link import LinkRemains, Lost
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import look_around
+from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.id_check import Int64s, is_among
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import SinkFile, Storage, new_file, open_parent, open_storage
@@ -108,7 +109,7 @@ class _Remains:
         remains = LinkRemains(self._storage, link.directory, link.manifest, link.entry)
         own, n_doubtful = [np.empty(0, np.int64)], 0
         for batch, vouched in remains.batches(unverified=unverified):
-            ids = ids_of(batch)
+            ids = ids_in(batch)
             own += [] if is_last else [ids]
             is_wanted = ~is_among(ids, self._known)
             is_doubtful = is_wanted & self._is_doubtful[bucket_of(ids)]

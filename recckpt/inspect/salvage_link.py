@@ -16,7 +16,7 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.id_check import FormerShards, Int64s
 from recckpt.storage import NOT_READABLE, Storage, missing
@@ -54,7 +54,7 @@ class LinkRemains:
                     if part.holds == "rows":
                         yield from self._counted((self._without_repeats(*each) for each in found), vouched=True)
                     else:
-                        self._deleted += [ids_of(batch) for batch, *_ in found]
+                        self._deleted += [ids_in(batch) for batch, *_ in found]
             elif shard.buckets != (0, 0):  # or it has no rows
                 self._lost.append(Lost(self._path(shard.catalog), shard.buckets, None, problem))
                 if unverified:
@@ -152,24 +152,19 @@ class LinkRemains:
 
     def _without_repeats(self, batch: pa.RecordBatch, file: str, buckets: tuple[int, int]) -> pa.RecordBatch:
         """Drop rows whose ids an earlier shard has: it cannot be known which of the two is right."""
-        repeated = self._former.had(ids_of(batch))
+        repeated = self._former.had(ids_in(batch))
         if not repeated.any():
             return batch
-        first = ids_of(batch)[repeated][0]
+        first = ids_in(batch)[repeated][0]
         self._lost.append(
             Lost(self._path(file), buckets, int(repeated.sum()), f"ids that another shard has, such as {first}")
         )
         return batch.take(pa.array(np.flatnonzero(~repeated)))
 
 
-def ids_of(batch: pa.RecordBatch) -> Int64s:
-    """Return the ids of a batch."""
-    return np.frombuffer(column_buffer(batch.column(ID)), np.int64)
-
-
 def _lies_in(batch: pa.RecordBatch, entry: Batch) -> bool:
     """Say whether the ids of a batch lie in the buckets that its catalog says."""
-    buckets = bucket_of(ids_of(batch))
+    buckets = bucket_of(ids_in(batch))
     return bool(entry.buckets[0] <= buckets.min() and buckets.max() < entry.buckets[1])
 
 

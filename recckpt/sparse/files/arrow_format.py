@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,11 @@ def column_buffer(array: pa.Array) -> pa.Buffer:
     values = column_items(array)
     item = values.type.bit_width // 8
     return values.buffers()[1].slice(values.offset * item, len(values) * item)
+
+
+def ids_in(columns: Mapping[str, pa.Array] | pa.RecordBatch) -> npt.NDArray[np.int64]:
+    """Return the ids of a batch, without a copy."""
+    return np.frombuffer(column_buffer(columns[ID]), np.int64)
 
 
 def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:

@@ -13,13 +13,13 @@ import xxhash
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
 from recckpt.sparse.files.arrow_format import (
-    ID,
     ID_SPEC,
     TABLE,
     Messages,
     check_message,
     column_array,
     column_buffer,
+    ids_in,
     part_schema,
     slot_field,
 )
@@ -81,7 +81,7 @@ def unverified_batches(
     for number in range(0 if isinstance(reader, str) else reader.num_record_batches):
         found = _read(reader, number)
         if not isinstance(found, str) and _table_of(found) == table:
-            ids = np.frombuffer(column_buffer(found.column(ID)), np.int64)
+            ids = ids_in(found)
             order = bucket_of(ids).astype(np.int64)
             if len(ids) and buckets[0] <= order[0] and order[-1] < buckets[1] and (np.diff(order) >= 0).all():
                 yield _values_of(found, [ID_SPEC, *slots])

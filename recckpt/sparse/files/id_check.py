@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
@@ -15,7 +16,7 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog
 from recckpt.format.manifest import ShardEntry
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
 
@@ -32,6 +33,13 @@ class IdCheck:
         self._first_bucket = self._bucket = -1
         self._head: Int64s = np.empty(0, np.int64)  # the ids in the first bucket, where the part before may end
         self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
+
+    def read(self, reader: PartReader, number: int) -> Mapping[str, pa.Array]:
+        """Return the columns of the next batch; CorruptCheckpointError where they are damaged, or its ids wrong."""
+        columns = reader.read(number)
+        for found, expected in self.check(ids_in(columns), reader.part.batches[number]):
+            raise reader.damage(number, found, expected)
+        return columns
 
     def check(self, ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
         """Yield (found, expected) for all that is wrong with the ids of the next batch."""
@@ -151,7 +159,7 @@ def _ids_in(window: tuple[int, int], storage: Files, directory: str, table: Tabl
         if met:
             reader = PartReader(storage, directory, part, table.slots, ())
             for number in met:
-                ids = np.frombuffer(column_buffer(reader.read(number)[ID]), np.int64)
+                ids = ids_in(reader.read(number))
                 buckets = bucket_of(ids)
                 found.append(ids[(begin <= buckets) & (buckets < end)])
     return np.concatenate(found)

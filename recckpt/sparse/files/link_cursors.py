@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Held, Part
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
+from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
 from recckpt.sparse.files.id_check import IdCheck, Int64s, repeats
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_damage
@@ -147,10 +146,7 @@ class _Cursor:
         if self._open is None or self._open[0] is not part:
             reader = PartReader(link.storage, link.directory, part, slots, [slot.name for slot in wanted])
             self._open = part, reader
-        found, reader = self._open[1].read(number), self._open[1]
-        for wrong, expected in order.check(np.frombuffer(column_buffer(found[ID]), np.int64), batch):
-            where = f"batch {number} (table {batch.table!r})"
-            raise CorruptCheckpointError(reader.path, where, found=wrong, expected=expected)
+        found = order.read(self._open[1], number)
         return [np.frombuffer(column_buffer(found[spec.name]), row_of(spec)) for spec in (ID_SPEC, *wanted)]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, PartlyLoadedError
@@ -17,7 +18,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import ID, ids_in
 from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.sparse.files.load_target import LinkLoad, LoadTarget
 from recckpt.sparse.files.part_reader import PartReader
@@ -164,7 +165,7 @@ class LinkPass:
     def _read_deletes(self, run: _Run, deletes: LinkDeletes) -> int:
         n_bytes = 0
         for batch, columns, path in run.read(self._link, self._slots(run.part)):
-            ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
+            ids = ids_in(columns)
             _refuse(deletes.add(batch.table, run.shard, ids), batch, path)
             n_bytes += ids.nbytes
         return n_bytes
@@ -172,7 +173,7 @@ class LinkPass:
     def _read_rows(self, run: _Run, deletes: LinkDeletes, take: Take) -> int:
         n_bytes = 0
         for batch, columns, path in run.read(self._link, self._slots(run.part)):
-            ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
+            ids = ids_in(columns)
             _refuse(deletes.repeated(batch.table, run.shard, ids), batch, path)
             for filler in self._fillers[batch.table]:
                 take(filler, columns, path)
@@ -223,18 +224,17 @@ class _Run:
         reader = PartReader(link.storage, link.directory, self.part, slots, self.columns)
         for number in self.numbers:
             batch, columns = self.part.batches[number], reader.read(number)
-            _check_buckets(columns[ID], batch, number, reader.path)
+            _check_buckets(ids_in(columns), reader, number)
             yield batch, columns, reader.path
 
 
-def _check_buckets(ids: pa.Array, batch: Batch, number: int, path: str) -> None:
+def _check_buckets(ids: npt.NDArray[np.int64], reader: PartReader, number: int) -> None:
     """Check that the ids are of the buckets by which readers choose their batches."""
-    values = np.frombuffer(column_buffer(ids), np.int64)
-    at = first_outside(values, *batch.buckets)
+    buckets = reader.part.batches[number].buckets
+    at = first_outside(ids, *buckets)
     if at >= 0:
-        found = f"id {values[at]} of bucket {bucket_of(values[at : at + 1])[0]}"
-        where = f"batch {number} (table {batch.table!r})"
-        raise CorruptCheckpointError(path, where, found=found, expected=f"ids of buckets {list(batch.buckets)}")
+        found = f"id {ids[at]} of bucket {bucket_of(ids[at : at + 1])[0]}"
+        raise reader.damage(number, found, f"ids of buckets {list(buckets)}")
 
 
 def _refuse(repeated: Iterator[int], batch: Batch, path: str) -> None:

@@ -80,7 +80,7 @@ class PartReader:
         *,
         mapped: memoryview | None = None,
     ) -> None:
-        self.path, self._part = f"{directory}/{part.file}", part
+        self.path, self.part = f"{directory}/{part.file}", part
         wanted = None if columns is None else set(columns)
         self._specs = {spec.name: spec for spec in slots if wanted is None or spec.name in wanted}
         try:
@@ -125,10 +125,10 @@ class PartReader:
             found.validate()
         except (pa.ArrowException, OSError, ValueError) as error:
             self._raise_storage_error()
-            raise self._corrupt(self._place(number), f"invalid Arrow ({error})", "a record batch") from error
-        rows = self._part.batches[number].rows
+            raise self.damage(number, f"invalid Arrow ({error})", "a record batch") from error
+        rows = self.part.batches[number].rows
         if found.num_rows != rows:
-            raise self._corrupt(self._place(number), f"{found.num_rows} rows", f"{rows} rows")
+            raise self.damage(number, f"{found.num_rows} rows", f"{rows} rows")
         return found
 
     def column_problem(self, number: int, found: pa.RecordBatch, name: str) -> CorruptCheckpointError | None:
@@ -139,14 +139,14 @@ class PartReader:
             return self._corrupt(where, f"{nulls} nulls", "no nulls")
         if name == TABLE and (misnamed := self._misnamed(number, array)):
             return self._corrupt(where, *misnamed)
-        digest, expected = xxhash.xxh3_64_intdigest(column_buffer(array)), self._part.batches[number].xxh3[name]
+        digest, expected = xxhash.xxh3_64_intdigest(column_buffer(array)), self.part.batches[number].xxh3[name]
         if digest != expected:
             return self._corrupt(where, f"checksum {digest:016x}", f"{expected:016x}")
         return None
 
     def _misnamed(self, number: int, column: pa.DictionaryArray) -> tuple[str, str] | None:
         """Return (found, expected) where the column by which other readers tell tables apart names another table."""
-        tables = list(self._part.tables)
+        tables = list(self.part.tables)
         if not self._names_checked:  # the batches of a file share one dictionary
             try:
                 column.dictionary.validate(full=True)
@@ -156,14 +156,14 @@ class PartReader:
             if names != tables:
                 return f"the tables {names}", str(tables)
             self._names_checked = True
-        wrong = np.frombuffer(column_buffer(column), np.int16) != tables.index(self._part.batches[number].table)
+        wrong = np.frombuffer(column_buffer(column), np.int16) != tables.index(self.part.batches[number].table)
         return (f"row {np.argmax(wrong)} of another table", "rows of this table only") if wrong.any() else None
 
     def check_frame(self) -> None:
         """Check the bytes that are not column values; needs all columns and a file that lies in memory."""
         frame, done = xxhash.xxh3_64(), 0
         whole = pa.py_buffer(self.mapped)
-        for number in range(len(self._part.batches)):
+        for number in range(len(self.part.batches)):
             found = self.unchecked(number)
             for name in found.schema.names:
                 values = column_buffer(found.column(name))
@@ -174,15 +174,15 @@ class PartReader:
                 frame.update(whole.slice(done, begin - done))
                 done = begin + values.size
         frame.update(whole.slice(done))
-        if frame.intdigest() != self._part.frame:
-            raise self._corrupt("its frame", f"checksum {frame.intdigest():016x}", f"{self._part.frame:016x}")
+        if frame.intdigest() != self.part.frame:
+            raise self._corrupt("its frame", f"checksum {frame.intdigest():016x}", f"{self.part.frame:016x}")
 
     def _opened(self, source: Any, slots: Sequence[SlotSpec]) -> Any:
         try:
             reader = pa.ipc.open_file(source)
             self._check_schema(reader.schema, slots)
-            if reader.num_record_batches != len(self._part.batches):
-                count, expected = reader.num_record_batches, len(self._part.batches)
+            if reader.num_record_batches != len(self.part.batches):
+                count, expected = reader.num_record_batches, len(self.part.batches)
                 raise self._corrupt("", f"{count} batches", f"{expected} batches")
             names = [TABLE, ID, *self._specs]
             if len(names) < len(reader.schema):
@@ -217,8 +217,12 @@ class PartReader:
             ):
                 raise self._corrupt(f"column {field.name!r}", str(other.type), str(field.type))
 
+    def damage(self, number: int, found: str, expected: str) -> CorruptCheckpointError:
+        """Return the error for a batch that is not what was written."""
+        return self._corrupt(self._place(number), found, expected)
+
     def _place(self, number: int) -> str:
-        return f"batch {number} (table {self._part.batches[number].table!r})"
+        return f"batch {number} (table {self.part.batches[number].table!r})"
 
     def _corrupt(self, where: str, found: str, expected: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(self.path, where, found=found, expected=expected)

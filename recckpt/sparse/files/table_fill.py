@@ -15,7 +15,7 @@ from torch import Tensor
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer, ids_in
 from recckpt.sparse.files.known_ids import KnownIds, LinkRows, RepeatedIdError
 from recckpt.sparse.files.load_target import LoadTarget, TableLoad
 from recckpt.sparse.files.row_filter import RowFilter
@@ -102,7 +102,7 @@ class Filler:
 
     def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
         """Refuse a batch as ``fill`` would, before ``start``, and change nothing."""
-        ids, _ = self._owned(np.frombuffer(column_buffer(columns[ID]), np.int64), {})
+        ids, _ = self._owned(ids_in(columns), {})
         self._new_rows(ids, {}, path)
 
     def fill(self, columns: Mapping[str, pa.Array], path: str) -> None:
@@ -110,7 +110,7 @@ class Filler:
 
         Refuse the batch where an id comes twice.
         """
-        ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
+        ids = ids_in(columns)
         found = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
         ids, found = self._owned(ids, found)
         if not self._is_set and (self.load.with_rows or self._n_links > 1):

@@ -13,7 +13,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Catalog, Held, Part
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer, slot_field
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, slot_field
 from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
@@ -113,11 +113,7 @@ class TableReader:
                 continue
             reader = PartReader(self.storage, self.directory, part, specs, names)
             for number in met:
-                columns = reader.read(number)
-                ids = np.frombuffer(column_buffer(columns[ID]), np.int64)
-                for found, expected in order.check(ids, part.batches[number]):
-                    where = f"batch {number} (table {self.entry.name!r})"
-                    raise CorruptCheckpointError(reader.path, where, found=found, expected=expected)
+                columns = order.read(reader, number)
                 yield part, number, pa.RecordBatch.from_arrays([columns[name] for name in (ID, *names)], schema=schema)
 
 
