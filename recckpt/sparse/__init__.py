@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.format.buckets import Slice, gen_slice
+    from recckpt.sparse.from_torch import replace_embeddings
     from recckpt.sparse.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseRowWiseAdagrad, SparseSGD
     from recckpt.sparse.sharded.table import EmbeddingCollection, ShardedHashTable
     from recckpt.sparse.string_ids import hash_ids
@@ -20,6 +21,7 @@ _HOMES = {
     "Slice": "format.buckets",
     "gen_slice": "format.buckets",
     "hash_ids": "sparse.string_ids",
+    "replace_embeddings": "sparse.from_torch",
     "Constant": "sparse.table.initializers",
     "Normal": "sparse.table.initializers",
     "Uniform": "sparse.table.initializers",
@@ -38,6 +40,7 @@ __all__ = [
     "Slice",
     "gen_slice",
     "hash_ids",
+    "replace_embeddings",
     "Constant",
     "Normal",
     "Uniform",

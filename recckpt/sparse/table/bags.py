@@ -71,7 +71,8 @@ class PooledTable(TableModule):
             mode: ``"sum"``, ``"mean"`` or ``"max"``.
             weights: for ``"sum"``: what each row is multiplied with, one for each id, in the dtype of the table;
                 differentiable.
-            padding_id: an id that stands for none: it is not pooled, not counted by ``"mean"``, and gets no row.
+            padding_id: an id that stands for none: it is not pooled, not counted by ``"mean"``, and gets no row; None
+                for that of the table, if it has one.
             include_last_offset: whether ``offsets`` ends with the number of ids, as an extra item.
 
         Returns:
@@ -82,7 +83,7 @@ class PooledTable(TableModule):
         """
         try:
             ends = _Ends(offsets, lengths, include_last_offset)
-            bags = _bags_of(self.name, ids, ends, weights).without(padding_id)
+            bags = _bags_of(self.name, ids, ends, weights).without(_padding(self, padding_id))
             check_mode(self, mode, bags.weights)
         except (TypeError, ValueError) as error:
             self._refuse(error)
@@ -95,7 +96,11 @@ class PooledTable(TableModule):
 
 def bags_in(table: TableModule, ids: Any, weights: Any, padding_id: int | None) -> Bags:
     """Return the bags of ids that say by themselves where they end, as :meth:`PooledTable.bag` takes them."""
-    return _bags_of(table.name, ids, _Ends(None, None, False), weights).without(padding_id)
+    return _bags_of(table.name, ids, _Ends(None, None, False), weights).without(_padding(table, padding_id))
+
+
+def _padding(table: TableModule, padding_id: int | None) -> int | None:
+    return table.padding_id if padding_id is None else padding_id
 
 
 def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:

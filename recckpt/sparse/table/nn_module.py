@@ -59,6 +59,7 @@ class TableModule(nn.Module):
     name: str
     dtype: torch.dtype
     embedding_shape: tuple[int, ...]
+    padding_id: int | None = None  # whose row is not trained, and is in no bag
     trained_by: object = None  # the mark of the optimizer that was made for it last, and gets its gradients
     initializer: Initializer
     _store: RowStore
@@ -148,6 +149,9 @@ class TableModule(nn.Module):
     @opaque
     def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
         """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
+        if self.padding_id is not None:
+            kept = np.flatnonzero(ids != self.padding_id)
+            ids, grads = ids[kept], grads[torch.from_numpy(kept).to(grads.device)]
         self._gradients.add(ids, grads, self._store)
 
     @property

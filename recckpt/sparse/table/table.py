@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
@@ -29,7 +30,11 @@ from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
 from recckpt.sparse.table.row_store import RowStore, Slots
+from recckpt.sparse.table.torch_embedding import torch_rows
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Int64s = npt.NDArray[np.int64]
 
@@ -76,6 +81,30 @@ class HashTable(PooledTable):
         self._store = RowStore(checked_device(name, device))
         self._store.add_column(self._spec)
         self._gradients = Gradients()
+
+    @classmethod
+    def from_embedding(
+        cls, module: nn.Embedding | nn.EmbeddingBag, *, name: str, ids: Tensor | None = None, **options: Any
+    ) -> Self:
+        """Return a table with the rows of an embedding of torch, in its dtype and on its device.
+
+        Training goes on as with the module. Its ``padding_idx`` becomes ``padding_id``: the row is not trained, and left
+        out of bags. A sharded table takes the rows that its rank owns.
+
+        Args:
+            module: its weight is copied.
+            name: name in checkpoints.
+            ids: int64, one for each row; None for 0 to n - 1.
+            options: further arguments of the table.
+
+        Raises:
+            TypeError, ValueError: no such module, an option that tables do not have, or ids that do not fit.
+        """
+        rows = torch_rows(module, name, ids)
+        table = cls(rows.weight.shape[1], name=name, **{**rows.options, **options})
+        table.insert(*rows.within(table.slice, table.device))
+        table.padding_id = rows.padding_id
+        return table
 
     @property
     def store(self) -> RowStore:

@@ -1,0 +1,96 @@
+"""Models made with embeddings of torch, which get tables in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from recckpt.sparse.table.bags import Mode
+from recckpt.sparse.table.table import HashTable
+from recckpt.text import nearest
+
+
+class TableBag(nn.Module):
+    """A table in the place of an ``nn.EmbeddingBag``: it is called as that, and pools as that did."""
+
+    def __init__(self, table: HashTable, mode: Mode, include_last_offset: bool) -> None:
+        super().__init__()
+        self.table, self.mode, self.include_last_offset = table, mode, include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the bags of ids, as ``nn.EmbeddingBag.forward``."""
+        last = self.include_last_offset
+        return self.table.bag(input, offsets, mode=self.mode, weights=per_sample_weights, include_last_offset=last)
+
+
+def replace_embeddings(
+    model: nn.Module,
+    modules: Iterable[str] | None = None,
+    *,
+    ids: Mapping[str, Tensor] | None = None,
+    **options: Any,
+) -> dict[str, HashTable]:
+    """Put a table in the place of each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model, in place.
+
+    The model goes on as before: same rows, same output, same gradients. Make the optimizers afterwards: the weights
+    are no parameters any more, so the tables need a sparse optimizer. A module that stands in several places becomes
+    one table.
+
+    Args:
+        model: any module; not an embedding itself.
+        modules: names of the modules to replace, as in ``model.named_modules()``; None for all.
+        ids: name of a module -> the ids of its rows, as of :meth:`HashTable.from_embedding`.
+        options: arguments of the tables, such as ``initializer``.
+
+    Returns:
+        Name -> table. The name of a module is the name of its table.
+
+    Raises:
+        TypeError, ValueError: something that is named is no such module; a weight is used elsewhere too, or has an
+            option that tables do not have. Nothing has been changed.
+    """
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    if "" in found:
+        raise ValueError(f"found a {type(model).__name__}, expected a model that holds one: HashTable.from_embedding")
+    wanted = list(found) if modules is None else [modules] if isinstance(modules, str) else list(modules)
+    for name in (*wanted, *(ids or {})):
+        if name not in found or name not in wanted:
+            hint = nearest(name, found)
+            raise ValueError(f"found the name {name!r}, expected one of the embeddings to replace, {wanted}{hint}")
+    _check_ties(model, {name: found[name] for name in wanted})
+    made = {name: _in_place_of(found[name], name, (ids or {}).get(name), options) for name in wanted}
+    places = [(path, made[name]) for name in wanted for path in _paths(model, found[name])]
+    for path, module in places:
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, module)
+    return {name: module.table if isinstance(module, TableBag) else module for name, module in made.items()}
+
+
+def _in_place_of(
+    module: nn.Embedding | nn.EmbeddingBag, name: str, ids: Tensor | None, options: Mapping[str, Any]
+) -> HashTable | TableBag:
+    table = HashTable.from_embedding(module, name=name, ids=ids, **options)
+    table.train(module.training)
+    if isinstance(module, nn.EmbeddingBag):
+        return TableBag(table, module.mode, bool(module.include_last_offset)).train(module.training)  # type: ignore[arg-type]
+    return table
+
+
+def _paths(model: nn.Module, module: nn.Module) -> list[str]:
+    """Return all places where a module stands."""
+    return [path for path, other in model.named_modules(remove_duplicate=False) if other is module]
+
+
+def _check_ties(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
+    """Refuse a weight that another module uses too, such as the output layer of a language model."""
+    for name, module in replaced.items():
+        for other_name, other in model.named_modules():
+            for parameter_name, parameter in other.named_parameters(recurse=False):
+                if parameter is module.weight and other is not module:
+                    raise ValueError(
+                        f"{name}.weight is {other_name}.{parameter_name} too, and a table cannot be: leave {name!r} out"
+                    )

@@ -1,0 +1,61 @@
+"""The rows of an embedding of torch, as a table takes them over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from recckpt.format.buckets import Slice
+from recckpt.sparse.table.checks import flat_ids
+
+
+@dataclass(frozen=True)
+class TorchRows:
+    """The rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``.
+
+    Attributes:
+        ids: of the rows, int64, all different, on the CPU.
+        weight: shape (ids, dim).
+        padding_id: of the row that is not trained, None where there is none.
+    """
+
+    ids: Tensor
+    weight: Tensor
+    padding_id: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a table is made with, unless somebody wants something else."""
+        return {"dtype": self.weight.dtype, "device": self.weight.device}
+
+    def within(self, owned: Slice, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the ids of a slice and their rows, on a device."""
+        own = owned.owns(self.ids)
+        return self.ids[own], self.weight[own.to(self.weight.device)].to(device)
+
+
+def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
+    """Return the rows of a module with these ids, None for 0 to n - 1.
+
+    Raises:
+        TypeError: it is no embedding of torch.
+        ValueError: it has an option that tables do not have, or the ids do not fit.
+    """
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        raise TypeError(f"table {name!r}: found a {type(module).__name__}, expected an nn.Embedding or nn.EmbeddingBag")
+    for option in ("max_norm", "scale_grad_by_freq"):
+        if getattr(module, option):
+            found = f"{option}={getattr(module, option)!r}"
+            raise ValueError(f"table {name!r}: found {found}, which a table does not have: keep this module as it is")
+    weight = module.weight.detach()
+    given = torch.arange(len(weight)) if ids is None else torch.from_numpy(flat_ids(ids).copy())
+    n_different = len(np.unique(given.numpy()))
+    if len(given) != len(weight) or n_different != len(given):
+        found = f"{len(given)} ids, {n_different} of them different"
+        raise ValueError(f"table {name!r}: found {found}, expected a different one for each of {len(weight)} rows")
+    padding = module.padding_idx
+    return TorchRows(given, weight, None if padding is None else int(given[padding]))
