@@ -70,6 +70,11 @@ class TableModule(nn.Module):
         """Where the slots live."""
         return self._store.device
 
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows of this table."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name!r}, rows={len(self._store)}, shape={self.embedding_shape}, dtype={dtype}"
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Lead ``torch.distributed.checkpoint``, which walks along the keys of state dicts, back to this table."""
         return {self.name.split(".")[0]: "_by_key"}

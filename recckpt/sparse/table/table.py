@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
@@ -30,7 +30,7 @@ from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
 from recckpt.sparse.table.row_store import RowStore, Slots
-from recckpt.sparse.table.torch_embedding import torch_rows
+from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 if TYPE_CHECKING:
@@ -83,13 +83,11 @@ class HashTable(PooledTable):
         self._gradients = Gradients()
 
     @classmethod
-    def from_embedding(
-        cls, module: nn.Embedding | nn.EmbeddingBag, *, name: str, ids: Tensor | None = None, **options: Any
-    ) -> Self:
-        """Return a table with the rows of an embedding of torch, in its dtype and on its device.
+    def from_embedding(cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Any) -> Self:
+        """Return a table with the rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``, which trains on as that would.
 
-        Training goes on as with the module. Its ``padding_idx`` becomes ``padding_id``: the row is not trained, and left
-        out of bags. A sharded table takes the rows that its rank owns.
+        ``padding_idx`` becomes ``padding_id``, whose row is not trained, and left out of bags. A sharded table takes
+        the rows that its rank owns.
 
         Args:
             module: its weight is copied.
@@ -126,10 +124,6 @@ class HashTable(PooledTable):
 
     def __bool__(self) -> bool:
         return True  # an empty table is still a table
-
-    def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows of this table."""
-        return f"{self.name!r}, rows={len(self)}, shape={self.embedding_shape}, dtype={self._spec.dtype}"
 
     @opaque
     def forward(self, ids: Tensor) -> Tensor:

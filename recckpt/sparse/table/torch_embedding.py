@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from recckpt.format.buckets import Slice
 from recckpt.sparse.table.checks import flat_ids
 
+Embedding = nn.Embedding | nn.EmbeddingBag
+
 
 @dataclass(frozen=True)
 class TorchRows:
@@ -45,7 +47,7 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
         TypeError: it is no embedding of torch.
         ValueError: it has an option that tables do not have, or the ids do not fit.
     """
-    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+    if not isinstance(module, Embedding):
         raise TypeError(f"table {name!r}: found a {type(module).__name__}, expected an nn.Embedding or nn.EmbeddingBag")
     for option in ("max_norm", "scale_grad_by_freq"):
         if getattr(module, option):
