@@ -69,7 +69,7 @@ OF_CHAINS = {
     "form_keeps_place": Plant(
         f"{OFFERS}:_form", "delta.epoch, delta.seq, said.save_id", "fence.epoch, fence.listing.next_seq, said.save_id"
     ),
-    "form_has_flags": Plant(f"{OFFERS}:_form", "ephemeral=said.ephemeral", "ephemeral=False"),
+    "form_has_flags": Plant(f"{OFFERS}:_form", "**said.content", "**{**said.content, 'ephemeral': False}"),
     "whole_before_full": Plant(
         "recckpt.output_dir.chains:Chains._stand",
         "self._named.get(record.parent.save_id, ()):",
