@@ -23,7 +23,7 @@ from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
 from recckpt.save import arguments
 from recckpt.save.background_save import SaveHandle, SaveRunner
-from recckpt.save.base import changes_of
+from recckpt.save.delta_base import changes_of
 from recckpt.save.job import Destination, Job, Live, OnSave
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo

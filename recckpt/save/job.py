@@ -15,7 +15,7 @@ from recckpt.format.manifest import Scalar
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
-from recckpt.save.base import Changes
+from recckpt.save.delta_base import Changes
 from recckpt.save.offer_thread import OfferThread
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse.files.saver import SparseSaver
@@ -37,51 +37,28 @@ class Live:
 
 @dataclass(frozen=True)
 class Job:
-    """One save.
+    """One save."""
 
-    Attributes:
-        info: its name, and how it goes.
-        ranks: that take part; one that fails is the failure of this save.
-        state: what readers without torch want to know.
-        overwrite: whether it supersedes a committed checkpoint of its name.
-        is_resumed: whether it goes on from a checkpoint of the output dir.
-        max_keep: which checkpoints stay.
-    """
-
-    info: SaveInfo
-    ranks: Ranks
-    state: Mapping[str, Scalar] | None
-    overwrite: bool
-    is_resumed: bool
-    max_keep: int | Keep | None
+    info: SaveInfo  # its name, and how it goes
+    ranks: Ranks  # that take part; one that fails is the failure of this save
+    state: Mapping[str, Scalar] | None  # what readers without torch want to know
+    overwrite: bool  # whether it supersedes a committed checkpoint of its name
+    is_resumed: bool  # whether it goes on from a checkpoint of the output dir
+    max_keep: int | Keep | None  # which checkpoints stay
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the saves of one saver go, and what they share.
+    """Where the saves of one saver go, and what they share."""
 
-    Attributes:
-        storage: the output dir.
-        fence: the saver's hold on it.
-        transfers: how files go up.
-        sparse_saver: writes the tables of this rank.
-        concurrency: threads that write and remove; with one, a save makes none, but where it takes over.
-        min_free_bytes: what a save leaves of the storage's room.
-        on_save: called with each save that is committed.
-        changes: what deltas are made of; None where all saves are full.
-        buffers: where staging copies dense tensors to.
-        digests: of the state that one rank saves for all.
-        offers: compacts what deltas are written on, where the policy wants that.
-    """
-
-    storage: Storage
-    fence: Fence
-    transfers: Transfers
-    sparse_saver: SparseSaver
-    concurrency: int
-    min_free_bytes: int
-    on_save: OnSave | None
-    changes: Changes | None
-    buffers: DenseBuffers = field(default_factory=DenseBuffers)
-    digests: RankDigests = field(default_factory=RankDigests)
-    offers: OfferThread = field(default_factory=OfferThread)
+    storage: Storage  # the output dir
+    fence: Fence  # the saver's hold on it
+    transfers: Transfers  # how files go up
+    sparse_saver: SparseSaver  # writes the tables of this rank
+    concurrency: int  # threads that write and remove; with one, a save makes none, but where it takes over
+    min_free_bytes: int  # what a save leaves of the storage's room
+    on_save: OnSave | None  # called with each save that is committed
+    changes: Changes | None  # what deltas are made of; None where all saves are full
+    buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
+    digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
+    offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that

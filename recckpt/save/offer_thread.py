@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
 
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.whole import Means
 from recckpt.output_dir.commit import chain_of
+from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.executor import StoppedError
 from recckpt.parallel.threads import give_way
+from recckpt.save.delta_base import Changes
 from recckpt.storage import Storage
-
-if TYPE_CHECKING:
-    from recckpt.save.job import Destination
 
 log = logging.getLogger("recckpt")
 
@@ -33,20 +31,19 @@ class OfferThread:
         self._stop = threading.Event()
         self._offered: str | None = None
 
-    def begin_if_due(self, to: Destination) -> None:
+    def begin_if_due(self, storage: Storage, fence: Fence, changes: Changes | None) -> None:
         """Begin an offer of what the next delta would stand on, if the policy wants one; rank 0 calls this."""
-        changes = to.changes
-        chain = changes.chain(to.fence) if changes else None
+        chain = changes.chain(fence) if changes else None
         if changes is None or changes.base is None or chain is None or self._is_at_work:
             return
         reason = changes.policy.why_compact(chain)
-        if reason is not None and self._offered not in to.fence.listing.uncommitted:  # one that waits is enough
-            log.info("%s: compacting in the background: %s", to.storage.url, reason)
-            newest = chain_of(to.fence.listing, changes.base.save_id)[0]
+        if reason is not None and self._offered not in fence.listing.uncommitted:  # one that waits is enough
+            log.info("%s: compacting in the background: %s", storage.url, reason)
+            newest = chain_of(fence.listing, changes.base.save_id)[0]
             self._stop = threading.Event()
             # A daemon: an interpreter that ends does not wait for it, and what it leaves is no whole offer.
             self._thread = threading.Thread(
-                target=self._run, args=(to.storage, newest, self._stop), name="recckpt-compact", daemon=True
+                target=self._run, args=(storage, newest, self._stop), name="recckpt-compact", daemon=True
             )
             self._thread.start()
 

@@ -62,7 +62,7 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
             to.changes.committed(record)
         if ranks.rank == 0:
             rotate(job, to)
-            to.offers.begin_if_due(to)
+            to.offers.begin_if_due(to.storage, to.fence, to.changes)
     info.let_go()
     _tell(to, info)
     return record

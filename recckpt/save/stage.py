@@ -20,8 +20,8 @@ from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
 from recckpt.save.arguments import as_scalars
 from recckpt.save.check import Checked, agreed, check_rooms
+from recckpt.save.full_or_delta import FULL, Kind, Told, agreed_kind, spared_bytes, tell
 from recckpt.save.job import Destination, Job, Live
-from recckpt.save.kind import FULL, Kind, Told, agreed_kind, spared_bytes, tell
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
 from recckpt.sparse.table.table import HashTable as OurTable

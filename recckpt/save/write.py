@@ -28,23 +28,14 @@ from recckpt.text import Progress
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one rank wrote.
+    """What one rank wrote."""
 
-    Attributes:
-        save_id: the attempt that it wrote for.
-        shard: its catalog.
-        tables: its rows.
-        files: all its files.
-        seconds: how long it took.
-        n_kept: rows that were copied aside because training changed them meanwhile.
-    """
-
-    save_id: str
-    shard: ShardEntry
-    tables: tuple[TableEntry, ...]
-    files: tuple[FileEntry, ...]
-    seconds: float = 0.0
-    n_kept: int = 0
+    save_id: str  # the attempt that it wrote for
+    shard: ShardEntry  # its catalog
+    tables: tuple[TableEntry, ...]  # its rows
+    files: tuple[FileEntry, ...]  # all its files
+    seconds: float = 0.0  # how long it took
+    n_kept: int = 0  # rows that were copied aside because training changed them meanwhile
 
 
 @dataclass(frozen=True)
@@ -81,19 +72,12 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank tells.
+    """What one rank tells."""
 
-    Attributes:
-        sharded: of its pieces of sharded tensors.
-        digest: of what rank 0 saves for all; 0 where there is one rank.
-        own_extra: names of registered objects of which each rank saves its own state.
-        io_state: names of positions in the data.
-    """
-
-    sharded: Summary
-    digest: int
-    own_extra: tuple[str, ...]
-    io_state: tuple[str, ...]
+    sharded: Summary  # of its pieces of sharded tensors
+    digest: int  # of what rank 0 saves for all; 0 where there is one rank
+    own_extra: tuple[str, ...]  # names of registered objects of which each rank saves its own state
+    io_state: tuple[str, ...]  # names of positions in the data
 
 
 def _compared(staged: Staged, ranks: Ranks) -> Names:

@@ -14,14 +14,14 @@ OWN_NAME = "save_id := secrets.token_hex(16)"
 # of the protocol
 OF_CHAINS = {
     "base_is_newest_at_takeover": Plant(
-        f"{SAVE}.base:Changes.confirm", "base.place != fence.newest_at_takeover or not links", "not links"
+        f"{SAVE}.delta_base:Changes.confirm", "base.place != fence.newest_at_takeover or not links", "not links"
     ),
     "parent_is_origin": Plant(
         f"{SAVE}.commit:_standing_on",
         "Link(link.ckpt_id, link.manifest.origin, link.directory)",
         "Link(link.ckpt_id, link.manifest.save_id, link.directory)",
     ),
-    "sync_base": Plant(f"{SAVE}.base:Changes.confirm", "_sync(storage, link)", "pass"),
+    "sync_base": Plant(f"{SAVE}.delta_base:Changes.confirm", "_sync(storage, link)", "pass"),
     "ephemeral_keeps_base": Plant(
         f"{SAVE}.save:write_and_commit", "to.changes is not None and not record.ephemeral", "to.changes is not None"
     ),
@@ -119,7 +119,7 @@ OF_MARKS = {
     "present_are_not_deleted": Plant(f"{MARKS}:DeltaSource.deletes", "erased[upserts.find(erased) < 0]", "erased"),
     "new_slot_replaces": (
         Plant(f"{STORE}.add_column", "self._replaced()", "pass"),
-        Plant(f"{SAVE}.kind:tell", "is_replaced or base.slots.get(table.name) != table.slots", "is_replaced"),
+        Plant(f"{SAVE}.full_or_delta:tell", "is_replaced or base.slots.get(table.name) != table.slots", "is_replaced"),
     ),
     "new_store_replaces": Plant(
         f"{MARKS}:Tracker._of",
@@ -129,7 +129,7 @@ OF_MARKS = {
         "        marks.begin(before._since.base if before else '')",
     ),
     "replaced_is_agreed": Plant(
-        f"{SAVE}.kind:agreed_kind",
+        f"{SAVE}.full_or_delta:agreed_kind",
         "name for name, table in tables if table.is_replaced",
         "name for name, table in first.tables.items() if table.is_replaced",
     ),

@@ -22,7 +22,7 @@ from load.test_chains import make  # noqa: F401, a fixture
 from output_dir import test_chains, test_delta_listing, test_expired_links, test_offers
 from output_dir.test_delta_listing import chain  # noqa: F401
 from output_dir.test_offers import run  # noqa: F401
-from save import test_base, test_deltas, test_kind
+from save import test_delta_base, test_deltas, test_full_or_delta
 from save.test_deltas import training  # noqa: F401
 from sparse.table import test_marks
 from spec_reader import DamagedError
@@ -52,15 +52,15 @@ def during(before, meanwhile, end="committed"):
 
 
 FOUND = {
-    "base_is_newest_at_takeover": By(test_base.test_what_another_writer_has_gone_on_from_is_no_base),
-    "parent_is_origin": By(test_base.test_a_delta_on_a_restored_form_stands_on_what_that_is_a_form_of),
+    "base_is_newest_at_takeover": By(test_delta_base.test_what_another_writer_has_gone_on_from_is_no_base),
+    "parent_is_origin": By(test_delta_base.test_a_delta_on_a_restored_form_stands_on_what_that_is_a_form_of),
     "ephemeral_keeps_base": By(test_deltas.test_nothing_stands_on_an_ephemeral_delta),
     "failed_keeps_marks": By(
         test_delta_operations.test_after_a_fault_the_next_save_holds_all_that_has_changed,
         {"habit": "goes on", "stride": 7},
     ),
     "closure": By(test_deltas.test_rotation_leaves_what_a_delta_stands_on, {"max_keep": 1}),
-    "keep_own_base": By(test_base.test_a_base_stays_though_no_policy_wants_it),
+    "keep_own_base": By(test_delta_base.test_a_base_stays_though_no_policy_wants_it),
     "dependents_first": By(test_expired_links.test_the_links_of_what_is_kept_stay_and_do_not_count),
     "delta_before_its_forms": By(test_expired_links.test_what_a_form_stands_for_goes_and_the_pin_holds_the_form),
     "unique_names": By(
@@ -89,7 +89,7 @@ FOUND = {
     "present_are_not_deleted": By(test_deltas.test_erased_ids_are_deleted_and_those_that_are_back_are_rows),
     "new_slot_replaces": By(test_deltas.test_a_table_that_was_cleared_moved_or_got_a_slot_is_replaced),
     "new_store_replaces": By(test_marks.test_a_store_that_is_no_longer_used_is_not_kept),
-    "replaced_is_agreed": By(test_kind.test_a_table_that_is_replaced_on_one_rank_is_on_all),
+    "replaced_is_agreed": By(test_full_or_delta.test_a_table_that_is_replaced_on_one_rank_is_on_all),
     "ephemeral_keeps_marks": By(test_deltas.test_nothing_stands_on_an_ephemeral_delta),
     "marks_know_their_base": By(test_marks.test_marks_since_another_base_are_of_no_use),
     "upserts_beat_deletes": By(

@@ -2,16 +2,16 @@
 
 import pytest
 from faults.plants import Plant
-from save import test_base, test_deltas
+from save import test_delta_base, test_deltas
 from spec_reader import DamagedError
 
 BEGIN, COMMIT = "recckpt.output_dir.commit:begin", "recckpt.output_dir.commit:commit"
-CONFIRM, SAVE = "recckpt.save.base:Changes.confirm", "recckpt.save.save:write_and_commit"
+CONFIRM, SAVE = "recckpt.save.delta_base:Changes.confirm", "recckpt.save.save:write_and_commit"
 IS_NEWEST = Plant(CONFIRM, "base.place != fence.newest_at_takeover or ", "")
 MISSED = {
-    test_base.test_what_another_writer_has_gone_on_from_is_no_base: IS_NEWEST,
-    test_base.test_what_is_older_than_a_damaged_checkpoint_is_no_base: IS_NEWEST,
-    test_base.test_the_base_of_a_restored_run_is_durable_before_anything_stands_on_it: Plant(
+    test_delta_base.test_what_another_writer_has_gone_on_from_is_no_base: IS_NEWEST,
+    test_delta_base.test_what_is_older_than_a_damaged_checkpoint_is_no_base: IS_NEWEST,
+    test_delta_base.test_the_base_of_a_restored_run_is_durable_before_anything_stands_on_it: Plant(
         CONFIRM, "_sync(storage, link)", "pass"
     ),
     test_deltas.test_nothing_stands_on_an_ephemeral_delta: Plant(SAVE, " and not record.ephemeral", ""),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recckpt.policies.deltas import Chain, Deltas
-from recckpt.save.base import Changes
+from recckpt.save.delta_base import Changes
 from recckpt.sparse.files.table_rows import TableSource
 from recckpt.sparse.table.marks import Frozen
 
@@ -33,19 +33,12 @@ class Told:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a save is.
+    """What a save is."""
 
-    Attributes:
-        base: save id of the checkpoint that a delta stands on; None of a full one.
-        replaced: tables of which a delta holds all rows.
-        why_full: why it is no delta, where deltas are on.
-        n_links: of the chain, this one included.
-    """
-
-    base: str | None = None
-    replaced: frozenset[str] = frozenset()
-    why_full: str | None = None
-    n_links: int = 1
+    base: str | None = None  # save id of the checkpoint that a delta stands on; None of a full one
+    replaced: frozenset[str] = frozenset()  # tables of which a delta holds all rows
+    why_full: str | None = None  # why it is no delta, where deltas are on
+    n_links: int = 1  # of the chain, this one included
 
     @property
     def name(self) -> str:

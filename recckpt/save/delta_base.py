@@ -22,19 +22,12 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Origin:
-    """A committed checkpoint as deltas know it, whichever form of it they read.
+    """A committed checkpoint as deltas know it, whichever form of it they read."""
 
-    Attributes:
-        save_id: its name.
-        place: where it stands in the order of commits.
-        slots: those of its tables.
-        is_candidate: whether it was restored, and is yet to be confirmed.
-    """
-
-    save_id: str
-    place: tuple[int, int]
-    slots: Mapping[str, tuple[SlotSpec, ...]]
-    is_candidate: bool = False
+    save_id: str  # its name
+    place: tuple[int, int]  # where it stands in the order of commits
+    slots: Mapping[str, tuple[SlotSpec, ...]]  # those of its tables
+    is_candidate: bool = False  # whether it was restored, and is yet to be confirmed
 
 
 class Changes:

@@ -1,7 +1,7 @@
 """Whether a save is full or a delta: one answer from what all ranks tell."""
 
 from recckpt.policies.deltas import Chain, Deltas
-from recckpt.save.kind import FULL, Kind, TableChanges, Told, agreed_kind, spared_bytes
+from recckpt.save.full_or_delta import FULL, Kind, TableChanges, Told, agreed_kind, spared_bytes
 
 POLICY = Deltas(full_every=3)
 
