@@ -13,17 +13,11 @@ _PATIENCE = 2  # where the chain is compacted it may grow so many times as long 
 
 @dataclass(frozen=True)
 class Chain:
-    """What a delta would stand on: the newest link that is full, or has a form, and the deltas since.
+    """What a delta would stand on: the newest link that is full, or has a form, and the deltas since."""
 
-    Attributes:
-        n_deltas: links since the full one.
-        delta_bytes: of all files of these.
-        full_bytes: of all files of the full one.
-    """
-
-    n_deltas: int
-    delta_bytes: int
-    full_bytes: int
+    n_deltas: int  # links since the full one
+    delta_bytes: int  # of all files of these
+    full_bytes: int  # of all files of the full one
 
 
 @dataclass(frozen=True)

@@ -32,33 +32,19 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Staged:
-    """The state of one step on this rank.
+    """The state of one step on this rank."""
 
-    Attributes:
-        tables: rows that this rank writes.
-        dense: tensor name -> tensor; written by rank 0, empty elsewhere.
-        extra: registered name -> state; written by rank 0, empty elsewhere.
-        own_extra: registered name -> state of this rank.
-        io_state: registered name -> state of this shard.
-        rng: generator -> state of this rank.
-        state: what readers without torch want to know of the training.
-        sharded: this rank's pieces of sharded tensors.
-        digest: what other ranks compare with theirs; None where there are none.
-        frozen: tables by name whose changes are counted.
-        kind: whether it is written as a delta.
-    """
-
-    tables: list[TableSource]
-    dense: dict[str, Any]
-    extra: dict[str, Any]
-    io_state: dict[str, Any]
-    rng: dict[str, Any]
-    state: Mapping[str, Scalar]
-    sharded: ShardedState = field(default_factory=ShardedState)
-    own_extra: dict[str, Any] = field(default_factory=dict)
-    digest: RankDigest | None = None
-    frozen: dict[str, Frozen] = field(default_factory=dict)
-    kind: Kind = FULL
+    tables: list[TableSource]  # rows that this rank writes
+    dense: dict[str, Any]  # tensor name -> tensor; written by rank 0, empty elsewhere
+    extra: dict[str, Any]  # registered name -> state; written by rank 0, empty elsewhere
+    io_state: dict[str, Any]  # registered name -> state of this shard
+    rng: dict[str, Any]  # generator -> state of this rank
+    state: Mapping[str, Scalar]  # what readers without torch want to know of the training
+    sharded: ShardedState = field(default_factory=ShardedState)  # this rank's pieces of sharded tensors
+    own_extra: dict[str, Any] = field(default_factory=dict)  # registered name -> state of this rank
+    digest: RankDigest | None = None  # what other ranks compare with theirs; None where there are none
+    frozen: dict[str, Frozen] = field(default_factory=dict)  # tables by name whose changes are counted
+    kind: Kind = FULL  # whether it is written as a delta
 
     @property
     def sparse_bytes(self) -> int:
