@@ -29,6 +29,7 @@ _MODULES = {
     "compact": "compact",
     "plan": "plan",
     "import": "import_source",
+    "export": "export",
 }
 _FUNCTIONS = {"import": "import_source"}  # of those whose name Python keeps for itself
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--threads", type=_positive, metavar="N", help=threads_help)
     _add_mending(command)
     convert_options.add_import(command)
+    convert_options.add_export(command)
     return parser
 
 

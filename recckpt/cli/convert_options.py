@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 _FORMATS = "recis, safetensors, parquet, arrow, csv, npy"
+_TARGETS = "parquet, npy, embedding or safetensors"
 
 
 def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -23,3 +24,18 @@ def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("--embedding", default="embedding", metavar="COLUMN", help=vectors_help)
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the source's, or 0)")
     add("--dry-run", action="store_true", help="say what would be done; read no rows and write nothing")
+
+
+def add_export(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add ``export``."""
+    add = command("export", "write tables and tensors of a checkpoint in another format").add_argument
+    add("checkpoint", metavar="CKPT", help="a checkpoint, or an output dir, whose newest is meant; a path or URL")
+    add("target", metavar="TARGET", help="what to write; must not exist")
+    add("--to", required=True, metavar="FORMAT", help=_TARGETS)
+    add("--table", dest="tables", action="append", metavar="NAME", help="only this table, once for each")
+    slots_help = "slots beside the ids, separated by commas (default: embedding, or what the format needs)"
+    add("--slots", metavar="A,B", help=slots_help)
+    add("--where", metavar="JSON", help='which rows, as in a load_conf: \'{"count": {"min": 5}}\'')
+    add("--dtype", choices=["float16", "bfloat16", "int8"], help="of the vectors; the largest error is in the metadata")
+    since_help = "only what has changed since this checkpoint, which CKPT stands on, and the ids that were deleted"
+    add("--since", metavar="CKPT", help=since_help)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from recckpt.convert.formats import SOURCES
+from recckpt.convert.exporting import Exported, export_checkpoint
+from recckpt.convert.formats import SOURCES, TARGETS
 from recckpt.convert.importing import ImportPlan, import_checkpoint
 from recckpt.convert.source import Wish
 
-__all__ = ["import_checkpoint", "ImportPlan", "Wish", "SOURCES"]
+__all__ = ["import_checkpoint", "export_checkpoint", "ImportPlan", "Exported", "Wish", "SOURCES", "TARGETS"]

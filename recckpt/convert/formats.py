@@ -1,4 +1,4 @@
-"""The formats that are read: each a small file in ``sources/``, found by its name or by looking at the files."""
+"""The formats: those that are read, found by name or by looking at the files, and those that are written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from recckpt.errors import ConversionError
 from recckpt.text import nearest
 
 SOURCES = ("recis", "safetensors", "parquet", "arrow", "csv", "npy")  # in the order in which they look at the files
+
+TARGETS = ("parquet", "npy", "embedding", "safetensors")
+
+
+def target_module(name: str) -> ModuleType:
+    """Return the module that writes a format; ValueError where there is none."""
+    if name not in TARGETS:
+        raise ValueError(f"to: found {name!r}, expected one of {', '.join(TARGETS)}{nearest(name, TARGETS)}")
+    return import_module(f"recckpt.convert.targets.{name}")
 
 
 def open_source(files: SourceFiles, format: str | None, wish: Wish) -> Source:

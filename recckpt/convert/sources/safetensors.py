@@ -45,7 +45,7 @@ def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
 
 
 def _parts(files: SourceFiles) -> list[str]:
-    indexes, found = files.ending(INDEX_SUFFIX), files.ending(SUFFIX)
+    indexes, found = files.ending(INDEX_SUFFIX), list(files.names) if files.is_file else files.ending(SUFFIX)
     if not indexes and len(found) == 1:
         return found
     if len(indexes) != 1:

@@ -1,0 +1,56 @@
+"""What has changed between two checkpoints of a chain: rows that are new or other, and ids that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from recckpt.convert.source import Int64s
+from recckpt.errors import ConversionError
+from recckpt.format.buckets import N_BUCKETS
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.sparse.files.id_check import is_among
+from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of
+from recckpt.sparse.files.merged_rows import merged_range
+from recckpt.sparse.files.table_reader import TableReader
+
+_BUDGET_BYTES = 128 << 20
+_EVERYWHERE = (0, N_BUCKETS)
+
+
+def links_since(checkpoint: Checkpoint, since: str) -> int:
+    """Return how many links of a chain, newest first, are newer than the one of that id or directory.
+
+    Raises:
+        ConversionError: it is not below the checkpoint.
+    """
+    name = since.rstrip("/").rpartition("/")[2]
+    for number, link in enumerate(checkpoint.links):
+        if name in (link.ckpt_id, link.directory) and number:
+            return number
+    below = ", ".join(link.ckpt_id for link in checkpoint.below) or "nothing, since it is full"
+    found = f"{since!r}, which {checkpoint.ckpt_id!r} does not stand on"
+    remedy = "export all of it, or save with Saver(deltas=True)"
+    raise ConversionError(checkpoint.directory, "since", found=found, expected=f"one of {below}", remedy=remedy)
+
+
+def upserts(links: Sequence[TableReader]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows that the newest of some links have, in bucket order."""
+    return merged_range(links, _EVERYWHERE, _BUDGET_BYTES)
+
+
+def deletes(links: Sequence[TableReader]) -> Iterator[Int64s]:
+    """Yield the ids that the newest of some links delete, each once, in the order of ranges of buckets."""
+    chain = [LinkCursor(link, _EVERYWHERE) for link in links]
+    for begin, end in bucket_ranges(links, _EVERYWHERE, _BUDGET_BYTES):
+        known: Int64s = np.empty(0, np.int64)  # to newer links
+        for cursor in chain:
+            rows, gone = cursor.between(begin, end)
+            there = np.union1d(known, ids_of(rows))
+            deleted = np.unique(ids_of(gone))
+            new = deleted[~is_among(deleted, there)]
+            if len(new):
+                yield new
+            known = np.union1d(there, deleted)

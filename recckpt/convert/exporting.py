@@ -1,0 +1,191 @@
+"""``recckpt.convert.export_checkpoint``: tables and tensors of a checkpoint in the format of another program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recckpt.convert.changed import deletes, links_since, upserts
+from recckpt.convert.formats import target_module
+from recckpt.convert.narrowed import DTYPES
+from recckpt.convert.source import LeftOut
+from recckpt.convert.target_files import TargetFiles
+from recckpt.convert.view import Export, TableView
+from recckpt.dense.tensors import DenseTensors
+from recckpt.errors import ConversionError
+from recckpt.format import layout
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import HeldFiles, until_whole
+from recckpt.sparse.files.chain_table import OpenLink, open_table
+from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
+from recckpt.sparse.files.table_reader import TableReader
+from recckpt.storage import Storage
+from recckpt.text import Progress, nearest
+from recckpt.types import EMBEDDING
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What :func:`export_checkpoint` wrote.
+
+    Attributes:
+        ckpt_id: of the checkpoint.
+        target: where to.
+        format: which.
+        metadata: what the target says of itself: rows and slots of each table, the largest error of narrowed vectors.
+        left_out: what the target has no place for.
+        n_bytes: of its files.
+    """
+
+    ckpt_id: str
+    target: str
+    format: str
+    metadata: Mapping[str, Any]
+    left_out: tuple[LeftOut, ...]
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What is asked for."""
+
+    tables: Collection[str] | None
+    slots: Collection[str] | None
+    where: RowFilter = field(default_factory=RowFilter)
+    dtype: str | None = None
+    since: str | None = None
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    tables: Collection[str] | None = None,
+    slots: Collection[str] | None = None,
+    where: Any = None,
+    dtype: str | None = None,
+    since: str | None = None,
+) -> Exported:
+    """Write tables and tensors of a checkpoint, or of a chain, in another format; see docs/convert.md.
+
+    Every byte that is read is checked. After an error nothing of the target is left.
+
+    Args:
+        checkpoint: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        target: what to write, which must not exist; any fsspec URL.
+        to: a name of ``recckpt.convert.TARGETS``.
+        tables: only these; None for all.
+        slots: beside the ids; None for what the format takes by itself, which is ``embedding`` where it is for serving.
+        where: which rows, as in a load_conf.
+        dtype: ``float16``, ``bfloat16`` or ``int8`` for the vectors; the largest error is in the metadata.
+        since: a checkpoint that this one stands on, its id or path: only what has changed since, and what was deleted.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as of CheckpointReader.
+        ConversionError: the target cannot hold what is asked for, or there is no such table or slot.
+        FileExistsError: the target exists.
+        OSError: a storage failed.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
+    module = target_module(to)
+    if since is not None and (where is not None or not module.INCREMENTS):
+        found = f"it beside {'where' if where is not None else to}"
+        raise ConversionError(os.fspath(target), "since", found=found, expected="all changed rows, to parquet or npy")
+    if dtype is not None and dtype not in module.DTYPES:
+        found, expected = f"{dtype} for {to}, which does not have it", f"one of {', '.join(module.DTYPES)}"
+        raise ConversionError(os.fspath(target), "dtype", found=found, expected=expected)
+    choice = _Choice(tables, slots, RowFilter() if where is None else parse_row_filter(where), dtype, since)
+    path, url = os.fspath(checkpoint), os.fspath(target)
+
+    def write(found: tuple[Storage, Checkpoint]) -> Exported:
+        with TargetFiles(url) as files:
+            export = _opened(*found, choice, module.ALL_SLOTS)
+            n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
+            with Progress(f"exporting {found[1].ckpt_id}", n_bytes) as progress:
+                left = module.write(export, files, progress)
+        return Exported(found[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
+
+    return until_whole(lambda: locate_path(path), write)
+
+
+def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots: bool) -> Export:
+    links = [OpenLink(link, _held(storage, link, rows=True)) for link in checkpoint.links]
+    manifest = checkpoint.manifest
+    names = [table.name for table in manifest.tables]
+    for name in choice.tables or ():
+        if name not in names:
+            remedy = nearest(name, names).strip("; ")
+            path, found = checkpoint.directory, f"no table {name!r}"
+            raise ConversionError(path, "", found=found, expected=f"one of {names}", remedy=remedy)
+    count = links_since(checkpoint, choice.since) if choice.since is not None else 0
+    wanted = [table for table in manifest.tables if choice.tables is None or table.name in choice.tables]
+    views = [_view(table, links, count, choice, all_slots) for table in wanted]
+    said: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
+    said["source"] = layout.join(storage.url, checkpoint.directory)
+    if count:
+        base = checkpoint.links[count].manifest
+        gone = [table.name for table in base.tables if table.name not in names]
+        said |= {"since": base.ckpt_id, "dropped_tables": gone}
+    tensors = DenseTensors(_held(storage, checkpoint, rows=False), checkpoint.directory, manifest)
+    return Export(views, tensors, said, count > 0)
+
+
+def _view(table: TableEntry, links: Sequence[OpenLink], count: int, choice: _Choice, all_slots: bool) -> TableView:
+    slots = {slot.name: slot for slot in table.slots}
+    stored = [slots[name] for name in _asked(table, choice, all_slots)]
+    filtered = {name: slots[name] for name in choice.where.slots if name in slots and not slots[name].shape}
+    if filtered.keys() != choice.where.slots:
+        missing = sorted(choice.where.slots - filtered.keys())
+        found, expected = f"no number a row in {missing}", "slots of shape ()"
+        raise ConversionError(f"table {table.name!r}", "where", found=found, expected=expected)
+    if not count:
+        read = open_table(links, table.name, list(slots))
+        return TableView(
+            table.name,
+            tuple(stored),
+            table.rows,
+            lambda names: read.with_slots(names).all_rows(),
+            choice.where,
+            choice.dtype,
+            filtered,
+        )
+    newer = _newer(table, links[:count])
+    replaced = newer[-1].entry.is_whole
+    return TableView(
+        table.name,
+        tuple(stored),
+        None,
+        lambda names: upserts(_newer(table, links[:count], names)),
+        choice.where,
+        choice.dtype,
+        filtered,
+        replaced,
+        lambda: iter(()) if replaced else deletes(_newer(table, links[:count], ())),
+    )
+
+
+def _newer(table: TableEntry, links: Sequence[OpenLink], slots: Sequence[str] = ()) -> list[TableReader]:
+    """Return what the newest links hold of a table, down to one that holds all of it."""
+    return list(open_table(links, table.name, list(slots)).links)
+
+
+def _asked(table: TableEntry, choice: _Choice, all_slots: bool) -> list[str]:
+    slots: list[str] = [slot.name for slot in table.slots]
+    if choice.slots is None:
+        return slots if all_slots else [EMBEDDING]
+    for name in choice.slots:
+        if name not in slots:
+            where, remedy = f"table {table.name!r}", nearest(name, slots).strip("; ")
+            raise ConversionError(where, "", found=f"no slot {name!r}", expected=f"one of {slots}", remedy=remedy)
+    return [name for name in slots if name in choice.slots]
+
+
+def _held(storage: Storage, checkpoint: Checkpoint, *, rows: bool) -> HeldFiles:
+    files = (file for file in checkpoint.manifest.files if layout.has_rows(file.name) == rows)
+    return HeldFiles(storage, checkpoint.directory, {file.name: file.n_bytes for file in files})

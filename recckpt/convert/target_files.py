@@ -1,0 +1,68 @@
+"""The files of a target: all of them, or none."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from recckpt.format import layout
+from recckpt.storage import ABSENT, Sink, open_parent
+
+_EXISTS = "it exists, expected a new name: remove it, or write to another name"
+
+
+class TargetFiles:
+    """Writes the files of a target, a directory or one file; leaving the block by an error removes them all."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self._made = url, list[str]()
+        self._storage, self._name = open_parent(url)
+        self._kept: list[Sink] = []
+
+    def __enter__(self) -> TargetFiles:
+        """Refuse a target that exists."""
+        try:
+            self._storage.size(self._name)
+            there = True
+        except ABSENT:
+            there = bool(self._storage.list_files(self._name))
+        except OSError:
+            there = True
+        if there:
+            raise FileExistsError(errno.EEXIST, _EXISTS, self.url)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            for name in self._made:
+                with suppress(OSError):
+                    self._storage.remove(name)
+            with suppress(OSError):
+                self._storage.remove_empty_dirs(self._name)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(sink.n_bytes for sink in self._kept)
+
+    def create(self, *names: str) -> Sink:
+        """Open a new file below the target, or the target itself."""
+        path = layout.join(self._name, *names)
+        sink = self._storage.create(path)
+        self._made.append(path)
+        self._kept.append(sink)
+        return sink
+
+    def put_json(self, value: Mapping[str, Any], *names: str) -> None:
+        """Write a small file."""
+        with self.create(*names) as sink:
+            sink.write(json.dumps(value, indent=2).encode() + b"\n")
+
+
+def file_name(table: str) -> str:
+    """Return a name of a table that every file system takes."""
+    return layout.encode_id(table)

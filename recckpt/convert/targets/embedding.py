@@ -1,0 +1,63 @@
+"""A dense matrix a table for ``nn.Embedding``: row i is that of id i, zeros where there is none."""
+
+from __future__ import annotations
+
+import tempfile
+
+import numpy as np
+
+from recckpt.convert.narrowed import widened
+from recckpt.convert.source import LeftOut
+from recckpt.convert.target_files import TargetFiles, file_name
+from recckpt.convert.targets.npy import in_numpy, write_header
+from recckpt.convert.view import Export, TableView
+from recckpt.errors import ConversionError
+from recckpt.storage.transfers import WorkDir
+from recckpt.text import Progress
+
+ALL_SLOTS, INCREMENTS, DTYPES = False, False, ("float16", "int8")  # numpy has no bfloat16
+_SPARE = 1_000_000  # rows of a matrix that may be empty, whatever the table has
+_SPARSE = 100  # times as many rows as the table has
+_STEP_BYTES = 8 << 20
+
+
+def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
+    """Write ``<table>.npy`` of each table, and of each chosen slot ``<table>.<slot>.npy``."""
+    for table in export.tables:
+        n_matrix = _rows_of_matrix(table)
+        for slot in table.slots:
+            one = table.only(slot.name)
+            at = [each.name for each in one.slots].index(slot.name)
+            shape = (n_matrix, *slot.shape)
+            dtype = in_numpy(slot)
+            name = table.name if slot.name == "embedding" else f"{table.name}.{slot.name}"
+            with WorkDir(tempfile.gettempdir()).new_file() as file:
+                file.truncate(max(1, int(np.prod(shape)) * dtype.itemsize))
+                matrix = np.memmap(file, dtype, "r+", shape=shape) if n_matrix else np.empty(shape, dtype)
+                for rows in one.rows():
+                    values = rows.columns[at]
+                    matrix[rows.ids] = widened(values) if slot.dtype == "bfloat16" else values
+                    progress.advance(values.nbytes)
+                with files.create(f"{file_name(name)}.npy") as sink:
+                    write_header(sink, dtype, shape)
+                    step = max(1, _STEP_BYTES // max(1, matrix[:1].nbytes))
+                    for begin in range(0, n_matrix, step):
+                        sink.write(matrix[begin : begin + step].tobytes())
+        progress.n_rows += table.n_rows
+    files.put_json(export.metadata(), "metadata.json")
+    return export.no_dense("a matrix is for rows; use safetensors")
+
+
+def _rows_of_matrix(table: TableView) -> int:
+    """Return 1 + the highest id; ConversionError where ids are no places in a matrix."""
+    n_rows, lowest, highest = 0, 0, -1
+    for rows in table.without_slots().rows():
+        n_rows += len(rows.ids)
+        lowest, highest = min(lowest, int(rows.ids.min())), max(highest, int(rows.ids.max()))
+    path, remedy = f"table {table.name!r}", "export it to npy, where the ids lie beside the rows"
+    if lowest < 0:
+        raise ConversionError(path, "", found=f"the id {lowest}", expected="ids from 0 on", remedy=remedy)
+    if highest >= _SPARSE * n_rows + _SPARE:
+        found = f"the id {highest} among {n_rows} rows"
+        raise ConversionError(path, "", found=found, expected="a matrix that is not nearly empty", remedy=remedy)
+    return highest + 1

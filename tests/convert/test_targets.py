@@ -1,0 +1,240 @@
+"""What every target promises: what it can hold comes back bit for bit, and what it cannot is refused."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conversions import rows_bytes, some_rows, table_bytes
+from delta_runs import rows_of, run_with_chain
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from torch import nn
+
+from recckpt import CheckpointReader, Saver
+from recckpt.convert import Wish, export_checkpoint, import_checkpoint
+from recckpt.convert.narrowed import narrowed, widened
+from recckpt.errors import ConversionError
+from recckpt.sparse import HashTable
+from recckpt.types import SlotSpec
+
+ROUND_TRIPS = ["parquet", "npy", "safetensors"]
+
+
+def checkpoint(path, rows=None, name="t"):
+    """Return an output dir with one table and one dense tensor."""
+    tensors = {f"{name}.{slot}": values for slot, values in (rows or some_rows()).items()}
+    slots = [slot for slot in (rows or some_rows()) if slot != "id"]
+    metadata = {"recckpt": json.dumps({"tables": {name: slots}})}
+    save_file({**tensors, "w": np.arange(3, dtype=np.float32)}, path / "made.safetensors", metadata)
+    import_checkpoint(path / "made.safetensors", path / "run", step=3)
+    return path / "run"
+
+
+@pytest.mark.parametrize("to", ROUND_TRIPS)
+def test_what_was_exported_comes_back_bit_for_bit(tmp_path, to):
+    target = tmp_path / f"out.{to}"
+    done = export_checkpoint(checkpoint(tmp_path), target, to=to, slots=["embedding", "count"])
+    back = import_checkpoint(target if to == "safetensors" else target / "t", tmp_path / "back", format=to)
+    assert table_bytes(tmp_path / "back", "t") == rows_bytes(some_rows())
+    assert done.metadata["tables"]["t"]["rows"] == back.rows["t"] == 100
+    assert done.metadata["checkpoint"] == "ckpt_3"
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20, unique=True),
+    dtype=st.sampled_from(["f2", "f4", "f8", "i1", "u1", "i2", "i4", "i8"]),
+    shape=st.sampled_from([(), (1,), (3,), (2, 2)]),
+    to=st.sampled_from(ROUND_TRIPS),
+)
+def test_any_ids_dtypes_and_shapes_come_back(ids, dtype, shape, to, tmp_path_factory):
+    path = tmp_path_factory.mktemp("any")
+    values = np.random.default_rng(0).integers(0, 2**63, (len(ids), *shape, 1)).view(np.uint8)
+    values = np.ascontiguousarray(values[..., : np.dtype(dtype).itemsize]).view(dtype)[..., 0]
+    rows = {"id": np.array(ids, np.int64), "embedding": values}
+    target = path / "out"
+    export_checkpoint(checkpoint(path, rows), target, to=to)
+    import_checkpoint(target if to == "safetensors" else target / "t", path / "back", format=to)
+    assert table_bytes(path / "back", "t") == rows_bytes(rows)
+
+
+@pytest.mark.parametrize("to", ["parquet", "npy"])
+def test_bfloat16_is_widened_to_float32_where_the_format_lacks_it(tmp_path, to):
+    table = HashTable(4, name="t", dtype=torch.bfloat16)
+    values = torch.randn(9, 4).bfloat16()
+    table.insert(torch.arange(9), values)
+    Saver(nn.ModuleDict({"t": table}), output_dir=tmp_path / "run").save("a")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", to=to)
+    back = import_checkpoint(tmp_path / "out/t", tmp_path / "back")
+    dtype = "bfloat16" if to == "parquet" else "float32"  # a column of Parquet says what it was
+    assert back.contents.tables[0].slots == (SlotSpec("embedding", dtype, (4,)),)
+    exact = values.view(torch.int16).numpy() if to == "parquet" else values.float().numpy()
+    assert table_bytes(tmp_path / "back", "t") == rows_bytes({"id": np.arange(9), "embedding": exact})
+
+
+def test_parquet_is_what_others_read(tmp_path):
+    export_checkpoint(checkpoint(tmp_path, name="user/1"), tmp_path / "out", to="parquet", slots=["embedding", "count"])
+    [file] = (tmp_path / "out/user%2F1").iterdir()
+    found = pq.read_table(file)
+    assert found.column_names == ["id", "embedding", "count"]
+    said = json.loads(pq.read_schema(file).metadata[b"recckpt"])
+    assert (said["table"], said["rows"], said["step"]) == ("user/1", 100, 3)
+
+
+def test_safetensors_have_the_dense_tensors_too(tmp_path):
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "x.safetensors", to="safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == {"w", "t.id", "t.embedding"}
+    assert found["w"].tolist() == [0, 1, 2]
+    with safe_open(tmp_path / "x.safetensors", "np") as file:
+        assert json.loads(file.metadata()["recckpt"])["tables"] == {"t": ["embedding"]}
+
+
+def test_a_matrix_has_the_row_of_each_id_at_its_place(tmp_path):
+    rows = {"id": np.array([5, 0, 2]), "embedding": np.arange(6, dtype=np.float32).reshape(3, 2)}
+    done = export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "out", to="embedding")
+    matrix = np.load(tmp_path / "out/t.npy")
+    assert matrix.tolist() == [[2, 3], [0, 0], [4, 5], [0, 0], [0, 0], [0, 1]]
+    assert nn.Embedding.from_pretrained(torch.from_numpy(matrix))(torch.tensor([5])).tolist() == [[0, 1]]
+    assert [left.name for left in done.left_out] == ["dense w"]
+
+
+@pytest.mark.parametrize(("id_", "match"), [(-1, "the id -1, expected ids from 0 on"), (2**40, "the id 1099511627776")])
+def test_ids_that_are_no_places_in_a_matrix_are_refused(tmp_path, id_, match):
+    rows = {"id": np.array([id_]), "embedding": np.ones((1, 2), np.float32)}
+    with pytest.raises(ConversionError, match=match):
+        export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "out", to="embedding")
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_chosen_as_in_a_load_conf(tmp_path):
+    where = {"count": {"min": 90}}
+    run = checkpoint(tmp_path)
+    for to in ROUND_TRIPS:
+        done = export_checkpoint(run, tmp_path / to, to=to, where=where)
+        assert done.metadata["tables"]["t"]["rows"] == 10
+    assert sorted(np.load(tmp_path / "npy/t/id.npy")) == sorted(some_rows()["id"][90:])
+    assert sorted(load_file(tmp_path / "safetensors")["t.id"]) == sorted(some_rows()["id"][90:])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_narrow_vectors_are_as_far_off_as_their_metadata_says(tmp_path, dtype):
+    rows = some_rows()
+    rows["embedding"][0, 0] = 0
+    done = export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "x.safetensors", to="safetensors", dtype=dtype)
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        found = file.get_tensor("t.embedding").float()
+        if dtype == "int8":
+            found = found * file.get_tensor("t.embedding_scale")[:, None]
+        by_id = dict(zip(file.get_tensor("t.id").tolist(), found.tolist(), strict=True))
+        said = json.loads(file.metadata()["recckpt"])["export"]["tables"]["t"]["largest_error"]
+    back = np.array([by_id[int(id_)] for id_ in rows["id"]])
+    assert np.abs(back - rows["embedding"]).max() == pytest.approx(said, rel=1e-6)
+    assert 0 < said < {"float16": 2e-3, "bfloat16": 1e-2, "int8": 2e-2}[dtype]
+    assert done.metadata["tables"]["t"]["largest_error"] == said
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20))
+def test_bfloat16_is_rounded_as_torch_does(values):
+    exact = np.array(values, np.float32)[:, None]
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(exact).bfloat16()
+    if not torch.isfinite(expected[np.isfinite(exact)]).all():
+        return  # refused
+    [bits], _ = narrowed(exact, np.arange(len(exact)), SlotSpec("embedding", "float32", (1,)), "bfloat16", "t")
+    assert np.array_equal(widened(bits), expected.float().numpy(), equal_nan=True)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("int8", np.inf), ("int8", np.nan)])
+@pytest.mark.parametrize("to", ROUND_TRIPS)
+def test_values_beyond_a_dtype_are_refused_and_nothing_is_left(tmp_path, dtype, value, to):
+    rows = {"id": np.array([7, 8]), "embedding": np.array([[1], [value]], np.float32)}
+    with pytest.raises(ConversionError, match="in id 8, expected what"):
+        export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "out", to=to, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["parquet", "npy"])
+def test_an_increment_makes_the_newer_checkpoint_of_the_older(tmp_path, to):
+    storage = run_with_chain(tmp_path / "run")
+    done = export_checkpoint(tmp_path / "run/ckpt_3", tmp_path / "out", to=to, since="ckpt_1")
+    assert (done.metadata["since"], done.metadata["tables"]["item"]["replaced"]) == ("ckpt_1", False)
+    rows, newest = rows_of(storage, "ckpt_1"), rows_of(storage, "ckpt_3")
+    if to == "npy":
+        upserts = dict(
+            zip(
+                np.load(tmp_path / "out/item/id.npy").tolist(),
+                np.load(tmp_path / "out/item/embedding.npy"),
+                strict=True,
+            )
+        )
+        deletes = np.load(tmp_path / "out/item.deletes/id.npy").tolist()
+    else:
+        found = pq.read_table(tmp_path / "out/item").to_pydict()
+        upserts = dict(zip(found["id"], np.array(found["embedding"], np.float32), strict=True))
+        deletes = pq.read_table(tmp_path / "out/item.deletes")["id"].to_pylist()
+    assert (sorted(upserts), sorted(deletes)) == ([5, 7, 9, 500], [8])
+    merged = {id_: row[0] if isinstance(row, tuple) else row for id_, row in rows.items()}
+    assert merged.keys() - set(deletes) | set(upserts) == newest.keys()
+
+
+def test_an_increment_needs_a_checkpoint_below(tmp_path):
+    run_with_chain(tmp_path / "run")
+    for since, match in (("ckpt_3", "expected one of ckpt_2, ckpt_1"), ("x", "'x', which 'ckpt_3' does not stand on")):
+        with pytest.raises(ConversionError, match=match):
+            export_checkpoint(tmp_path / "run", tmp_path / "out", to="parquet", since=since)
+    for options in ({"to": "embedding"}, {"to": "parquet", "where": [1]}):
+        with pytest.raises(ConversionError, match="at since"):
+            export_checkpoint(tmp_path / "run", tmp_path / "out", since="ckpt_1", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tables": ["u"]}, "no table 'u'"),
+        ({"slots": ["embeding"]}, "did you mean 'embedding'"),
+        ({"where": {"embedding": {"min": 1}}}, r"no number a row in \['embedding'\]"),
+        ({"dtype": "bfloat16"}, "bfloat16 for parquet"),
+    ],
+)
+def test_what_is_not_there_is_refused(tmp_path, options, match):
+    with pytest.raises(ConversionError, match=match):
+        export_checkpoint(checkpoint(tmp_path), tmp_path / "out", to="parquet", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", [*ROUND_TRIPS, "embedding"])
+def test_a_target_that_exists_is_left_alone(tmp_path, to):
+    run = checkpoint(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").write_text("x")
+    for target in ("out", "out/mine"):
+        with pytest.raises(FileExistsError):
+            export_checkpoint(run, tmp_path / target, to=to)
+    assert (tmp_path / "out/mine").read_text() == "x"
+
+
+def test_exports_for_serving_import_no_torch(tmp_path):
+    run = checkpoint(tmp_path, {"id": np.arange(3), "embedding": np.ones((3, 2), "f4")})
+    code = "import sys; from recckpt.convert import export_checkpoint\n"
+    for to in (*ROUND_TRIPS, "embedding"):
+        code += f"export_checkpoint({str(run)!r}, {str(tmp_path / to)!r}, to={to!r})\n"
+    code += "assert not {'torch', 'numba'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tensors_may_become_tables_and_go_out_as_such(tmp_path):
+    save_file({"e": np.ones((3, 2), "f4"), "w": np.ones(1)}, tmp_path / "m.safetensors")
+    import_checkpoint(tmp_path / "m.safetensors", tmp_path / "run", wish=Wish(as_table={"e": None}))
+    export_checkpoint(tmp_path / "run", tmp_path / "out", to="npy")
+    assert sorted(np.load(tmp_path / "out/e/id.npy")) == [0, 1, 2]
+    with CheckpointReader(tmp_path / "run") as reader:
+        assert reader.tensor_names() == ["w"]
