@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
-.PHONY: demo test test-slow test-faults lint bench bench-toy clean
+.PHONY: demo test test-integrations test-slow test-faults lint bench bench-toy clean
 
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -19,6 +19,17 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadscope
+
+# Trainers and trackers, each of them installed, in an environment of its own: mypy is to see the same everywhere.
+INTEGRATIONS := .venv-integrations
+$(INTEGRATIONS)/.installed: setup.py constraints.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch" "setuptools>=70"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[integrations]" pytest hypothesis torchdata s3fs
+	touch $@
+
+test-integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
 
 # The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
 test-slow: $(STAMP)
@@ -60,4 +71,4 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info

@@ -11,6 +11,11 @@ EXTRAS = {
     "sftp": ["paramiko>=3"],
     "sql": ["polars", "duckdb"],
     "cluster": ["dask[distributed]>=2024.8"],
+    "lightning": ["lightning>=2.4"],
+    "integrations": [
+        *("lightning>=2.4", "transformers>=4.46", "accelerate>=1.0"),
+        *("tensorboard>=2.16", "mlflow-skinny>=2.16", "wandb>=0.18"),
+    ],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
         *("safetensors>=0.4", "polars>=1.0", "duckdb>=1.1", "pandas>=2.2", "torchdata>=0.11", "omegaconf>=2.3"),

@@ -15,6 +15,7 @@ ROOT = paths.ROOT / "recckpt"
 # A room imports only from rooms on lines below its own; within a room there are no cycles.
 ROOMS = """
     recckpt  __main__
+    integrations
     cli  manager
     inspect  convert  saver
     load  save  checkpointer

@@ -1,0 +1,59 @@
+"""Logs of saves for trackers of experiments: functions for ``Saver(on_save=...)``.
+
+Each takes the tracker's own object, so that none of the trackers is imported here. Saves in the background are logged
+by the thread that saves, at the step that was saved and not at the one that training has reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from recckpt.save.save_info import SaveInfo
+
+Log = Callable[[SaveInfo], None]
+
+_PREFIX = "recckpt/"
+
+
+def numbers(info: SaveInfo) -> dict[str, float]:
+    """Return what is a number of a save, under names such as ``recckpt/write_sec``; ``recckpt/delta`` is 0 or 1."""
+    found = {field.name: getattr(info, field.name) for field in fields(info) if not field.name.startswith("_")}
+    found |= {"blocked_sec": info.blocked_sec, "total_sec": info.seconds, "delta": info.kind == "delta"}
+    return {_PREFIX + name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+
+
+def to_tensorboard(writer: Any) -> Log:
+    """Log saves to a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``."""
+
+    def log(info: SaveInfo) -> None:
+        for name, value in numbers(info).items():
+            writer.add_scalar(name, value, info.step)
+
+    return log
+
+
+def to_mlflow(client: Any, run_id: str) -> Log:
+    """Log saves to a run of MLflow.
+
+    Args:
+        client: a ``mlflow.MlflowClient``; the active run of ``mlflow`` belongs to one thread, and saves to another.
+        run_id: such as ``mlflow.active_run().info.run_id``.
+    """
+
+    def log(info: SaveInfo) -> None:
+        for name, value in numbers(info).items():
+            client.log_metric(run_id, name, value, step=info.step)
+
+    return log
+
+
+def to_wandb(run: Any) -> Log:
+    """Log saves to a run of Weights & Biases, over ``recckpt/step``: what it gets for a past step, it drops."""
+    run.define_metric(f"{_PREFIX}*", step_metric=f"{_PREFIX}step")
+
+    def log(info: SaveInfo) -> None:
+        run.log(numbers(info))
+
+    return log

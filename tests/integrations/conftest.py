@@ -1,0 +1,10 @@
+"""What is installed is tested; `make test-integrations` installs all of it."""
+
+from importlib.util import find_spec
+
+NEEDS = {
+    "test_lightning.py": "lightning",
+    "test_transformers.py": "transformers",
+    "test_accelerate.py": "accelerate",
+}
+collect_ignore = [name for name, library in NEEDS.items() if find_spec(library) is None]

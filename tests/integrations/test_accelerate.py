@@ -1,0 +1,42 @@
+"""A loop of accelerate saves the model that it has prepared."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from recckpt import CheckpointManager, Saver
+from recckpt.sparse import HashTable, SparseAdamW
+
+
+def make(output_dir):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    table = HashTable(4, name="t")
+    plain = nn.ModuleDict({"t": table, "top": nn.Linear(4, 1)})
+    model, dense = accelerator.prepare(plain, torch.optim.Adam(plain["top"].parameters(), lr=0.1))
+    sparse = SparseAdamW([table], lr=0.1)
+    saver = Saver(accelerator.unwrap_model(model), sparse, str(output_dir))
+    saver.register_for_checkpointing("dense_optim", dense)
+    return accelerator, model, dense, sparse, CheckpointManager(saver, 5)
+
+
+def train(made, steps):
+    accelerator, model, dense, sparse, manager = made
+    while manager.global_step < steps:
+        ids = torch.arange(8) + manager.global_step
+        loss = model["top"](model["t"](ids)).square().mean()
+        accelerator.backward(loss)
+        dense.step(), sparse.step()
+        dense.zero_grad(), sparse.zero_grad()
+        manager.step()
+    return model["t"](torch.arange(30)), model["top"].weight
+
+
+def test_a_loop_of_accelerate_resumes_bit_for_bit(tmp_path):
+    whole = train(make(tmp_path / "whole"), 20)
+    train(make(tmp_path / "ended"), 13)
+    again = make(tmp_path / "ended")
+    assert again[-1].restore() == 10
+    assert all(map(torch.equal, whole, train(again, 20)))

@@ -1,0 +1,133 @@
+"""Lightning trains, is ended and resumes; what it has then is what an unbroken run has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from paths import ROOT
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from recckpt.integrations.lightning import RecckptCallback
+from recckpt.sparse import HashTable, SparseAdamW
+
+N_IDS = 50
+
+
+class Clicks(pl.LightningModule):
+    def __init__(self, automatic=True):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.strict_loading = False  # or Lightning refuses its own files, which have no tables
+        self.table, self.top = HashTable(4, name="t"), nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 1))
+        self.sparse_optim = SparseAdamW([self.table], lr=0.01)
+        self.seen = []
+
+    def training_step(self, batch, _):
+        ids, clicks = batch
+        self.seen.append(ids.tolist())
+        loss = nn.functional.mse_loss(self.top(self.table(ids)).squeeze(1), clicks)
+        if not self.automatic_optimization:
+            dense = self.optimizers()
+            dense.zero_grad(), self.sparse_optim.zero_grad()
+            self.manual_backward(loss)
+            dense.step(), self.sparse_optim.step()
+        return loss
+
+    def configure_optimizers(self):
+        optim = torch.optim.Adam(self.top.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 7, 0.5)
+        return [optim], [{"scheduler": schedule, "interval": "step"}]
+
+
+def clicks(loader):
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randint(0, N_IDS, (64,), generator=generator), torch.rand(64, generator=generator))
+    return loader(data, batch_size=4, shuffle=True)
+
+
+def fit(tmp_path, name, steps, *, automatic=True, callbacks=(), loader=StatefulDataLoader, path=None, **options):
+    torch.manual_seed(0)
+    module = Clicks(automatic)
+    callback = RecckptCallback(str(tmp_path / name), 5, sparse_optimizer=lambda module: module.sparse_optim)
+    options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 100, **options}
+    options["default_root_dir"] = str(tmp_path / "lightning")
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_steps=steps, callbacks=[*callbacks, callback], **quiet, **options)
+    trainer.fit(module, clicks(loader), ckpt_path=path)
+    return module, trainer
+
+
+@pytest.mark.parametrize(("automatic", "accumulate"), [(True, 1), (True, 2), (False, 1)])
+def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, automatic, accumulate):
+    options = {"automatic": automatic, "accumulate_grad_batches": accumulate}
+    whole, _ = fit(tmp_path, "whole", 40, **options)
+    fit(tmp_path, "ended", 23, **options)
+    resumed, trainer = fit(tmp_path, "ended", 40, **options)
+    assert trainer.global_step == 40
+    assert resumed.seen == whole.seen[-20 * accumulate :]
+    ids = torch.arange(N_IDS)
+    assert torch.equal(whole.eval().table(ids), resumed.eval().table(ids))
+    assert all(map(torch.equal, whole.top.parameters(), resumed.top.parameters()))
+
+
+class Batches(pl.Callback):
+    """Counts what it has seen."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def on_train_batch_end(self, *_):
+        self.seen += 1
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_callbacks_go_on_where_they_were(tmp_path):
+    fit(tmp_path, "runs", 23, callbacks=[Batches()])
+    fit(tmp_path, "runs", 40, callbacks=[batches := Batches()])
+    assert batches.seen == 40
+
+
+def test_model_checkpoint_beside_it_writes_all_but_the_tables(tmp_path):
+    fit(tmp_path, "runs", 16, callbacks=[kept := ModelCheckpoint(tmp_path / "kept")], enable_checkpointing=True)
+    found = torch.load(kept.best_model_path, weights_only=False)["state_dict"]
+    assert set(found) == {"top.1.weight", "top.1.bias"}
+
+
+def test_a_second_place_to_restore_from_is_refused(tmp_path):
+    fit(tmp_path, "runs", 16, callbacks=[kept := ModelCheckpoint(tmp_path / "kept")], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="would both restore: leave ckpt_path out"):
+        fit(tmp_path, "others", 20, path=kept.best_model_path)
+
+
+def test_a_loader_without_a_position_begins_its_epoch_anew_and_lightning_says_so(tmp_path):
+    fit(tmp_path, "runs", 5, loader=DataLoader)
+    with pytest.warns(UserWarning, match="your dataloader is not resumable"):
+        fit(tmp_path, "runs", 10, loader=DataLoader)
+
+
+def test_the_example_goes_on_where_it_was(tmp_path):
+    def run(steps):
+        command = [sys.executable, str(ROOT / "examples/train_lightning.py"), "--output-dir", str(tmp_path / "runs")]
+        command += ["--steps", str(steps), "--save-interval", "2"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    run(3)
+    run(5)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "runs/timeline.jsonl").read_text().splitlines()]
+    assert steps == [2, 4]

@@ -1,0 +1,88 @@
+"""The Trainer of Hugging Face trains, is ended and resumes; what it has then is what an unbroken run has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from recckpt.integrations.transformers import RecckptCallback
+from recckpt.sparse import HashTable, SparseAdamW
+
+N_IDS = 50
+
+
+class Clicks(Dataset):
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(0, N_IDS, (64,), generator=generator)
+        self.clicks = torch.rand(64, generator=generator)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        return {"ids": self.ids[index], "labels": self.clicks[index]}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = HashTable(4, name="t")
+        self.top = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 1))
+
+    def forward(self, ids, labels):
+        found = self.top(self.table(ids)).squeeze(1)
+        return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
+
+
+class Killed(TrainerCallback):
+    """Ends a run at a step, and not at the end of its training."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+        return control
+
+
+def fit(tmp_path, name, *, killed=0, resume=True, **options):
+    torch.manual_seed(0)
+    model = Model()
+    given = {"max_steps": 40, "save_strategy": "no", "logging_steps": 10, "per_device_train_batch_size": 4, **options}
+    args = TrainingArguments(str(tmp_path / "hf"), report_to=[], disable_tqdm=True, use_cpu=True, **given)
+    callback = RecckptCallback(str(tmp_path / name), 5, sparse_optimizer=lambda model: SparseAdamW([model.table]))
+    callbacks = [callback, Killed(killed)] if killed else [callback]
+    trainer = Trainer(model, args, train_dataset=Clicks(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)
+    return trainer
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, accumulate):
+    whole = fit(tmp_path, "whole", gradient_accumulation_steps=accumulate)
+    fit(tmp_path, "ended", killed=23, gradient_accumulation_steps=accumulate)
+    resumed = fit(tmp_path, "ended", gradient_accumulation_steps=accumulate)
+    ids = torch.arange(N_IDS)
+    assert torch.equal(whole.model.eval().table(ids), resumed.model.eval().table(ids))
+    assert all(map(torch.equal, whole.model.top.parameters(), resumed.model.top.parameters()))
+    assert whole.state.global_step == resumed.state.global_step == 40
+    losses = [[line.get("loss") for line in trainer.state.log_history] for trainer in (whole, resumed)]
+    assert losses[0][-2] == pytest.approx(losses[1][-2])
+
+
+def test_a_run_that_would_begin_anew_over_its_own_checkpoints_is_refused(tmp_path):
+    fit(tmp_path, "runs")
+    with pytest.raises(ValueError, match="holds checkpoints, and training begins at step 0: call"):
+        fit(tmp_path, "runs", resume=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "what"), [({"save_strategy": "steps"}, "save_strategy='no'"), ({"fp16": True}, "bf16")]
+)
+def test_options_that_would_lose_rows_are_refused(tmp_path, option, what):
+    with pytest.raises(ValueError, match=what):
+        fit(tmp_path, "runs", **option)
