@@ -68,7 +68,7 @@ def compact(
 
     The result is an offer in the output dir: the trainer adopts it at its next save, or ``recckpt compact --adopt``
     does where there is none. Nothing else there is changed. With ``out`` it is a committed checkpoint of another output
-    dir. Every byte that is read is checked, and what was written is read once more and held against the chain.
+    dir. Every byte that is read is checked, and what was written is read back and compared with the chain.
 
     Args:
         path: an output dir, or a checkpoint itself; any fsspec URL.

@@ -1,4 +1,4 @@
-"""The work of writing one part: its rows merged from the chain, written, and held against the chain once more.
+"""The work of writing one part: its rows merged from the chain, written, read back and compared with the chain.
 
 A task travels to any worker: it is names and numbers, and its result is what a catalog says of the part. One that is
 done again, because its worker was lost, takes another part number, since the lost one may still be writing.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain as chained
 
 import numpy as np
@@ -19,8 +20,10 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part
+from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ColumnBytes, PartWriter, column_buffer
 from recckpt.sparse.files.merged_rows import merged_range
+from recckpt.sparse.files.row_sums import RowSums
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import check_part
 from recckpt.storage import Sink, Storage, open_storage
@@ -59,11 +62,14 @@ def write_part(task: PartTask) -> Part | None:
         OSError: the storage failed.
     """
     chain, storage = opened(task.chain), open_storage(task.url)
+    of_chain, of_file = RowSums(), RowSums()
     with chain.reading(_buckets(task.part)) as links:
-        written = _write(task, links, storage)
+        written = _write(task, links, storage, of_chain)
     if written is not None:
-        for error in check_part(storage, task.directory, chain.newest.tables, written, lambda n_bytes: None).errors:
-            raise error
+        _check(task, storage, chain.newest.tables, written, of_file)
+    if of_file != of_chain:
+        file = "no rows" if written is None else layout.join(task.directory, written.file)
+        raise CorruptCheckpointError(file, "", found="other rows than its chain has", expected="the same")
     return written
 
 
@@ -74,9 +80,9 @@ def _buckets(part: PlannedPart) -> dict[str, list[tuple[int, int]]]:
     return buckets
 
 
-def _write(task: PartTask, links: Links, storage: Storage) -> Part | None:
-    """Write the part, and compare it with one that is made once more and written nowhere."""
-    batches = _batches(task, links)
+def _write(task: PartTask, links: Links, storage: Storage, sums: RowSums) -> Part | None:
+    """Write the part; add up the rows of the chain that are to be in it."""
+    batches = _batches(task, links, sums)
     first = next(batches, None)
     if first is None:
         return None
@@ -88,11 +94,14 @@ def _write(task: PartTask, links: Links, storage: Storage) -> Part | None:
         path = layout.join(task.directory, file)
         raise CorruptCheckpointError(path, "", found=f"{TRIES} files of this part", expected="a name that is free")
     with sink:
-        written = _written(file, task.part, chained([first], batches), sink)
-    if _written(file, task.part, _batches(task, links), _Nowhere()) != written:
-        path, found = layout.join(task.directory, file), "other rows when the chain was read again"
-        raise CorruptCheckpointError(path, "", found=found, expected="the same")
-    return written
+        return _written(file, task.part, chained([first], batches), sink)
+
+
+def _check(task: PartTask, storage: Storage, tables: Sequence[TableEntry], written: Part, sums: RowSums) -> None:
+    """Read the part; add up the rows that are in it."""
+    add = partial(sums.add_batch, (ID_SPEC, *task.part.slots))
+    for error in check_part(storage, task.directory, tables, written, add).errors:
+        raise error
 
 
 def _names(part: PlannedPart) -> Iterator[str]:
@@ -101,10 +110,11 @@ def _names(part: PlannedPart) -> Iterator[str]:
         yield layout.part(part.shard, part.shards, part.group, part.number * TRIES + attempt)
 
 
-def _batches(task: PartTask, links: Links) -> Iterator[_Batch]:
+def _batches(task: PartTask, links: Links, sums: RowSums) -> Iterator[_Batch]:
     specs = (ID_SPEC, *task.part.slots)
     for cut in task.part.ranges:
-        for batch in merged_range(links[cut.table], (cut.begin, cut.end), task.budget_bytes):
+        used = partial(sums.add, cut.table)
+        for batch in merged_range(links[cut.table], (cut.begin, cut.end), task.budget_bytes, used):
             values = [np.frombuffer(column_buffer(batch.column(spec.name)), np.uint8) for spec in specs]
             ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
             first, last = bucket_of(ids[[0, -1]])
@@ -118,18 +128,3 @@ def _written(file: str, part: PlannedPart, batches: Iterator[_Batch], sink: Sink
     for table, buckets, columns in batches:
         writer.write(table, buckets, columns)
     return writer.finish()
-
-
-class _Nowhere(Sink):
-    """Counts what it is given, and drops it."""
-
-    def write(self, data: object) -> int:
-        n_bytes = memoryview(data).nbytes  # type: ignore[arg-type]
-        self.n_bytes += n_bytes
-        return n_bytes
-
-    def close(self) -> None:
-        pass
-
-    def discard(self) -> None:
-        pass

@@ -83,7 +83,7 @@ def _roll(
             if size:
                 ranges.append(Range(table, begin, at))
                 n_bytes += size
-            if n_bytes >= target or len(ranges) == _MAX_TABLES:
+            if at < buckets[1] or n_bytes >= target or len(ranges) == _MAX_TABLES:
                 yield tuple(ranges), n_bytes
                 ranges, n_bytes = [], 0
     if ranges:

@@ -104,7 +104,9 @@ class Checkup:
 
     def check_part(self, task: PartTask, advance: Advance) -> PartCheck:
         """Do a task of this checkpoint."""
-        return check_part(self._storage, self.directory, task.tables, task.part, advance)
+        return check_part(
+            self._storage, self.directory, task.tables, task.part, lambda batch, values: advance(values.nbytes)
+        )
 
     def take_part(self, task: PartTask, checked: PartCheck) -> None:
         """Take what came of a task."""

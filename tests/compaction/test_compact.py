@@ -7,6 +7,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from delta_runs import rows_of, run_with_chain
 
@@ -24,6 +25,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.parallel.executor import StoppedError
+from recckpt.sparse.files import merged_rows
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
 
@@ -196,6 +198,28 @@ def test_what_cannot_be_read_back_is_not_offered(run, monkeypatch):
         recckpt.compact(run.url)
     monkeypatch.undo()
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+
+
+def values_of_other_rows(batch):
+    ids, values = batch.columns
+    return pa.RecordBatch.from_arrays([ids, pa.concat_arrays([values[1:], values[:1]])], schema=batch.schema)
+
+
+@pytest.mark.parametrize("fault", [values_of_other_rows, lambda batch: batch[1:]], ids=["other values", "a row less"])
+def test_rows_that_are_not_those_of_the_chain_are_not_offered(run, monkeypatch, fault):
+    real = merged_rows._Range.batches
+    monkeypatch.setattr(merged_rows._Range, "batches", lambda *args: map(fault, real(*args)))
+    with pytest.raises(CorruptCheckpointError, match="other rows than its chain has"):
+        recckpt.compact(run.url)
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+
+
+def test_a_table_is_cut_into_one_range_a_part(run, many_parts):
+    checkpoint = locate(run, "ckpt_3")
+    name = ChainName(run.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
+    parts = plan_parts(opened(name))
+    assert len(parts) > 5
+    assert {len(part.ranges) for part in parts} == {1}
 
 
 def test_another_manifest_in_the_place_of_a_link_is_noticed(run):

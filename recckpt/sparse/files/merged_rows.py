@@ -5,7 +5,9 @@ The newest link that names an id says what becomes of it: it has this row, or, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,27 +31,30 @@ def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.
         CorruptCheckpointError: also where the rows are not as many as the newest link says.
     """
     n_rows = 0
-    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes):
+    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes, lambda piece, rows: None):
         n_rows += batch.num_rows
         yield batch
     check_count(links[0], n_rows)
 
 
-def merged_range(links: Sequence[TableReader], buckets: tuple[int, int], budget_bytes: int) -> Iterator[pa.RecordBatch]:
+def merged_range(
+    links: Sequence[TableReader], buckets: tuple[int, int], budget_bytes: int, used: Callable[[Piece, Int64s], object]
+) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a table in buckets [begin, end), in their order, from the links of a chain, newest first.
 
     Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
     ``budget_bytes``, and a batch of the files, however many links there are: the fewer bytes there are for each of
-    them, the more often batches that lie on both sides of a border between ranges of buckets are read again.
+    them, the more often batches that lie on both sides of a border between ranges of buckets are read again. ``used``
+    is told the rows of each piece that come, before they do.
 
     Raises:
         CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.
     """
-    used = down_to_whole(links)
-    chain, slots = [LinkCursor(link, buckets) for link in used], used[0].specs
+    met = down_to_whole(links)
+    chain, slots = [LinkCursor(link, buckets) for link in met], met[0].specs
     batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // (8 + sum(slot.row_bytes for slot in slots)))
-    for part in bucket_ranges(used, buckets, budget_bytes * 3 // 4):
-        yield from _Range(chain, part).batches(slots, batch_rows)
+    for part in bucket_ranges(met, buckets, budget_bytes * 3 // 4):
+        yield from _Range(chain, part, used).batches(slots, batch_rows)
 
 
 def check_count(newest: TableReader, n_rows: int) -> None:
@@ -61,19 +66,30 @@ def check_count(newest: TableReader, n_rows: int) -> None:
 class _Range:
     """The rows of a range of buckets: where each of them lies, in bucket order."""
 
-    def __init__(self, chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> None:
+    def __init__(
+        self, chain: Sequence[LinkCursor], buckets: tuple[int, int], used: Callable[[Piece, Int64s], object]
+    ) -> None:
         self._pieces: list[Piece] = []
         known: Hashes = np.empty(0, np.uint64)  # to newer links, sorted: near each other for ids in bucket order
         kept: list[Int64s] = []  # rows of each piece
+        hashes: list[Hashes] = []  # of these rows
         for cursor in chain:
             pieces, deleted = cursor.between(*buckets)
-            kept += [np.flatnonzero(~is_among(_hashes([piece]), known)) for piece in pieces]
-            self._pieces += pieces
-            if cursor is not chain[-1]:
-                known = np.sort(np.concatenate([known, _hashes(pieces), _hashes(deleted)]))
-        hashes = _hashes([piece[0][rows]] for piece, rows in zip(self._pieces, kept, strict=True))
-        order = np.argsort((hashes >> np.uint64(48)).astype(np.uint16), kind="stable")  # 16 bits: radix sort
-        self._of_piece = np.repeat(np.arange(len(kept)), [len(rows) for rows in kept])[order]
+            is_oldest = cursor is chain[-1]
+            found = pieces if is_oldest else _as_one(pieces)
+            of_link = [_hashes([piece]) for piece in found]
+            for piece, hashed in zip(found, of_link, strict=True):
+                rows = np.flatnonzero(~is_among(hashed, known))
+                used(piece, rows)
+                kept.append(rows)
+                hashes.append(hashed[rows])
+            self._pieces += found
+            if not is_oldest:
+                known = np.sort(np.concatenate([known, *of_link, _hashes(deleted)]))
+        buckets_of = np.concatenate([np.empty(0, np.uint64), *hashes]) >> np.uint64(48)
+        order = np.argsort(buckets_of.astype(np.uint16), kind="stable")  # 16 bits: radix sort
+        of_piece = np.arange(len(kept), dtype=np.min_scalar_type(len(kept)))
+        self._of_piece = np.repeat(of_piece, [len(rows) for rows in kept])[order]
         self._rows = np.concatenate([np.empty(0, np.int64), *kept])[order]
 
     def batches(self, slots: Sequence[SlotSpec], batch_rows: int) -> Iterator[pa.RecordBatch]:
@@ -81,15 +97,53 @@ class _Range:
         schema = table_schema(slots)
         for first in range(0, len(self._rows), batch_rows):
             rows, of_piece = (found[first : first + batch_rows] for found in (self._rows, self._of_piece))
-            numbers = np.flatnonzero(np.bincount(of_piece))
-            places = [(number, np.flatnonzero(of_piece == number)) for number in numbers]
+            copies = list(_copies(rows, of_piece))
             arrays = []
             for column, spec in enumerate((ID_SPEC, *slots)):
                 values = np.empty(len(rows), row_of(spec))
-                for number, at in places:
-                    values[at] = self._pieces[number][column][rows[at]]
+                for copy in copies:
+                    copy.do(self._pieces[copy.piece][column], values)
                 arrays.append(column_array(spec, pa.py_buffer(values.view(np.uint8)), len(rows)))
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Rows of a piece, and where in a batch they belong: positions, or a slice of which others fill the gaps later."""
+
+    piece: int
+    rows: Int64s
+    to: Int64s | slice
+
+    def do(self, source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
+        """Copy the rows."""
+        if isinstance(self.to, slice):
+            source.take(self.rows, out=target[self.to], mode="clip")  # "raise" would make a copy in between
+        else:
+            target[self.to] = source[self.rows]
+
+
+def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_Copy]:
+    """Yield what fills a batch, first the pieces that have most of the rows where they are: they go in one by one."""
+    by_piece = np.argsort(of_piece, kind="stable")
+    found = np.split(by_piece, np.flatnonzero(np.diff(of_piece[by_piece])) + 1)
+    few, end = [], 0
+    for at in sorted(found, key=lambda at: int(at[0])):
+        first, last = int(at[0]), int(at[-1]) + 1
+        if first >= end and 2 * len(at) > last - first:
+            every = np.full(last - first, rows[first])
+            every[at - first] = rows[at]
+            yield _Copy(int(of_piece[first]), every, slice(first, last))
+            end = last
+        else:
+            few.append(at)
+    for at in few:
+        yield _Copy(int(of_piece[at[0]]), rows[at], at)
+
+
+def _as_one(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces, which are small and many where little has changed, as one."""
+    return [[np.concatenate(columns) for columns in zip(*pieces, strict=True)]] if len(pieces) > 1 else list(pieces)
 
 
 def _hashes(pieces: Iterable[Piece]) -> Hashes:

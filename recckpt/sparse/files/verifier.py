@@ -10,13 +10,15 @@ import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.catalog import Held, Part
+from recckpt.format.catalog import Batch, Held, Part
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import NOT_READABLE, Storage, missing, open_storage
 from recckpt.storage.local_files import mapped
+
+Seen = Callable[[Batch, pa.RecordBatch], object]
 
 
 @dataclass
@@ -45,16 +47,14 @@ class PartTask:
 
 def check_part_anywhere(task: PartTask) -> PartCheck:
     """Do a task, as a worker of an executor does."""
-    return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda n_bytes: None)
+    return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda batch, values: None)
 
 
-def check_part(
-    storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, advance: Callable[[int], object]
-) -> PartCheck:
-    """Hold every byte of a part against its catalog entry; ``advance`` counts the bytes of each batch."""
+def check_part(storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
+    """Hold every byte of a part against its catalog entry; ``seen`` is told each batch that is one, damaged or not."""
     path = layout.join(directory, part.file)
     try:
-        return _checked(storage, directory, tables, part, advance)
+        return _checked(storage, directory, tables, part, seen)
     except NOT_READABLE as error:
         return PartCheck(path, [missing(path, error, "a file that can be read")])
     except OSError as error:
@@ -62,9 +62,7 @@ def check_part(
         return PartCheck(path, [CorruptCheckpointError(path, "", found=found, expected="a file that can be read")])
 
 
-def _checked(
-    storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, advance: Callable[[int], object]
-) -> PartCheck:
+def _checked(storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
     slots = {table.slots if part.holds == "rows" else () for table in tables if table.name in named}
@@ -87,7 +85,7 @@ def _checked(
             done.errors.append(error)
         else:
             done.errors += _batch_errors(reader, part, number, values, done.ids)
-            advance(values.nbytes)
+            seen(part.batches[number], values)
     if readable:
         done.errors += _raised(reader.check_frame)
     return done
