@@ -38,7 +38,7 @@ def links_since(checkpoint: Checkpoint, since: str) -> int:
 
 def upserts(links: Sequence[TableReader]) -> Iterator[pa.RecordBatch]:
     """Yield the rows that the newest of some links have, in bucket order."""
-    return merged_range(links, _EVERYWHERE, _BUDGET_BYTES)
+    return merged_range(links, _EVERYWHERE, _BUDGET_BYTES, lambda piece, rows: None)
 
 
 def deletes(links: Sequence[TableReader]) -> Iterator[Int64s]:
