@@ -9,25 +9,25 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-import fsspec
 import pytest
-import torch
-from fsspec.config import conf
-from fsspec.implementations.memory import MemoryFileSystem
 from gate import Gate
 from hypothesis import settings
 from servers.process import ServerProcess
 
-from recckpt.storage import open_storage
-
-torch.set_num_threads(1)  # the tests' tensors are tiny: threads that wait for each other would cost the most
 settings.register_profile("untimed", deadline=None)  # machines are shared: a slow example is no failure
 settings.load_profile("untimed")
 _numbers = count()
 
 
 def pytest_collection_finish():
-    """Spare each collection of garbage the way through all that was imported: it takes a quarter of a second."""
+    """Make ready a process that runs tests; the one that hands them out does not come here, and imports no torch.
+
+    The tensors of tests are tiny: threads that wait for each other would cost the most. Each collection of garbage is
+    spared the way through all that was imported, which takes a quarter of a second.
+    """
+    import torch
+
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
@@ -49,6 +49,8 @@ def pytest_unconfigure():
 @pytest.fixture
 def memory_url():
     """A URL of an empty object store in memory."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
     url = f"memory://bucket-{next(_numbers)}/runs"
     yield url
     root = "/" + url.removeprefix("memory://").partition("/")[0]
@@ -71,12 +73,16 @@ def s3_options():
 @pytest.fixture(scope="session")
 def s3_buckets(s3_options):
     """Makes buckets."""
+    import fsspec
+
     return fsspec.filesystem("s3", skip_instance_cache=True, **s3_options)
 
 
 @pytest.fixture
 def s3_url(s3_options, s3_buckets, monkeypatch):
     """A URL of an empty prefix in a bucket of its own."""
+    from fsspec.config import conf
+
     monkeypatch.setitem(conf, "s3", s3_options)
     bucket = f"bucket-{next(_numbers)}"
     s3_buckets.mkdir(bucket)
@@ -102,6 +108,8 @@ def local(tmp_path):
 
 
 def _opened(url):
+    from recckpt.storage import open_storage
+
     storage = open_storage(url)
     storage.prepare()
     return storage

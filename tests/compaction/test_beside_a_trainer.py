@@ -13,7 +13,7 @@ from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request, tmp_path):
     return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue(f"{request.param}_url")
 

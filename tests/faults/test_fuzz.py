@@ -27,7 +27,7 @@ from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.storage import open_storage
 
 LONG = 10 / int(os.environ.get("SWEEP_STRIDE", "1"))  # times as many cases as KINDS says, for each of four seeds
-SHORT = 0.5
+SHORT = 0.2
 DAMAGE = "damage"  # must be seen, and what is read is what was written
 SEALED = "sealed"  # all checksums of files hold: what is read of tables and tensors is what was written, or nothing
 FORGED = "forged"  # well-formed, it may be: errors of ours or other values, and nothing else

@@ -1,6 +1,7 @@
 """Verify on deltas and forms: each link by itself, and what only the chain can show."""
 
 import json
+import os
 import shutil
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -21,6 +22,8 @@ from recckpt.format.offer import encode_first
 from recckpt.inspect.verify import find_checkpoints, verify, verify_found
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 @pytest.fixture
@@ -135,10 +138,11 @@ def test_a_link_that_is_missing_is_a_problem_of_what_stood_on_it(tmp_path, base,
     assert verify(str(base.directory)) == []
 
 
-def test_flipped_bits_in_the_deletes_are_found(tmp_path, delta):
+@pytest.mark.parametrize("stride", [41, pytest.param(1 + SWEEP_STRIDE // 3, marks=pytest.mark.slow)])
+def test_flipped_bits_in_the_deletes_are_found(tmp_path, delta, stride):
     (path, *_) = sorted(delta.directory.glob("sparse/*deletes*"))
     data = path.read_bytes()
-    for at in range(0, len(data), 7):
+    for at in range(0, len(data), stride):
         path.write_bytes(data[:at] + bytes([data[at] ^ 32]) + data[at + 1 :])
         assert f"ckpt_2/sparse/{path.name}" in {problem.file for problem in verify(str(tmp_path / "runs"))}, at
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn import drawn
 from foreign import ForeignTable
 from forge import Tables
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec_writer import Held, write_delta_of, write_full
 
@@ -133,8 +133,7 @@ def expected_rows(before, chain_rows, conf, kept):
     return rows
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.lists(SHARDS, min_size=1, max_size=5), REPLACED, CONFS, IDS, st.integers(1, 3))
+@drawn(st.lists(SHARDS, min_size=1, max_size=5), REPLACED, CONFS, IDS, st.integers(1, 3), few=15, many=1000)
 def test_a_chain_gives_the_rows_of_a_dict_however_it_is_loaded(links, replaced, conf, before, ranks):
     chain = Chain(links, replaced)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from torch import nn
 
@@ -155,8 +155,7 @@ CONFS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.lists(STEP, max_size=6), CONFS, IDS, st.sampled_from([None, gen_slice(1, 2)]))
+@drawn(st.lists(STEP, max_size=6), CONFS, IDS, st.sampled_from([None, gen_slice(1, 2)]), few=10, many=400)
 def test_what_comes_of_new_links_is_what_a_whole_load_gives(steps, conf, before, slice):
     root = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:

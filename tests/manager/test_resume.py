@@ -18,12 +18,12 @@ from recckpt.sparse import HashTable, Normal, SparseAdam
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_equals_an_uninterrupted_one_in_every_bit(tmp_path, optimizer):
-    expected = state_of(Run(tmp_path / "a", optimizer=optimizer).train(40))
+    expected = state_of(Run(tmp_path / "a", interval=5, optimizer=optimizer).train(16))
 
-    Run(tmp_path / "b", optimizer=optimizer).train(25)
-    resumed = Run(tmp_path / "b", optimizer=optimizer, seed=1)
-    assert resumed.manager.restore() == 20
-    assert state_of(resumed.train(20)) == expected
+    Run(tmp_path / "b", interval=5, optimizer=optimizer).train(13)
+    resumed = Run(tmp_path / "b", interval=5, optimizer=optimizer, seed=1)
+    assert resumed.manager.restore() == 10
+    assert state_of(resumed.train(6)) == expected
 
 
 def test_a_run_resumes_bit_for_bit_time_after_time(tmp_path):

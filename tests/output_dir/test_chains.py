@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from drawn import drawn
 from faults import delta_states as model
-from hypothesis import given, settings
 from links import SLOTS, as_in_the_model, delta, form, full, output_dirs
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
@@ -130,8 +130,7 @@ def test_a_link_whose_manifest_cannot_be_read_is_named_by_the_hint():
     assert chains_of(B, damaged={"a": lost}).broken["b"] is lost
 
 
-@settings(max_examples=500)
-@given(output_dirs())
+@drawn(output_dirs(), few=100, many=5000)
 def test_the_chains_are_those_that_readers_of_the_model_take(made):
     there, damaged = made
     chains = Chains(there, {name: damage(name) for name in damaged})

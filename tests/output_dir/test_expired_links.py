@@ -1,8 +1,8 @@
 """Which links go and which are kept for others: rotation against the model of the protocol, without a disk."""
 
+from drawn import drawn
 from faults.delta_states import Reader, Rules, State, Trainer
 from faults.delta_trainer import Habits, TrainerTurn
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from links import as_in_the_model, attempt_of, delta, form, full, output_dirs
 
@@ -95,8 +95,7 @@ def test_of_superseded_ones_those_go_first_on_which_nothing_stands():
     assert victims(made_of(A, full("b", 2), again, X), 1)[0] == "a.2"
 
 
-@settings(max_examples=500)
-@given(output_dirs(), st.sampled_from([1, 2, None]), st.data())
+@drawn(output_dirs(), st.sampled_from([1, 2, None]), st.data(), few=100, many=5000)
 def test_the_victims_are_those_of_the_model_in_its_order(made, keep, data):
     there, damaged = with_chains(*made)
     if not there:
@@ -115,12 +114,13 @@ def test_the_victims_are_those_of_the_model_in_its_order(made, keep, data):
         assert ours == list(expected)
 
 
-@settings(max_examples=500)
-@given(
+@drawn(
     output_dirs() | output_dirs(ids="abc"),
     st.sampled_from([1, 2, 3, None, EveryNth(2)]),
     st.sets(st.sampled_from(["a", "c0", "c1"]), max_size=1),
     st.data(),
+    few=100,
+    many=5000,
 )
 def test_whatever_goes_nothing_that_is_left_loses_a_link(made, keep, pinned, data):
     there, damaged = with_chains(*made)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from hypothesis import given, settings
+from drawn import drawn
+from hypothesis import given
 from hypothesis import strategies as st
 
 from recckpt.format.manifest import Manifest
@@ -187,8 +188,7 @@ def test_the_age_is_that_of_now():
     assert len(rotation.expired(listing_with([old, young, last]), YoungerThan(60), (), None, now=late)) == 2
 
 
-@settings(max_examples=200)
-@given(MANIFESTS, KEEPS, PINNED)
+@drawn(MANIFESTS, KEEPS, PINNED, few=60, many=2000)
 def test_rotation_does_what_the_words_of_its_policy_say(manifests, keep, pinned):
     victims = [str(n) for n in range(len(manifests)) if not stays(manifests, n, keep, pinned)]
     assert expired(listing_with(manifests), keep, pinned) == victims

@@ -1,11 +1,11 @@
 """Saves in the background: what they hold, how they end, and what becomes of their errors."""
 
-import subprocess
 import sys
 import threading
 
 import pytest
 import torch
+import warm_python
 from builders import Run, checkpoints, state_of, table_state
 from torch import nn
 
@@ -192,11 +192,13 @@ else:
 
 
 def test_an_interpreter_waits_for_the_save_that_is_under_way_and_says_if_it_failed(tmp_path):
-    command = [sys.executable, "-c", AT_EXIT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    script = tmp_path / "script.py"
+    script.write_text(AT_EXIT)
+    done = warm_python.run(script, tmp_path / "runs")
+    assert done.returncode == 0, done.stderr
     first, _, second = done.stderr.partition("the first has ended\n")
     assert first == ""
-    assert checkpoints(tmp_path) == ["a"]
+    assert checkpoints(tmp_path / "runs") == ["a"]
     assert second.count("SaveFailedError: saving 'b' failed on rank 0: OSError: [Errno 5] broken") == 1
 
 

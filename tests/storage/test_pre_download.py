@@ -150,7 +150,7 @@ def test_a_file_that_its_writer_removes_is_told_apart_from_damage(memory_url, wo
 
 
 def test_a_load_from_s3_asks_less_often(s3_url, s3_options, work_dir, monkeypatch):
-    table = filled("t", range(20_000), shape=16)
+    table = filled("t", range(6_000), shape=16)
     save_tables(open_storage(s3_url), [table], batch_bytes=16_000, concurrency=1)
     proxy = Proxy(int(s3_options["endpoint_url"].rpartition(":")[2]))
     monkeypatch.setitem(conf, "s3", options_of(s3_options, proxy.port))
@@ -158,7 +158,7 @@ def test_a_load_from_s3_asks_less_often(s3_url, s3_options, work_dir, monkeypatc
     for download_dir in (None, work_dir):
         target = empty("t", shape=16)
         proxy.arm(None, about=rb".*\.arrow")
-        assert load(open_storage(s3_url), [target], download_dir=download_dir) == 20_000
+        assert load(open_storage(s3_url), [target], download_dir=download_dir) == 6_000
         assert rows_of(target) == rows_of(table)
         counts.append(proxy.n_requests)
     proxy.stop()

@@ -108,7 +108,7 @@ OPERATIONS = [_insert, _insert_new, _look_up, _step, _erase, _clear, _load, _res
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__[1:])
 def test_an_exception_at_many_lines_leaves_the_table_as_before_or_as_after(operation):
     for first, error in enumerate(ERRORS):
-        raise_everywhere(operation, error, 3 * first, 37)
+        raise_everywhere(operation, error, 5 * first, 61)
 
 
 @pytest.mark.slow

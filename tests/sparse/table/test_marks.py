@@ -1,4 +1,5 @@
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.table.marks import DeltaSource, Tracker
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.storage import open_storage
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 def table_of(n_rows: int) -> HashTable:
@@ -317,8 +320,9 @@ def rows_of(table: HashTable) -> dict[int, float]:
     return dict(zip(table.ids().tolist(), table.embeddings()[:, 0].tolist(), strict=True))
 
 
+@pytest.mark.parametrize("stride", [11, pytest.param(1 + SWEEP_STRIDE // 10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_after_an_exception_at_any_line_the_marks_cover_what_has_changed(name):
+def test_after_an_exception_at_any_line_the_marks_cover_what_has_changed(name, stride):
     number, is_reached = 0, True
     while is_reached:
         table, tracker = tracked(45)
@@ -336,5 +340,5 @@ def test_after_an_exception_at_any_line_the_marks_cover_what_has_changed(name):
             gone = set(source.deletes().tolist())
             found = {i: value for i, value in base.items() if i not in gone} | upserts(source)
             assert found == rows_of(table), raising.where
-        is_reached, number = raising.n_lines > number, number + 3
+        is_reached, number = raising.n_lines > number, number + stride
     assert number > 10
