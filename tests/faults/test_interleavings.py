@@ -65,15 +65,26 @@ def test_a_writer_is_held_up_before_each_operation(figures, root, script, max_ke
     sweep(figures, root, script, max_keeps, 0, SWEEP_STRIDE)
 
 
+def commits_of(url, max_keep):
+    """Return before which operations a lone writer is about to commit."""
+    names = operations(url, "onward", max_keep)
+    commits = [halt for halt, name in enumerate(names) if re.fullmatch(r"put_if_absent .*/manifest\.json", name)]
+    assert len(commits) == 3
+    return commits
+
+
+def hold_rotations_up(figures, root):
+    """Hold the first writer up before each operation from its last commit on, so of a rotation."""
+    sweep(figures, root, "onward", (1, None), commits_of(f"{root}/alone", 1)[-1], 1)
+
+
 def hold_commits_up(figures, root, stride=1):
     """Hold the first writer up right before a commit, and the second before every ``stride``-th of what it does then.
 
     This is where the check after the commit is all that there is: the second has claimed the output dir, and has not
     yet said what is committed, or not yet removed what is not.
     """
-    names = operations(f"{root}/alone", "onward", 2)
-    commits = [halt for halt, name in enumerate(names) if re.fullmatch(r"put_if_absent .*/manifest\.json", name)]
-    assert len(commits) == 3
+    commits = commits_of(f"{root}/alone", 2)
     halts = range(0, len(operations(f"{root}/alone", "onward", None)) // 2, stride)
     for number, (commit, halt) in enumerate(product(commits[1:], halts)):
         crossed(f"{root}/{number}", ("onward", "onward"), (commit, halt), (0, 1))

@@ -134,7 +134,7 @@ def test_a_power_cut_where_all_rules_are_kept_to_loses_nothing(worker, ram, figu
 def test_a_writer_that_is_held_up_finds_a_removal_without_a_check(ram, monkeypatch, finding):
     plant("check_before_removal", monkeypatch.setattr)
     with finding("a checkpoint was touched|the owner keeps all of its checkpoints, and .* are gone"):
-        test_interleavings.sweep(Figures(), str(ram), "onward", (1, None), 0, 1)
+        test_interleavings.hold_rotations_up(Figures(), str(ram))
 
 
 def test_each_rule_is_planted_and_found_or_has_none_to_plant():

@@ -1,5 +1,6 @@
 """A run that crashes and resumes goes on as if nothing had happened: every bit of everything."""
 
+import os
 import random
 import shutil
 import tempfile
@@ -14,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, Normal, SparseAdam
+
+SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -155,7 +158,7 @@ TestResumeMachine.settings = settings(
 @pytest.mark.slow
 class TestResumeMachineAtLength(ResumeMachine.TestCase):
     settings = settings(
-        max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=200 // SWEEP_STRIDE, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
     )
 
 
