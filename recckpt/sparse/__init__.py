@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recckpt.format.buckets import Slice, gen_slice
     from recckpt.sparse.from_torch import replace_embeddings
-    from recckpt.sparse.optim import SparseAdagrad, SparseAdam, SparseAdamW, SparseRowWiseAdagrad, SparseSGD
+    from recckpt.sparse.optim import (
+        SparseAdagrad,
+        SparseAdam,
+        SparseAdamW,
+        SparseAdamWTF,
+        SparseRowWiseAdagrad,
+        SparseSGD,
+    )
     from recckpt.sparse.sharded.table import EmbeddingCollection, ShardedHashTable
     from recckpt.sparse.string_ids import hash_ids
     from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform
@@ -31,6 +38,7 @@ _HOMES = {
     "SparseRowWiseAdagrad": "sparse.optim",
     "SparseAdam": "sparse.optim",
     "SparseAdamW": "sparse.optim",
+    "SparseAdamWTF": "sparse.optim",
 }
 
 __all__ = [
@@ -50,6 +58,7 @@ __all__ = [
     "SparseRowWiseAdagrad",
     "SparseAdam",
     "SparseAdamW",
+    "SparseAdamWTF",
 ]
 
 

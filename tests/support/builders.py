@@ -17,6 +17,7 @@ from recckpt.sparse import (
     SparseAdagrad,
     SparseAdam,
     SparseAdamW,
+    SparseAdamWTF,
     SparseRowWiseAdagrad,
     SparseSGD,
 )
@@ -27,6 +28,7 @@ OPTIMIZERS: dict[str, Callable[[list[HashTable]], torch.optim.Optimizer]] = {
     "rowwise_adagrad": lambda tables: SparseRowWiseAdagrad(tables, lr=0.05),
     "adam": lambda tables: SparseAdam(tables, lr=0.01),
     "adamw": lambda tables: SparseAdamW(tables, lr=0.01),
+    "adamw_tf": lambda tables: SparseAdamWTF(tables, lr=0.01, weight_decay=1e-4),
 }
 
 

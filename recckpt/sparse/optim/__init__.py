@@ -2,6 +2,7 @@
 
 from recckpt.sparse.optim.adagrad import SparseAdagrad, SparseRowWiseAdagrad
 from recckpt.sparse.optim.adam import SparseAdam, SparseAdamW
+from recckpt.sparse.optim.adamw_tf import SparseAdamWTF
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.optim.sgd import SparseSGD
 
@@ -12,4 +13,5 @@ __all__ = [
     "SparseRowWiseAdagrad",
     "SparseAdam",
     "SparseAdamW",
+    "SparseAdamWTF",
 ]

@@ -7,13 +7,16 @@ from torch import Tensor
 from recckpt.sparse.optim.optimizer import SparseOptimizer, Tables, slot_dtype
 from recckpt.sparse.optim.param_groups import Group, check_number
 from recckpt.sparse.table.table import HashTable
+from recckpt.types import flag
 
 
 class SparseAdagrad(SparseOptimizer):
-    """Adagrad, by the rule of ``torch.optim.Adagrad`` on sparse gradients.
+    """Adagrad, by the rule of ``torch.optim.Adagrad``, on touched rows only.
 
     ``sum += grads ** 2; weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) + eps)``, with
-    ``sum`` in the slot ``sparse_adagrad_sum``.
+    ``sum`` in the slot ``sparse_adagrad_sum``; ``grads`` are ``grads + weight_decay * weights`` where there is a decay,
+    of rows that have a gradient. torch refuses a decay on sparse gradients; where every row has one in every step, this
+    is its rule on dense ones.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
@@ -21,6 +24,8 @@ class SparseAdagrad(SparseOptimizer):
         lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
         eps: keeps the divisor from 0.
         initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        weight_decay: part of the weights that is added to their gradients, at least 0.
+        maximize: whether to go up the gradients.
     """
 
     slot_names = ("sparse_adagrad_sum",)
@@ -32,6 +37,9 @@ class SparseAdagrad(SparseOptimizer):
         lr_decay: float = 0.0,
         eps: float = 1e-10,
         initial_accumulator_value: float = 0.0,
+        *,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
     ) -> None:
         super().__init__(
             tables,
@@ -40,11 +48,13 @@ class SparseAdagrad(SparseOptimizer):
                 "lr_decay": lr_decay,
                 "eps": eps,
                 "initial_accumulator_value": initial_accumulator_value,
+                "weight_decay": weight_decay,
+                "maximize": flag("maximize", maximize),
             },
         )
 
     def _check(self, group: Group) -> None:
-        for name in ("lr", "lr_decay", "eps", "initial_accumulator_value"):
+        for name in ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay"):
             check_number(group, name)
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
@@ -52,6 +62,9 @@ class SparseAdagrad(SparseOptimizer):
         table.add_slot(self.slot_names[0], table.embedding_shape, slot_dtype(table), initial)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        grads = -grads if group["maximize"] else grads
+        if group["weight_decay"]:
+            grads = grads.add(weights, alpha=group["weight_decay"])
         lr = group["lr"] / (1 + (step - 1) * group["lr_decay"])
         sums = slots[0].addcmul_(grads, grads)
         weights.addcdiv_(grads, sums.sqrt().add_(group["eps"]), value=-lr)

@@ -43,10 +43,7 @@ class SparseAdam(SparseOptimizer):
         check_betas(group)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
-        correction1, correction2 = _follow(grads, slots, step, group)
-        exp_avg, exp_avg_sq = slots
-        step_size = group["lr"] * math.sqrt(correction2) / correction1
-        weights.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-step_size)
+        adam_update(weights, grads, slots, step, group)
 
 
 class SparseAdamW(SparseOptimizer):
@@ -92,6 +89,14 @@ class SparseAdamW(SparseOptimizer):
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         divisor = exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])
         weights.addcdiv_(exp_avg, divisor, value=-group["lr"] / correction1)
+
+
+def adam_update(weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+    """Apply the rule of Adam in place, whose ``eps`` comes before the bias is corrected."""
+    correction1, correction2 = _follow(grads, slots, step, group)
+    exp_avg, exp_avg_sq = slots
+    step_size = group["lr"] * math.sqrt(correction2) / correction1
+    weights.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-step_size)
 
 
 def _follow(grads: Tensor, slots: list[Tensor], step: int, group: Group) -> tuple[float, float]:

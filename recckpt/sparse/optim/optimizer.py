@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,11 +16,29 @@ from recckpt import types
 from recckpt.sparse.optim.param_groups import Group, TableParameter, match, options
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
-from recckpt.types import EMBEDDING
+from recckpt.types import EMBEDDING, positive_int
 
 Int64s = npt.NDArray[np.int64]
 _REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
 Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Group]
+
+
+@dataclass
+class Accumulation:
+    """Counts the steps of an optimizer, of which only each n-th updates rows."""
+
+    n: int
+    n_since: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no gradients wait for a step that uses them."""
+        return self.n_since == 0
+
+    def count(self) -> bool:
+        """Count a step, and say whether it is one that updates."""
+        self.n_since = (self.n_since + 1) % self.n
+        return self.is_complete
 
 
 class SparseOptimizer(Optimizer):
@@ -43,6 +62,7 @@ class SparseOptimizer(Optimizer):
     def __init__(self, tables: Tables, defaults: Group) -> None:
         self._tables: dict[str, HashTable] = {}
         self._mark = object()  # on its tables; copied with them
+        self._accumulation = Accumulation(1)
         self._under_way: dict[
             TableParameter, tuple[int, Int64s]
         ] = {}  # steps and whether they are done, where one has begun
@@ -78,9 +98,26 @@ class SparseOptimizer(Optimizer):
         for table in tables:
             table.trained_by = self._mark
 
+    def set_grad_accum_steps(self, steps: int) -> None:
+        """Let only every ``steps``-th :meth:`step` update rows, with the sum of the gradients since the last update.
+
+        The calls in between do nothing, nor does their :meth:`zero_grad`, so a loop that calls both after each batch
+        need not count; divide the loss by ``steps`` for a mean. Counting begins anew. It is no part of
+        ``state_dict()``: gradients are not saved, so save after an update.
+
+        Args:
+            steps: at least 1; 1 is to update with each call.
+
+        Raises:
+            ValueError: ``steps`` is not an int of at least 1.
+        """
+        self._accumulation = Accumulation(positive_int("set_grad_accum_steps: steps", steps))
+
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the backward passes so far."""
+        """Forget the gradients of the backward passes so far, unless they are being accumulated."""
+        if not self._accumulation.is_complete:
+            return
         for table in self._tables.values():
             table.zero_grad(set_to_none)
 
@@ -108,6 +145,8 @@ class SparseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._accumulation.count():
+            return loss
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._step_table(parameter, options(group))
@@ -176,7 +215,13 @@ class SparseOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._count_steps()
-        return {**super().__getstate__(), "_tables": self._tables, "_mark": self._mark, "_under_way": {}}
+        return {
+            **super().__getstate__(),
+            "_tables": self._tables,
+            "_mark": self._mark,
+            "_under_way": {},
+            "_accumulation": self._accumulation,
+        }
 
     def _check_tables(self, tables: list[Any]) -> None:
         seen = dict(self._tables)

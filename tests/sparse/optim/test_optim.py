@@ -13,6 +13,7 @@ from recckpt.sparse.optim import (
     SparseAdagrad,
     SparseAdam,
     SparseAdamW,
+    SparseAdamWTF,
     SparseOptimizer,
     SparseRowWiseAdagrad,
     SparseSGD,
@@ -20,7 +21,7 @@ from recckpt.sparse.optim import (
 from recckpt.sparse.table.initializers import Constant
 from recckpt.sparse.table.table import HashTable
 
-ALL = [SparseSGD, SparseAdagrad, SparseRowWiseAdagrad, SparseAdam, SparseAdamW]
+ALL = [SparseSGD, SparseAdagrad, SparseRowWiseAdagrad, SparseAdam, SparseAdamW, SparseAdamWTF]
 VOCABULARY, DIM = 60, 5
 SAME_RULE = [
     (SparseSGD, torch.optim.SGD, {"lr": 0.1}),
@@ -30,6 +31,7 @@ SAME_RULE = [
         torch.optim.Adagrad,
         {"lr": 0.1, "lr_decay": 0.1, "eps": 1e-3, "initial_accumulator_value": 0.2},
     ),
+    (SparseAdagrad, torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "maximize": True}),
     (SparseAdam, torch.optim.SparseAdam, {"lr": 0.01}),
     (SparseAdam, torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.5, 0.7), "eps": 1e-3}),
 ]
@@ -123,6 +125,45 @@ def test_adamw_decays_touched_rows_only():
     assert torch.equal(after, before)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_decay_of_adagrad_is_that_of_torch_where_every_row_has_a_gradient(maximize):
+    table = table_of()
+    embedding = twin_of(table, sparse=False)
+    options = {"lr": 0.1, "lr_decay": 0.05, "weight_decay": 0.3, "maximize": maximize}
+    optimizer, reference = SparseAdagrad([table], **options), torch.optim.Adagrad(embedding.parameters(), **options)
+    weights = torch.randn(20, VOCABULARY, DIM, generator=torch.Generator().manual_seed(1))
+    for step in range(20):
+        for lookup, either in ((table, optimizer), (embedding, reference)):
+            backward(lookup, torch.arange(VOCABULARY), weights[step])
+            either.step()
+            either.zero_grad()
+    torch.testing.assert_close(table.embeddings(), embedding.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_maximize_is_a_bool():
+    with pytest.raises(ValueError, match="maximize must be True or False, found 1"):
+        SparseAdagrad([table_of()], maximize=1)
+
+
+def test_adamw_of_tensorflow_decays_without_the_learning_rate_and_is_adam_else():
+    """By the loop of RecIS's block_apply_adamw, written out for one value."""
+    table = table_of()
+    optimizer = SparseAdamWTF([table], lr=0.1, betas=(0.8, 0.9), eps=1e-2, weight_decay=0.25)
+    value, exp_avg, exp_avg_sq = table.lookup(torch.tensor([3]))[0][0, 0].item(), 0.0, 0.0
+    for step in range(1, 6):
+        table(torch.tensor([3])).sum().mul(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alpha = -0.1 / (1 - 0.8**step) * math.sqrt(1 - 0.9**step)
+        exp_avg = exp_avg * 0.8 + 0.2 * step
+        exp_avg_sq = exp_avg_sq * 0.9 + 0.1 * step * step
+        value = value * 0.75 + alpha * exp_avg / (math.sqrt(exp_avg_sq) + 1e-2)
+        assert table.lookup(torch.tensor([3]))[0][0, 0].item() == pytest.approx(value, rel=1e-5)
+    before, after = table_of().embeddings(), table.embeddings()
+    after[3] = before[3]
+    assert torch.equal(after, before), "rows without a gradient do not decay"
+
+
 def test_row_wise_adagrad_is_the_rule_of_fbgemm():
     table = HashTable((2, 2), name="t", initializer=Constant(0))
     optimizer = SparseRowWiseAdagrad([table], lr=0.5, eps=1e-3, initial_accumulator_value=0.1)
@@ -188,6 +229,7 @@ def test_the_order_of_the_rows_is_of_no_consequence(rule):
         (SparseRowWiseAdagrad, ["sparse_rowwise_adagrad_sum"]),
         (SparseAdam, ["sparse_adam_exp_avg", "sparse_adam_exp_avg_sq"]),
         (SparseAdamW, ["sparse_adamw_exp_avg", "sparse_adamw_exp_avg_sq"]),
+        (SparseAdamWTF, ["sparse_adamw_tf_exp_avg", "sparse_adamw_tf_exp_avg_sq"]),
     ],
 )
 def test_slot_names_tell_which_slots_belong_to_the_optimizer(rule, names):
@@ -256,6 +298,36 @@ def test_gradients_accumulate_over_several_backward_passes():
     (reference(ids) * weights).sum().backward()
     SparseAdam([reference], lr=0.1).step()
     torch.testing.assert_close(table.embeddings(), reference.embeddings(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ALL)
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_steps_accumulate_as_if_the_loop_had_counted(rule, zero_first):
+    table, reference = table_of(), table_of()
+    optimizer, plain = rule([table], lr=0.1), rule([reference], lr=0.1)
+    optimizer.set_grad_accum_steps(3)
+    for number, (ids, weights) in enumerate(batches(6), 1):
+        if zero_first:
+            optimizer.zero_grad()
+        backward(table, ids, weights)
+        optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+        backward(reference, ids, weights)
+        if number % 3 == 0:
+            plain.step()
+            plain.zero_grad()
+        assert same(table, reference)
+    assert optimizer.state_dict()["state"] == {"t": {"step": 2}}
+    twin = copy.deepcopy(optimizer)
+    twin.step()
+    assert twin.state_dict()["state"] == {"t": {"step": 2}}, "a copy goes on accumulating"
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.0, True, None])
+def test_accumulating_over_no_number_of_steps_is_refused(steps):
+    with pytest.raises(ValueError, match="set_grad_accum_steps: steps must be an int of at least 1"):
+        SparseSGD([table_of()], lr=0.1).set_grad_accum_steps(steps)
 
 
 def test_zero_grad_forgets_and_a_step_without_gradients_does_nothing():
@@ -383,7 +455,9 @@ def test_a_learning_rate_out_of_range_is_refused(rule, lr):
         lambda t: SparseAdam(t, betas=0.9),
         lambda t: SparseAdam(t, eps=-1),
         lambda t: SparseAdamW(t, weight_decay=-0.1),
+        lambda t: SparseAdamWTF(t, weight_decay=1.5),
         lambda t: SparseAdagrad(t, lr_decay=-0.1),
+        lambda t: SparseAdagrad(t, weight_decay=-0.1),
         lambda t: SparseAdagrad(t, initial_accumulator_value=-1),
         lambda t: SparseRowWiseAdagrad(t, eps=math.nan),
     ],
