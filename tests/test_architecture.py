@@ -28,7 +28,13 @@ ROOMS = """
 """
 LIBRARIES = {  # library -> the rooms and files that may know it
     "fsspec": {"storage"},
-    "torch.distributed": {"parallel", "dense.sharded", "dense.loader", "sparse.sharded.all_to_all"},
+    "torch.distributed": {
+        "parallel",
+        "dense.sharded",
+        "dense.loader",
+        "sparse.sharded.all_to_all",
+        "convert.targets.dcp",
+    },
     "tqdm": {"text"},
     "numba": {"sparse.table"},
     "llvmlite": {"sparse.table"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-_FORMATS = "recis, safetensors, parquet, arrow, csv, npy"
-_TARGETS = "parquet, npy, embedding or safetensors"
+_FORMATS = "recis, dcp, safetensors, torch_state, parquet, arrow, csv, npy"
+_TARGETS = "parquet, npy, embedding, safetensors or dcp"
 
 
 def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

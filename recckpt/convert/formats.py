@@ -10,9 +10,10 @@ from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 from recckpt.text import nearest
 
-SOURCES = ("recis", "safetensors", "parquet", "arrow", "csv", "npy")  # in the order in which they look at the files
+# In the order in which they look at the files.
+SOURCES = ("recis", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
 
-TARGETS = ("parquet", "npy", "embedding", "safetensors")
+TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp")
 
 
 def target_module(name: str) -> ModuleType:

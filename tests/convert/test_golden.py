@@ -11,6 +11,16 @@ from recckpt.convert import Wish, import_checkpoint
 GOLDEN = Path(__file__).parent / "golden"
 
 
+def test_a_directory_of_dcp(tmp_path):
+    source = GOLDEN / "made_by_dcp_of_torch_2_13"
+    import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"model.w": "ids"}))
+    rows = {"id": np.array([7, -1]), "embedding": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    assert table_bytes(tmp_path / "out", "model.w") == rows_bytes(rows)
+    with CheckpointReader(tmp_path / "out") as reader:
+        assert reader.read_tensor("half").tolist() == [0x3FC0, 0xC000]
+        assert set(reader.manifest.names.dense) == {"half", "epoch"}
+
+
 def test_a_file_of_the_safetensors_library(tmp_path):
     source = GOLDEN / "made_by_safetensors_0_8.safetensors"
     done = import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"w": "ids"}))

@@ -1,0 +1,53 @@
+"""A file of torch.save: a state dict, or a dict with one and what else was saved beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recckpt.convert.source import Contents, Wish
+from recckpt.convert.source_files import SourceFiles
+from recckpt.convert.tensor_source import TensorSource, used, wished_tables
+from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
+from recckpt.errors import ConversionError
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_MODEL = ("state_dict", "model_state_dict", "model")  # under which others save the model beside the rest
+
+
+def recognises(files: SourceFiles) -> bool:
+    """Say whether it is one file of this format."""
+    return files.is_file and bool(files.ending(*_SUFFIXES))
+
+
+def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
+    """Open the file; its tensors are mapped, where it can be mapped.
+
+    Raises:
+        ConversionError: the pickle needs code, the file is damaged, or a wish cannot be met.
+    """
+    if not files.is_file:
+        raise ConversionError(files.url, "", found="a directory", expected="one file of torch.save")
+    name = files.names[0]
+    state, extra = _parted(load_torch_dict(files, name))
+    tensors, values = split_values(state, files.url)
+    tables = wished_tables(tensors, wish, files.url)
+    taken = used(tables)
+    dense = tuple(tensor for key, tensor in tensors.items() if key not in taken)
+    step = next((extra[key] for key in ("global_step", "step") if type(extra.get(key)) is int), None)
+    held = portable_values(extra, files.url)
+    held_all = Contents("torch_state", dense=dense, values=values, extra=held, step=step)
+    return TensorSource(held_all, tables, files.url)
+
+
+def _parted(saved: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return the state of the model, and what lies beside it."""
+    import torch
+
+    if any(isinstance(value, torch.Tensor) for value in saved.values()):
+        return saved, {}
+    for key in _MODEL:
+        inner = saved.get(key)
+        if isinstance(inner, Mapping) and all(isinstance(name, str) for name in inner):
+            return inner, {name: value for name, value in saved.items() if name != key}
+    return saved, {}

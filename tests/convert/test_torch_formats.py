@@ -1,0 +1,161 @@
+"""Files of torch.save and of torch.distributed.checkpoint, in and out, written and read by torch itself."""
+
+import pickle
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from conversions import rows_bytes, some_rows, table_bytes
+from safetensors.numpy import save_file
+from torch.distributed import checkpoint as dcp
+
+from recckpt import CheckpointReader
+from recckpt.convert import Wish, export_checkpoint, import_checkpoint
+from recckpt.errors import ConversionError
+from recckpt.inspect.verify import verify
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def state():
+    weight = torch.randn(5, 3)
+    return {"emb": torch.randn(4, 2), "ids": torch.tensor([9, -1, 7, 2**62]), "w": weight, "tied": weight, **odd()}
+
+
+def odd():
+    part = torch.arange(6.0).view(2, 3).t()
+    return {"half": torch.ones(2).bfloat16(), "zero": torch.tensor(3), "part": part, "e": torch.empty(0, 2)}
+
+
+def save_dcp(state, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    return path
+
+
+def save_torch(state, path):
+    torch.save(state, path.with_suffix(".pt"))
+    return path.with_suffix(".pt")
+
+
+def save_old(state, path):
+    torch.save(state, path.with_suffix(".pth"), _use_new_zipfile_serialization=False)
+    return path.with_suffix(".pth")
+
+
+def same(path, name, tensor):
+    with CheckpointReader(path) as reader:
+        found = reader.read_tensor(name)
+        assert reader.tensor_dtype(name) == str(tensor.dtype).removeprefix("torch.")
+        expected = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return found.shape == tuple(tensor.shape) and found.tobytes() == expected
+
+
+@pytest.mark.parametrize("save", [save_torch, save_old, save_dcp])
+def test_tensors_come_bit_for_bit_and_one_may_be_a_table(tmp_path, save):
+    made = state()
+    source = save({**made, "epoch": 3}, tmp_path / "x")
+    import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"emb": "ids"}), budget_bytes=50)
+
+    assert not verify(str(tmp_path / "out"))
+    for name in made.keys() - {"emb", "ids"}:
+        assert same(tmp_path / "out", name, made[name]), name
+    expected = {"id": made["ids"].numpy(), "embedding": made["emb"].numpy()}
+    assert table_bytes(tmp_path / "out", "emb") == rows_bytes(expected)
+    assert "epoch" in CheckpointReader(tmp_path / "out").manifest.names.dense  # a plain value of the state
+
+
+def test_what_lies_beside_a_state_dict_is_registered_under_its_name(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    adam = torch.optim.Adam(model.parameters())
+    saved = {"model": model.state_dict(), "optimizer": adam.state_dict(), "step": 5}
+    done = import_checkpoint(save_torch(saved, tmp_path / "x"), tmp_path / "out")
+    assert (done.ckpt_id, [*done.contents.extra]) == ("ckpt_5", ["optimizer", "step"])
+    assert same(tmp_path / "out", "weight", model.weight.detach())
+
+
+def test_dcp_puts_nested_names_together(tmp_path):
+    saved = {"model": {"b": torch.ones(2)}, "list": [torch.zeros(1), 4]}
+    import_checkpoint(save_dcp(saved, tmp_path / "x"), tmp_path / "out")
+    assert set(CheckpointReader(tmp_path / "out").manifest.names.dense) == {"model.b", "list.0", "list.1"}
+
+
+def checkpoint(path):
+    tensors = {f"t.{name}": values for name, values in some_rows().items()} | {"w": np.ones(3, "f4")}
+    save_file(tensors, path / "made.safetensors", {"recckpt": '{"tables": {"t": ["embedding", "count"]}}'})
+    import_checkpoint(path / "made.safetensors", path / "run")
+    return path / "run"
+
+
+def test_the_library_loads_what_was_exported(tmp_path):
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "x", to="dcp")
+    rows = some_rows()
+    there = {f"t.{name}": torch.zeros_like(torch.from_numpy(values)) for name, values in rows.items()}
+    there["w"] = torch.zeros(3)
+    dcp.load(there, storage_reader=dcp.FileSystemReader(tmp_path / "x"), no_dist=True)
+    found = {name.removeprefix("t."): values.numpy() for name, values in there.items() if name != "w"}
+    assert rows_bytes(found) == rows_bytes(rows)
+    assert there["w"].tolist() == [1, 1, 1]
+
+
+def test_a_table_goes_out_as_dcp_and_comes_back(tmp_path):
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "x", to="dcp", slots=["embedding"])
+    import_checkpoint(tmp_path / "x", tmp_path / "back", wish=Wish(as_table={"t.embedding": "t.id"}))
+    rows = {name: values for name, values in some_rows().items() if name != "count"}
+    assert table_bytes(tmp_path / "back", "t.embedding") == rows_bytes(rows)
+
+
+@pytest.mark.parametrize("save", [save_torch, save_old, save_dcp])
+def test_pickles_that_need_code_are_not_run(tmp_path, save, capsys):
+    source = save({"x": Code()}, tmp_path / "x")
+    capsys.readouterr()
+    with pytest.raises(ConversionError, match="a pickle that needs code"):
+        import_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_metadata_of_dcp_that_needs_code_is_not_run(tmp_path, capsys):
+    source = save_dcp({"x": torch.ones(1)}, tmp_path / "x")
+    (source / ".metadata").write_bytes(pickle.dumps({"a": Code()}))
+    with pytest.raises(ConversionError, match=r"\.metadata: found a pickle that needs code"):
+        import_checkpoint(source, tmp_path / "out")
+    for data in (b"", pickle.dumps({}), pickle.dumps([torch.Size])):
+        (source / ".metadata").write_bytes(data)
+        with pytest.raises(ConversionError, match=r"\.metadata: found"):
+            import_checkpoint(source, tmp_path / "out")
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_files_of_dcp_that_are_missing_or_cut_are_named(tmp_path):
+    source = save_dcp({"x": torch.ones(100)}, tmp_path / "x")
+    [file] = source.glob("*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ConversionError, match=f"{file.name} at its size: .*; the file is cut"):
+        import_checkpoint(source, tmp_path / "out")
+    file.unlink()
+    with pytest.raises(ConversionError, match=f"{file.name}: found no such file"):
+        import_checkpoint(source, tmp_path / "out")
+    shutil.rmtree(source)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 10, -30])
+def test_a_file_of_torch_that_is_cut_is_refused(tmp_path, keep):
+    source = save_torch(state(), tmp_path / "x")
+    source.write_bytes(source.read_bytes()[:keep])
+    with pytest.raises(ConversionError, match=r"x\.pt: found"):
+        import_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_torch_that_is_no_dict_is_refused(tmp_path):
+    with pytest.raises(ConversionError, match="found a list, expected a dict"):
+        import_checkpoint(save_torch([torch.ones(1)], tmp_path / "x"), tmp_path / "out")
