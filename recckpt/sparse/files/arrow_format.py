@@ -31,6 +31,7 @@ _ARROW = {
     "int64": pa.int64(),
 }
 _TABLE_TYPE = pa.dictionary(pa.int16(), pa.utf8())
+_SMALL_BYTES = 16 << 10  # pieces of a file that are written together
 ID_SPEC = SlotSpec(ID, "int64", ())
 
 
@@ -129,22 +130,43 @@ class PartWriter:
     def finish(self) -> Part:
         """Write the footer; the sink is still the caller's to close."""
         self._arrow.close()
+        self._framed.write_small()
         frame = self._framed.frame.intdigest()
         return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches))
 
 
 class _FrameSink(SinkFile):
-    """The file object that Arrow writes to; hashes what no column checksum covers."""
+    """The file object that Arrow writes to; hashes what no column checksum covers.
+
+    Arrow writes a batch in many small pieces, each of which would cost as much as writing the rows of a small delta:
+    they go on together.
+    """
 
     def __init__(self, sink: Sink) -> None:
         super().__init__(sink)
         self.frame = xxhash.xxh3_64()
+        self._small = bytearray()
         self.values: set[int] = set()  # addresses of the column values that are being written
 
     def write(self, data: Any) -> int:
         if not (isinstance(data, pa.Buffer) and data.address in self.values):
             self.frame.update(data)
-        return super().write(data)
+        if len(data) < _SMALL_BYTES:
+            self._small += data
+        else:
+            self.write_small()
+            super().write(data)
+        return len(data)
+
+    def tell(self) -> int:
+        """Return the bytes so far, those included that are yet to go on."""
+        return self.n_bytes + len(self._small)
+
+    def write_small(self) -> None:
+        """Let small pieces go on."""
+        if self._small:
+            small, self._small = self._small, bytearray()
+            super().write(small)
 
 
 # Places in the flatbuffers of an Arrow file.

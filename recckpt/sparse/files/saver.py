@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from recckpt.errors import StateMismatchError
 from recckpt.format import layout
+from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Catalog, Held, Part
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter
@@ -174,10 +175,12 @@ class SparseSaver:
                 for chunk in plan.chunks:
                     source, order = part.sources[chunk.table], part.orders[chunk.table]
                     repeats = _repeats_before(chunk, source, order)
-                    for rows, buckets in self._batches(chunk, order, self._batch_rows(source, plan.row_bytes)):
+                    for rows in self._batches(chunk, order, self._batch_rows(source, plan.row_bytes)):
                         columns = _gather(source, rows, buffer)
-                        _check_ids(source, columns[0].values.view(np.int64), repeats)
-                        writer.write(source.name, buckets, columns)
+                        ids = columns[0].values.view(np.int64)
+                        _check_ids(source, ids, repeats)
+                        first, last = bucket_of(ids[[0, -1]])
+                        writer.write(source.name, (int(first), int(last) + 1), columns)
                         advance(len(rows) * plan.row_bytes)
                 return replace(writer.finish(), holds=part.holds)
 
@@ -206,16 +209,13 @@ class SparseSaver:
         share = min(source.n_rows, source.n_all) * self._batch_bytes // max(1, source.n_all)
         return max(1, max(share, min(LEAST_BATCH_BYTES, self._batch_bytes)) // row_bytes)
 
-    def _batches(
-        self, chunk: Chunk, order: BucketOrder, batch_rows: int
-    ) -> Iterator[tuple[npt.NDArray[Any], tuple[int, int]]]:
-        """Yield the rows of each batch of a chunk and the buckets they lie in."""
+    def _batches(self, chunk: Chunk, order: BucketOrder, batch_rows: int) -> Iterator[npt.NDArray[Any]]:
+        """Yield the rows of each batch of a chunk."""
         for begin in range(chunk.begin, chunk.end, self._order_rows):
             end = min(chunk.end, begin + self._order_rows)
             ordered = order.rows(begin, end)
             for first in range(0, len(ordered), batch_rows):
-                rows = ordered[first : first + batch_rows]
-                yield rows, order.bucket_range(begin + first, begin + first + len(rows))
+                yield ordered[first : first + batch_rows]
 
     @contextmanager
     def _buffer(self, plan: PartPlan) -> Iterator[npt.NDArray[np.uint8]]:
@@ -235,7 +235,7 @@ class SparseSaver:
 def _repeats_before(chunk: Chunk, source: TableSource, order: BucketOrder) -> RepeatFinder:
     """Return what looks for ids twice in a chunk; it knows those of its first bucket that are in the chunk before."""
     repeats = RepeatFinder()
-    begin = order.bucket_begin(chunk.begin) if chunk.begin < chunk.end else chunk.begin
+    begin = order.bucket_begin(chunk.begin) if 0 < chunk.begin < chunk.end else chunk.begin
     if begin < chunk.begin:
         _check_ids(source, source.ids.gather(order.rows(begin, chunk.begin).astype(np.int64)).numpy(), repeats)
     return repeats

@@ -57,27 +57,17 @@ class BucketOrder:
         if self._n_rows <= self._budget_rows:
             return self._all_rows()[begin:end]
         starts = self._bucket_starts()
-        first, last = self.bucket_range(begin, end)
-        ordered = self._ordered(first, last)
-        return ordered[begin - starts[first] : end - starts[first]]
-
-    def bucket_range(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the buckets [first, last + 1) of the positions [begin, end)."""
-        if self._is_small:
-            ends = self._all_rows()[[begin, end - 1]].astype(np.int64)
-            first, last = bucket_of(self._ids.gather(ends).numpy())
-            return int(first), int(last) + 1
-        starts = self._bucket_starts()
         first, last = np.searchsorted(starts, [begin, end - 1], side="right") - 1
-        return int(first), int(last) + 1
+        ordered = self._ordered(int(first), int(last) + 1)
+        return ordered[begin - starts[first] : end - starts[first]]
 
     def bucket_begin(self, position: int) -> int:
         """Return the position of the first row of the bucket that a position lies in."""
-        bucket, _ = self.bucket_range(position, position + 1)
         if self._is_small:
-            ids = self._ids.gather(self._all_rows().astype(np.int64)).numpy()
-            return int(np.searchsorted(bucket_of(ids), bucket))
-        return int(self._bucket_starts()[bucket])
+            buckets = bucket_of(self._ids.gather(self._all_rows().astype(np.int64)).numpy())
+            return int(np.searchsorted(buckets, buckets[position]))
+        starts = self._bucket_starts()
+        return int(starts[np.searchsorted(starts, position, side="right") - 1])
 
     def _bucket_starts(self) -> npt.NDArray[np.int64]:
         with self._lock:

@@ -101,9 +101,11 @@ class PreImages:
             if not (for_good or len(log.places)):
                 return
             at = pick_marked(rows, self._marks, self._wanted, for_good)
+            if len(at) == 0:  # as nearly always, where few rows change meanwhile
+                return
             places = log.places.find(rows[at].astype(np.int64))
             kept = [column.frozen() for column in log.columns.values()]
-        if len(places) and places.min() < 0:
+        if places.min() < 0:
             raise RuntimeError(f"row {rows[at[places.argmin()]]} of a snapshot is read for the second time")
         for column, target in zip(kept, targets, strict=True):
             column.lay_over(places, at, target)
