@@ -4,8 +4,9 @@
     python benchmarks/deltas.py --cases ratings --ratings ratings.csv.gz
 
 A round changes one row in a hundred of a table of rows of 64 float32 and a slot, and has everybody save that. Nobody
-syncs. ``pause`` saves in the background, ``restore`` loads a full checkpoint and ten deltas, and ``ratings`` counts the
-bytes of a run over real data. benchmarks/compact.py makes one checkpoint of a chain.
+syncs. ``small`` changes as few rows as a run that saves all the time, which shows what a delta costs that has next to
+nothing to write; ``pause`` saves in the background, ``restore`` loads a full checkpoint and ten deltas, and ``ratings``
+counts the bytes of a run over real data. benchmarks/compact.py makes one checkpoint of a chain.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -41,13 +43,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--changed", type=float, default=0.01, help="the part of the rows that a round changes")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--cases", nargs="*", default=["save", "pause", "restore"])
+    parser.add_argument("--cases", nargs="*", default=["save", "small", "pause", "restore"])
     parser.add_argument("--ratings", type=Path, metavar="FILE", help="MovieLens ratings.csv[.gz], for the case ratings")
     parser.add_argument("--batch-size", type=int, default=64, help="of the case ratings")
     args = parser.parse_args()
     report({"case": "machine", **describe_machine()})
     cases: dict[str, Callable[[], None]] = {
         "save": lambda: compare_saves(args.tmpfs, args.rows, args.rounds, args.changed),
+        "small": lambda: measure_small(args.tmpfs, args.rows, args.rounds),
         "pause": lambda: compare_pauses(args.tmpfs, args.rows, args.rounds, args.changed),
         "restore": lambda: compare_restores(args.tmpfs, args.rows, args.rounds, args.changed),
         "ratings": lambda: count_bytes(args.tmpfs, args.ratings, args.batch_size),
@@ -117,6 +120,31 @@ def compare_saves(root: Path, rows: int, rounds: int, changed: float) -> None:
             "bytes_over_changed_rows": round(median(n_bytes) / changing.changed_bytes, 3),
             "all_sec": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
             "target": {"times_faster_than full": 30, "bytes_over_changed_rows": 1.5},
+        }
+    )
+
+
+def measure_small(root: Path, rows: int, rounds: int, n_changed: int = 100) -> None:
+    """Seconds of deltas of a few rows, by the clock and of the processor, at each length of a chain as it comes."""
+    changing = Changing(rows, n_changed / rows)
+    wall, processor = list[float](), list[float]()
+    with scratch(root) as directory, unsynced():
+        saver = Saver(changing.state.model, output_dir=str(directory), deltas=Deltas(full_every=20))
+        for number in range(1 + 20 * rounds):
+            changing.change()
+            begin = time.process_time()
+            took = timed(lambda: saver.save(f"ckpt_{number}"))  # noqa: B023
+            if number % 21 > 1:
+                wall.append(took)
+                processor.append(time.process_time() - begin)
+    report(
+        {
+            "case": "a delta of a few rows, tmpfs, no fsync",
+            "rows": rows,
+            "changed_rows": changing.n_changed,
+            "deltas": len(wall),
+            "median_ms": round(median(wall) * 1e3, 1),
+            "processor_ms": round(median(processor) * 1e3, 1),
         }
     )
 

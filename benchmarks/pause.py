@@ -45,6 +45,7 @@ class Rounds:
         self.lost: list[float] = []  # by training, for one save: the pause, and what its steps took longer
         self.beyond_mib: list[float] = []
         self.kept: list[int] = []
+        self.written: list[int] = []  # rows, of which a delta has only some
 
     def to_json(self, row_bytes: int) -> dict[str, Any]:
         """Return medians and ratios."""
@@ -62,11 +63,12 @@ class Rounds:
             "step_p99_over_quiet": _ratio(p99[1], p99[0]),
             "step_cpu_over_quiet": _ratio(np.median(busy[:, 1]), np.median(quiet[:, 1])),
             "step_median_over_quiet_by_round": [round(ratio, 2) for ratio in self.ratios],
-            "training_lost_sec": round(statistics.median(self.lost), 2),
+            "training_lost_sec": round(statistics.median(self.lost), 3),
             "beyond_mib": round(max(self.beyond_mib)),
         }
         if self.blocking:
             found |= {
+                "rows_written": self.written,
                 "rows_aside": self.kept,
                 "mib_aside": [round(kept * row_bytes / 2**20) for kept in self.kept],
                 "blocking_sec": round(statistics.median(self.blocking), 2),
@@ -164,6 +166,7 @@ def measure(training: Training, peer: Peer, directory: Path, into: Rounds, numbe
     forget(runs)
     if isinstance(peer, Recckpt):
         into.kept.append(peer.info.kept_rows)
+        into.written.append(peer.info.n_upserts)
         warm(directory, training.n_bytes, sync=False)
         into.blocking.append(timed(lambda: peer.save_and_wait(runs / f"a{number}-blocking")))
         forget(runs)

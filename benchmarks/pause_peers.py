@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint import _async_process_executor as dcp_process
 from torch.distributed.checkpoint import filesystem, staging, state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from recckpt import Saver
+from recckpt import Deltas, Saver
 from recckpt.sparse import HashTable, SparseAdagrad
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_rows import StillTable, source_of
@@ -148,6 +149,31 @@ class Recckpt:
         self._saver.close()
 
 
+class RecckptDeltas(Recckpt):
+    """Ours, writing what has changed since the save before: about a hundred steps of training."""
+
+    def __init__(self, training: Training, root: Path) -> None:
+        self._training, self._root = training, root.with_name("deltas")
+        only_deltas = Deltas(full_every=999, max_chain_bytes=999.0, max_dirty=1.0)
+        self._saver = Saver(
+            training.model,
+            training.sparse_optim,
+            output_dir=str(self._root),
+            concurrency=self.writers,
+            deltas=only_deltas,
+        )
+
+    def warm_up(self, directory: Path) -> None:
+        """Save in full, and a delta on that."""
+        super().warm_up(directory)
+        super().warm_up(directory.with_name(f"{directory.name}-delta"))
+
+    def close(self) -> None:
+        """Remove the chain as well."""
+        super().close()
+        shutil.rmtree(self._root)
+
+
 class Dcp:
     """``torch.distributed.checkpoint.async_save``, which copies all of the state first.
 
@@ -245,6 +271,7 @@ class FullCopy:
 
 PEERS: dict[str, Callable[[Training, Path], Peer]] = {
     "recckpt": Recckpt,
+    "recckpt, deltas": RecckptDeltas,
     "dcp thread": lambda training, root: Dcp(training, AsyncCheckpointerType.THREAD, kept=False),
     "dcp thread, buffers kept": lambda training, root: Dcp(training, AsyncCheckpointerType.THREAD, kept=True),
     "dcp process": lambda training, root: Dcp(training, AsyncCheckpointerType.PROCESS, kept=True),
