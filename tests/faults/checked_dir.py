@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from faults.trainer import Trainer
+from faults.version import Version
 from faults.watched_storage import Died, watch
 
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError, WriterFencedError
+import recckpt
+from recckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RecckptError,
+    SaveFailedError,
+    WriterFencedError,
+)
 from recckpt.format import layout
-from recckpt.output_dir.listing import list_checkpoints
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.storage import open_storage
-
-
-@dataclass
-class Version:
-    """A checkpoint that was committed.
-
-    Attributes:
-        ckpt_id: its id.
-        value: what restores from it.
-        is_sure: False where its writer died and may have removed it.
-        damage: "" for none, "bytes" where only reading them shows it, "shape" where looking at the directory does.
-    """
-
-    ckpt_id: str
-    value: float
-    is_sure: bool = True
-    damage: str = ""
-
-    @property
-    def step(self) -> int | None:
-        return layout.parse_step(self.ckpt_id)
 
 
 class CheckedDir:
@@ -45,14 +32,15 @@ class CheckedDir:
         done: what was done how often.
     """
 
-    def __init__(self, url: str, max_keep: int | None = 1) -> None:
-        self.url, self.max_keep = url, max_keep
+    def __init__(self, url: str, max_keep: int | None = 1, *, deltas: bool = False) -> None:
+        self.url, self.max_keep, self.deltas = url, max_keep, deltas
         self.versions: list[Version] = []
         self.done: Counter[str] = Counter()
         self._pinned: set[str] = set()
         self._ever: set[str] = set()  # ids
+        self._by_save_id: dict[str, Version] = {}
         self._has_index = False
-        self._storage, self._reader = open_storage(url), Trainer(url)
+        self._storage, self._reader = open_storage(url), Trainer(url, deltas=deltas)
         self._left: int | None = None  # operations until the trainer dies
         self.restart()
 
@@ -67,7 +55,7 @@ class CheckedDir:
     @property
     def steps(self) -> list[Version]:
         """Those that can be restored by their step."""
-        return [v for v in self.current if v.step is not None and v.is_sure and not v.damage]
+        return [v for v in self.current if v.step is not None and v.is_sure and v.is_whole]
 
     @property
     def can_be_damaged(self) -> bool:
@@ -87,7 +75,7 @@ class CheckedDir:
         self.done["steps"] += 1
 
     def _check_restore(self, trainer: Trainer) -> None:
-        sound = [version for version in self.current if not version.damage]
+        sound = [version for version in self.current if version.is_whole]
         expected: object = sound[-1].value if sound else "damaged" if self.versions else "nothing"
         try:
             trainer.manager.restore(required=True)
@@ -106,15 +94,21 @@ class CheckedDir:
         except FileNotFoundError:
             return None
 
-    def _committed(self, ckpt_id: str, *, rotated: bool) -> None:
+    def _committed(self, manifest: Manifest, *, rotated: bool) -> None:
         value = self.trainer.value
         assert value is not None
-        self.versions.append(Version(ckpt_id, value))
-        self._ever.add(ckpt_id)
+        parent = manifest.parent and self._by_save_id[manifest.parent.save_id]
+        self.versions.append(Version(manifest.ckpt_id, value, parent))
+        self._by_save_id[manifest.save_id] = self.versions[-1]
+        self._ever.add(manifest.ckpt_id)
+        self.done["deltas"] += parent is not None
         current = self.current
         kept = current[-self.max_keep if self.max_keep else 0 :]
+        if len(kept) > 1 and parent:  # one that damage to the newest full one does not take
+            kept += [version for version in current if version.links[-1] is not current[-1].links[-1]][-1:]
         kept += [version for version in current if version.step is not None][-1:]  # a save by hand leaves a run its own
         kept += [version for version in current if version.ckpt_id in self._pinned]
+        kept = [link for version in kept for link in version.links]
         kept += [version for version in self.versions if version.damage == "shape"]
         if rotated:
             self.versions = [version for version in self.versions if version in kept]
@@ -123,28 +117,51 @@ class CheckedDir:
 
     def _settle(self) -> None:
         """Find out what dead writers have removed: a policy that keeps more from now on cannot bring it back."""
-        found = [checkpoint.manifest.state["value"] for checkpoint in list_checkpoints(self._storage).committed]
+        found = self._look()
         self.versions = [version for version in self.versions if version.is_sure or version.value in found]
         for version in self.versions:
             version.is_sure = True
+
+    def _look(self) -> dict[float, Checkpoint]:
+        """Return by its value what is there, and note the forms of what was offered, which heal it."""
+        committed = list_checkpoints(self._storage).committed
+        versions = {version.value: version for version in self.versions}
+        for value in (c.manifest.state["value"] for c in committed if c.manifest.form_of):
+            version = versions[value]
+            assert version.offered, f"{version} has a form, and no offer was made"
+            if version.parent is not None:
+                version.parent, version.damage, version.spoils = None, "", False
+                self.done["forms"] += 1
+        return {c.manifest.state["value"]: c for c in committed}
 
     # what is done
 
     def restart(self) -> None:
         """Begin a process that takes up the run, as far as there is one."""
         self._left = None
-        self.trainer = Trainer(self.url, self.max_keep)
+        self.trainer = Trainer(self.url, self.max_keep, deltas=self.deltas)
         self._check_restore(self.trainer)
         watch(self.trainer.saver.storage, self._die_in_time)
 
     def save(self, named: str = "") -> None:
         self._settle()
-        manifest = self.trainer.save_as(named) if named else self.trainer.save()
-        self._committed(manifest.ckpt_id, rotated=True)
+        try:
+            manifest = self._save(named)
+        except SaveFailedError:
+            assert any(version.damage == "shape" for version in self.versions)
+            manifest = self._save(named)  # what a delta was to stand on was damaged meanwhile: this one is full
+            assert manifest.kind == "full"
+        self._committed(manifest, rotated=True)
+        self._look()
+        waiting = [version for version in self.versions if version.offered and version.parent and not version.damage]
+        assert not waiting, f"offers of {waiting} are not adopted"
         found = list_checkpoints(self._storage).current
         values = [checkpoint.manifest.state["value"] for checkpoint in found]
         assert values == [version.value for version in self.current], f"found {values}, expected {self.current}"
         assert self._index() == [layout.encode_id(version.ckpt_id) for version in self.current]
+
+    def _save(self, named: str) -> Manifest:
+        return self.trainer.save_as(named) if named else self.trainer.save()
 
     def die_while_saving(self, operations: int) -> bool:
         """Die at an operation of a save, and restart; return whether it came to that."""
@@ -155,9 +172,9 @@ class CheckedDir:
         except Died:
             died = True
             self.done["deaths"] += 1
-            found = [c.manifest.state["value"] for c in list_checkpoints(self._storage).committed]
+            found = self._look()
             if self.trainer.value in found:
-                self._committed(layout.step_id(self.trainer.manager.global_step), rotated=False)
+                self._committed(found[self.trainer.value].manifest, rotated=False)
         self.restart()
         return died
 
@@ -192,7 +209,7 @@ class CheckedDir:
         found = self._loaded(ckpt_id)
         if newest is None:
             expected: list[object] = ["damaged"]
-        elif newest.damage:
+        elif not newest.is_whole:
             expected = ["damaged", newest.value]  # the random generators are not loaded
         else:
             expected = [newest.value] if newest.is_sure else [newest.value, "gone"]
@@ -225,12 +242,13 @@ class CheckedDir:
         self.max_keep = self.trainer.saver.max_keep = max_keep
 
     def damage_the_newest(self, number: int, how: str) -> None:
-        """Flip a bit of a file, cut it, or remove it."""
-        version = self.current[-1]
-        [directory] = [
-            c.directory for c in list_checkpoints(self._storage).committed if c.manifest.state["value"] == version.value
-        ]
-        names = [name for name in self._storage.list_files(directory) if name != layout.INTENT]
+        """Flip a bit of a file, cut it, or remove it; what has a form beside it is spared."""
+        version, committed = self.current[-1], list_checkpoints(self._storage).committed
+        directory, *forms = [c.directory for c in committed if c.manifest.state["value"] == version.value]
+        if forms:
+            return
+        others = (layout.INTENT, layout.OFFER, layout.OFFER_JSON)
+        names = [name for name in self._storage.list_files(directory) if name not in others]
         if how == "remove":
             names.remove(layout.MANIFEST)  # without it there is no checkpoint
         if how == "flip" and "://" in self.url:  # only the values of a part are read there, and those are right
@@ -244,10 +262,29 @@ class CheckedDir:
             with self._storage.create(f"{directory}/{name}") as sink:
                 sink.write(data if how == "flip" else data[:at])
         version.damage = "bytes" if how == "flip" and name != layout.MANIFEST else "shape"
+        version.spoils = version.damage == "bytes" and name.startswith(f"{layout.SPARSE_DIR}/")
         self.done["damaged"] += 1
+
+    def offer(self) -> None:
+        """Merge the chain of the newest, as somebody who does not save; of one that is full there is nothing to do."""
+        if not (self.current and self.current[-1].parent):
+            self.save()
+        newest = self.current[-1] if self.current else None
+        try:
+            made = recckpt.compact(self.url, threads=1)
+        except CheckpointNotFoundError:
+            assert not self.versions
+        except CorruptCheckpointError:
+            assert newest is None or not newest.is_whole
+        else:
+            assert newest is not None
+            newest.offered |= made.directory is not None
+            self.done["offers"] += made.directory is not None
 
     def change_times(self) -> None:
         """Let the newest files be the oldest, as a copy may leave them."""
         paths = sorted(Path(self.url).rglob("*"), key=lambda path: path.stat().st_mtime)
         for age, path in enumerate(paths if "://" not in self.url else ()):
             os.utime(path, (10**9 - age, 10**9 - age))
+            for version in self.versions:
+                version.offered = version.offered and version.parent is None  # nobody adopts what is so old

@@ -33,12 +33,12 @@ def machine(figures):
     class Machine(RuleBasedStateMachine):
         it: CheckedDir | None = None
 
-        @initialize(local=st.booleans(), max_keep=st.sampled_from([1, 1, 2]))
-        def begin(self, local, max_keep):
+        @initialize(local=st.booleans(), max_keep=st.sampled_from([1, 1, 2]), deltas=st.booleans())
+        def begin(self, local, max_keep, deltas):
             self.temporary = Path(tempfile.mkdtemp(prefix="recckpt-", dir=RAM))
             in_memory = f"memory://stateful-{uuid4().hex}/runs"  # test_planted_bugs imports this module again
             url = str(self.temporary / "runs") if local else in_memory
-            self.it = CheckedDir(url, max_keep)
+            self.it = CheckedDir(url, max_keep, deltas=deltas)
 
         @invariant()
         def readers_get_what_was_saved(self):
@@ -56,6 +56,11 @@ def machine(figures):
         @rule(how=st.sampled_from(["restart", "take_over", "change_times"]))
         def go_on(self, how):
             getattr(self.it, how)()
+
+        @precondition(lambda self: self.it.deltas)
+        @rule()
+        def offer(self):
+            self.it.offer()
 
         @precondition(lambda self: self.it.steps)
         @rule(number=NUMBERS)
