@@ -67,12 +67,7 @@ class Restorer:
         return ranks if ranks.size == 1 else ranks.telling(_failed)
 
     def restore(
-        self,
-        global_step: int | None = None,
-        *,
-        load_conf: Mapping[str, Any] | None = None,
-        rng: bool = True,
-        required: bool = False,
+        self, global_step: int | None, *, load_conf: Mapping[str, Any] | None, rng: bool, required: bool
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
         flag("rng", rng)
