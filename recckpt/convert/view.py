@@ -14,7 +14,7 @@ from recckpt.convert.narrowed import narrowed, narrowed_slots
 from recckpt.convert.source import Array, Int64s, LeftOut, Rows
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format.dtypes import NUMPY_DTYPES
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer, ids_in
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -97,7 +97,7 @@ class TableView:
         """Yield rows, and the largest error in them."""
         names = dict.fromkeys([*(slot.name for slot in self.stored), *self.filtered])
         for batch in self.batches(list(names)):
-            ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
+            ids = ids_in(batch)
             values = {name: raw(batch.column(name), slot) for name, slot in self.filtered.items()}
             kept = None if self.where == RowFilter() else self.where.keeps(ids, values)
             if kept is not None:
