@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 _FORMATS = "recis, dcp, safetensors, torch_state, parquet, arrow, csv, npy"
-_TARGETS = "parquet, npy, embedding, safetensors or dcp"
+_TARGETS = "parquet, npy, embedding, safetensors, dcp or recis"
 
 
 def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

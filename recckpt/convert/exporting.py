@@ -132,8 +132,16 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
         base = checkpoint.links[count].manifest
         gone = [table.name for table in base.tables if table.name not in names]
         said |= {"since": base.ckpt_id, "dropped_tables": gone}
-    tensors = DenseTensors(_held(storage, checkpoint, rows=False), checkpoint.directory, manifest)
-    return Export(views, tensors, said, count > 0)
+    others = _held(storage, checkpoint, rows=False)
+
+    def load(name: str) -> dict[str, Any]:
+        from recckpt.dense.loader import load_state  # torch, which exports of rows do without
+
+        entry = manifest.file(name)
+        return load_state(others, checkpoint.directory, entry) if entry else {}
+
+    tensors = DenseTensors(others, checkpoint.directory, manifest)
+    return Export(views, tensors, said, len(manifest.shards), load)
 
 
 def _view(table: TableEntry, links: Sequence[OpenLink], count: int, choice: _Choice, all_slots: bool) -> TableView:

@@ -13,7 +13,7 @@ from recckpt.text import nearest
 # In the order in which they look at the files.
 SOURCES = ("recis", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
 
-TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp")
+TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp", "recis")
 
 
 def target_module(name: str) -> ModuleType:

@@ -59,8 +59,12 @@ class TargetFiles:
 
     def put_json(self, value: Mapping[str, Any], *names: str) -> None:
         """Write a small file."""
+        self.put(json.dumps(value, indent=2).encode() + b"\n", *names)
+
+    def put(self, data: bytes, *names: str) -> None:
+        """Write a small file."""
         with self.create(*names) as sink:
-            sink.write(json.dumps(value, indent=2).encode() + b"\n")
+            sink.write(data)
 
 
 def file_name(table: str) -> str:

@@ -124,17 +124,23 @@ class Export:
         tables: in the order of the checkpoint.
         tensors: the dense ones.
         said: metadata of the checkpoint.
-        is_increment: whether the tables are what has changed.
+        n_shards: of the checkpoint.
+        load: returns the dict in a ``.pt`` file, by torch; empty where the checkpoint has no such file.
     """
 
     tables: Sequence[TableView]
     tensors: DenseTensors
     said: Mapping[str, Any]
-    is_increment: bool
+    n_shards: int
+    load: Callable[[str], dict[str, Any]]
 
     def metadata(self) -> dict[str, Any]:
         """Return what is written beside the values."""
         return {**self.said, "tables": {table.name: table.said() for table in self.tables}}
+
+    def state(self, name: str) -> dict[str, Any]:
+        """Return a copy of the dict in a ``.pt`` file."""
+        return dict(self.load(name))
 
     def no_dense(self, what: str) -> list[LeftOut]:
         """List the dense tensors, for a target that has no place for them."""

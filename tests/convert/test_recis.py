@@ -7,10 +7,11 @@ import pytest
 import torch
 from conversions import rows_bytes, table_bytes
 from recis_files import rank_blocks, safetensors_bytes, write_recis
+from safetensors import safe_open
 from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
-from recckpt.convert import import_checkpoint
+from recckpt.convert import export_checkpoint, import_checkpoint
 from recckpt.errors import ConversionError
 from recckpt.inspect.verify import verify
 from recckpt.sparse import HashTable, SparseAdamW
@@ -212,3 +213,63 @@ def test_pickles_that_need_code_are_not_run(tmp_path, name, capsys):
         import_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert "must not run" not in capsys.readouterr().out
+
+
+def test_what_goes_out_to_recis_is_as_recis_writes_it_and_comes_back(tmp_path):
+    rows = {"user": table(50, 4), "empty": table(0, 2)}
+    extra = {"global_step": torch.tensor(70), "own": {"a": 1}}
+    positions = [{"train_io": {"at": 5}}, {"train_io": None}]
+    model = {"w": torch.randn(2, 3), "half": torch.ones(2).bfloat16()}
+    source = write_recis(tmp_path / "ckpt_70", rows, scalars=SCALARS, model=model, extra=extra, positions=positions)
+    import_checkpoint(source, tmp_path / "a")
+    done = export_checkpoint(tmp_path / "a", tmp_path / "recis", to="recis")
+    assert [left.name for left in done.left_out] == ["random generators"]
+
+    made = tmp_path / "recis/ckpt_70"
+    assert (tmp_path / "recis/checkpoint").read_text() == "ckpt_70\n"
+    assert (made / "io_state_count").read_text() == "2"
+    keys = json.loads((made / "tensorkey.json").read_text())
+    assert keys["user.embedding/part_0_1"] == "user@embedding^00000@65536@65536"
+    with safe_open(made / "model-000000-of-000000.safetensors", "pt") as file:
+        assert set(file.keys()) == {*keys, "sparse_adamw_step^ "}
+        assert file.metadata() is None
+        assert file.get_tensor("sparse_adamw_step^ ").tolist() == [30]
+    index = json.loads((made / "index").read_text())
+    assert index["file_index"] == {"model-000000-of-000000.safetensors": 0}
+    assert index["block_index"].keys() == {*keys, "sparse_adamw_step^ "}
+    served = json.loads((made / "torch_rank_weights_embs_table_multi_shard.json").read_text())
+    assert served["user.embedding/part_0_1"]["hashmap_key"] == "user.id/part_0_1"
+    assert torch.equal(torch.load(made / "model.pt", weights_only=True)["w"], model["w"])
+    assert torch.load(made / "extra.pt", weights_only=True) == {"global_step": torch.tensor(70), "own": {"a": 1}}
+
+    import_checkpoint(tmp_path / "recis", tmp_path / "b")
+    for name in rows:
+        assert table_bytes(tmp_path / "b", name) == table_bytes(tmp_path / "a", name)
+    first, second = (CheckpointReader(tmp_path / each).manifest for each in "ab")
+    assert (first.names, first.tables, first.step) == (second.names, second.tables, second.step)
+
+
+def test_a_run_from_here_goes_out_with_its_step_and_betas_and_what_recis_lacks_is_listed(tmp_path):
+    model = Model()
+    sparse = SparseAdamW([model.user], lr=0.1, betas=(0.5, 0.25))
+    model.user(torch.arange(9)).sum().backward()
+    sparse.step()
+    model.user.add_slot("own", ())
+    Saver(model, sparse, output_dir=tmp_path / "run").save("a", step=4)
+    done = export_checkpoint(tmp_path / "run", tmp_path / "out", to="recis")
+    assert "table user, slot own" in {left.name for left in done.left_out}
+    with safe_open(tmp_path / "out/ckpt_4/model-000000-of-000000.safetensors", "pt") as file:
+        assert [file.get_tensor(f"sparse_adamw_{name}^ ").item() for name in ("step", "beta1", "beta2")] == [
+            1,
+            0.5,
+            0.25,
+        ]
+
+
+@pytest.mark.parametrize("id_", [-1, 2**52])
+def test_ids_that_recis_would_cut_are_refused(tmp_path, id_):
+    np.savez(tmp_path / "t.npz", id=np.array([id_]), embedding=np.ones((1, 2), np.float32))
+    import_checkpoint(tmp_path / "t.npz", tmp_path / "run")
+    with pytest.raises(ConversionError, match=f"the id {id_}, expected ids of 52 bits"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", to="recis")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,145 @@
+"""A RecIS checkpoint of one rank in an output dir, which any number of ranks of RecIS restores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from recckpt.convert.safetensors_out import FileTensor, header_of, table_tensors, write_file
+from recckpt.convert.source import LeftOut
+from recckpt.convert.target_files import TargetFiles
+from recckpt.convert.view import Export, TableView
+from recckpt.errors import ConversionError
+from recckpt.format import layout
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.storage import SinkFile
+from recckpt.text import Progress
+from recckpt.types import EMBEDDING
+
+ALL_SLOTS, INCREMENTS, DTYPES = True, False, ("float16", "bfloat16")
+_FILE = "model-000000-of-000000.safetensors"
+_SLICE = "00000@65536@65536"
+_SERVING = "torch_rank_weights_embs_table_multi_shard.json"
+_PREFIXES = ("sparse_adamw_tf_", "sparse_adamw_", "sparse_adam_")
+_SLOTS = {EMBEDDING, "step_filter", *(f"{p}exp_avg{end}" for p in _PREFIXES for end in ("", "_sq"))}
+_MOST_ID = 2**52
+
+
+def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
+    """Write ``ckpt_<step>`` and the index file of the output dir."""
+    left = [LeftOut("random generators", "RecIS saves none")]
+    directory = layout.step_id(export.said["step"] or 0)
+    tensors: list[FileTensor] = []
+    keys: dict[str, str] = {}
+    for table in (_known(table, left) for table in export.tables):
+        _check_ids(table, files.url)
+        name_of = partial(_key, table.name)
+        tensors += table_tensors(table, name_of)
+        names = ["id", *(slot.name for slot in table.slots)]
+        keys |= {name_of(name): f"{table.name}@{name}^{_SLICE}" for name in names}
+        progress.n_rows += table.n_rows
+    extra = export.state(layout.EXTRA)
+    tensors += _scalars(extra.pop(SPARSE_OPTIM, {}), left)
+    header = header_of(tensors)
+    with files.create(directory, _FILE) as sink:
+        write_file(sink, header, tensors, progress)
+    index = {"file_index": {_FILE: 0}, "block_index": {tensor.name: 0 for tensor in tensors}}
+    files.put(json.dumps(index, separators=(",", ":")).encode(), directory, "index")
+    files.put(json.dumps(keys, indent=4).encode(), directory, "tensorkey.json")
+    files.put(json.dumps(_served(header, tensors, keys), indent=4).encode(), directory, _SERVING)
+    _write_states(export, files, directory, extra)
+    files.put(f"{directory}\n".encode(), "checkpoint")
+    return left
+
+
+def _key(table: str, slot: str) -> str:
+    return f"{table}.{slot}/part_0_1"
+
+
+def _known(table: TableView, left: list[LeftOut]) -> TableView:
+    """Return a table with the slots that RecIS has."""
+    for slot in table.stored:
+        if slot.name not in _SLOTS:
+            left.append(LeftOut(f"table {table.name}, slot {slot.name}", "no optimizer of RecIS has it"))
+    return replace(table, stored=tuple(slot for slot in table.stored if slot.name in _SLOTS))
+
+
+def _check_ids(table: TableView, url: str) -> None:
+    where = f"table {table.name!r}"
+    if {"@", "^"} & set(table.name):
+        raise ConversionError(url, where, found="a name with @ or ^", expected="one without, as RecIS needs it")
+    for rows in table.without_slots().rows():
+        beyond = rows.ids[(rows.ids < 0) | (rows.ids >= _MOST_ID)]
+        if len(beyond):
+            expected = "ids of 52 bits, from 0 on: RecIS drops the others"
+            raise ConversionError(url, where, found=f"the id {beyond[0]}", expected=expected)
+
+
+def _scalars(state: dict[str, Any], left: list[LeftOut]) -> Iterator[FileTensor]:
+    """Yield the scalars of the sparse optimizer, of which RecIS has one for all tables."""
+    prefix = next((p for p in _PREFIXES if f"{p}exp_avg" in state.get("slots", ())), None)
+    steps = [each["step"] for each in state.get("state", {}).values()]
+    if prefix is None or not steps:
+        if state:
+            left.append(LeftOut(SPARSE_OPTIM, "no optimizer of RecIS has this state"))
+        return
+    if len(set(steps)) > 1:
+        span = f"tables have steps {min(steps)} to {max(steps)}"
+        left.append(LeftOut(SPARSE_OPTIM, f"{span}; RecIS has one for all, here the highest"))
+    values = {"step": np.array([max(steps)], np.int64)}
+    betas = next((group["betas"] for group in state.get("param_groups", ()) if "betas" in group), ())
+    for number, beta in enumerate(betas, start=1):
+        is_adam = prefix == "sparse_adam_"
+        values[f"beta{number}"] = np.array([beta], np.float64) if is_adam else np.array(beta, np.float32)
+    for name, value in values.items():
+        yield FileTensor(f"{prefix}{name}^ ", value.dtype.name, value.shape, partial(_bytes, value))
+
+
+def _bytes(value: np.ndarray[Any, Any]) -> Iterator[bytes]:
+    yield value.tobytes()
+
+
+def _served(header: dict[str, Any], tensors: list[FileTensor], keys: dict[str, str]) -> dict[str, Any]:
+    """Return what RecIS's server reads."""
+    found: dict[str, Any] = {}
+    for tensor in tensors:
+        name, shape = tensor.name, list(tensor.shape)
+        said = {"shape": shape, "name": name, "dtype": tensor.dtype}
+        if name not in keys:
+            found[name] = {"dense": True, **said, "dimension": 0, "is_hashmap": False}
+        elif ".embedding" in name:
+            key: dict[str, Any] = {"hashmap_key": name.replace(".embedding", ".id", 1), "hashmap_key_dtype": "int64"}
+            key |= {"hashmap_value": name, "is_hashmap": True}
+            found[name] = {"dense": False, **said, "dimension": shape[-1], **key}
+        else:
+            found[name] = {**header[name], "dense": False}
+    return found
+
+
+def _write_states(export: Export, files: TargetFiles, directory: str, extra: dict[str, Any]) -> None:
+    """Write the dense state, registered objects, and the positions of all ranks."""
+    import torch
+
+    from recckpt.dense.saver import Later, write_state
+
+    values = export.state(layout.MODEL)
+    model = {
+        name: Later(t.dtype, t.shape, t.place, partial(export.tensors.read, t))
+        for name, t in export.tensors.model.items()
+    }
+    model |= {name: value for name, value in values.items() if name not in model}
+    extra = {"global_step": torch.tensor(export.said["step"] or 0), **extra}
+    states = {"model.pt": model, "extra.pt": extra}
+    shards = [layout.io_state(shard) for shard in range(export.n_shards)]
+    positions = [export.state(name) for name in shards]
+    if any(positions):
+        states |= dict(zip(shards, positions, strict=True))
+        files.put(str(len(shards)).encode(), directory, "io_state_count")
+    for name, state in states.items():
+        with files.create(directory, name) as sink:
+            write_state(state, SinkFile(sink))
