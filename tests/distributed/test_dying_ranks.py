@@ -104,4 +104,4 @@ def every_case(n_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_each_rank_may_die_in_each_phase(tmp_path, n_ranks):
-    run(tmp_path, every_case(n_ranks)[:: min(SWEEP_STRIDE, 7)])
+    run(tmp_path, every_case(n_ranks)[:: min(SWEEP_STRIDE, 11)])
