@@ -53,6 +53,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/sharded.py
 	$(PY) benchmarks/remote.py
 	$(PY) benchmarks/compact.py
+	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/lookup.py
 	$(PY) benchmarks/simulate_ranks.py --ranks 256 --gb 25
 
@@ -67,6 +68,7 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/sharded.py --rounds 3
 	$(PY) benchmarks/remote.py --rows 5000 --rounds 1 --latency-ms 0 --tables 1
 	$(PY) benchmarks/compact.py --rows 5000 --rounds 1
+	$(PY) benchmarks/growth.py --rows 5000 20000 --over 20000 --changed 500 --rounds 1
 	$(PY) benchmarks/lookup.py --rows 5000 --rounds 2
 	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1
 
