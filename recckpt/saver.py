@@ -56,8 +56,7 @@ class Saver(OneProcess):
             once they are there, though they still have to go up. Empty but while a save or load is at work.
         pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
             those of an object store: to ``work_dir``, else to the temporary directory.
-        visible_sec: how long ranks look for what others have written, which a network file system may show late; at
-            most half of ``timeout_sec``.
+        visible_sec: how long ranks look for files of others, which NFS may show late; at most half of ``timeout_sec``.
         on_save: called with the :class:`recckpt.SaveInfo` of each save that is committed, once rotation is over,
             in the thread of the save; what it raises is logged and fails nothing.
         deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
@@ -111,6 +110,9 @@ class Saver(OneProcess):
     def __setattr__(self, name: str, value: Any) -> None:
         arguments.check_change(vars(self), name, value)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"<Saver of {type(self.model).__name__}, output_dir={self.output_dir!r}, max_keep={self.max_keep!r}>"
 
     @property
     def output_dir(self) -> str:
@@ -183,8 +185,7 @@ class Saver(OneProcess):
             WriterFencedError: another process has taken the output dir over by saving to it.
             The error of an earlier save in the background, if it was not raised yet; this one is not begun then.
         """
-        info = SaveInfo(ckpt_id, step, ephemeral=ephemeral)
-        return self._save(info, shard_id, shard_num, state, overwrite).wait()
+        return self._save(SaveInfo(ckpt_id, step, ephemeral=ephemeral), shard_id, shard_num, state, overwrite).wait()
 
     def save_async(
         self,

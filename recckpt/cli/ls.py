@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
 from recckpt.cli.result import CommandError, Outcome, usage_checked
@@ -37,7 +38,7 @@ def ls(args: argparse.Namespace) -> Outcome:
     others = {directory: f"damaged: {one_line(str(error))}" for directory, error in listing.damaged.items()}
     others |= {directory: f"unreadable: {one_line(str(error))}" for directory, error in listing.unreadable.items()}
     others |= {directory: f"fenced: {one_line(reason)}" for directory, reason in listing.fenced.items()}
-    others |= {directory: f"no {layout.MANIFEST}: {_unfinished(directory)}" for directory in leftovers}
+    others |= {directory: f"no {layout.MANIFEST}: {what}" for directory, what in leftovers.items()}
     rows += [(escaped(directory), *"------", text) for directory, text in others.items()]
     data = {
         "output_dir": storage.url,
@@ -45,7 +46,7 @@ def ls(args: argparse.Namespace) -> Outcome:
         "damaged": [{"directory": name, "reason": str(reason)} for name, reason in listing.damaged.items()],
         "unreadable": [{"directory": name, "reason": str(reason)} for name, reason in listing.unreadable.items()],
         "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
-        "leftovers": leftovers,
+        "leftovers": list(leftovers),
     }
     return Outcome(data, grid(_HEAD, rows, _NUMBERS) if rows else [], _problems(storage, listing))
 
@@ -68,13 +69,18 @@ def _refuse_checkpoint(path: str) -> None:
     raise CommandError(f"{path} is the checkpoint {checkpoint.ckpt_id!r}, not an output dir; try `recckpt show`")
 
 
-def _leftovers(storage: Storage, listing: Listing) -> list[str]:
-    """Return the directories that a save began and did not finish, or that are half removed."""
-    return [name for name in listing.uncommitted if any(map(layout.is_ours, storage.list_files(name)))]
+def _leftovers(storage: Storage, listing: Listing) -> dict[str, str]:
+    """Return what directories are that a save began and did not finish, that are half removed, or that look so."""
+    files = {name: storage.list_files(name) for name in listing.uncommitted}
+    return {name: _unfinished(name, names) for name, names in files.items() if any(map(layout.is_ours, names))}
 
 
-def _unfinished(directory: str) -> str:
-    return "an offer that is not adopted" if layout.is_offer_dir(directory) else "a save that died, or still runs"
+def _unfinished(directory: str, names: Collection[str]) -> str:
+    if layout.is_offer_dir(directory):
+        return "an offer that is not adopted"
+    if layout.INTENT in names:
+        return "a save that died, or still runs"
+    return f"files that are named like ours, without {layout.INTENT}: their writer is unknown"
 
 
 def _needed_by(listing: Listing) -> dict[str, list[str]]:

@@ -58,7 +58,8 @@ class OpenCheckpoint:
 
     def _held(self, checkpoint: Checkpoint, *, rows: bool) -> HeldFiles:
         files = (file for file in checkpoint.manifest.files if layout.has_rows(file.name) == rows)
-        return HeldFiles(self.storage, checkpoint.directory, {file.name: file.n_bytes for file in files})
+        sizes = {file.name: file.n_bytes for file in files}
+        return HeldFiles(self.storage, checkpoint.directory, sizes, sizes, len(self.checkpoint.links))
 
 
 def _key(link: Checkpoint) -> tuple[str, str]:

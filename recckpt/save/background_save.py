@@ -12,7 +12,7 @@ from concurrent import futures
 from contextlib import contextmanager
 from queue import SimpleQueue
 
-from recckpt.errors import RecckptError
+from recckpt.errors import ForkedError, RecckptError
 from recckpt.format.manifest import Manifest
 from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.ranks import Ranks
@@ -35,6 +35,15 @@ class SaveHandle:
         self.committed: OwnFuture[Manifest] = OwnFuture()
         self.committed.set_running_or_notify_cancel()  # what has begun cannot be cancelled
 
+    def __repr__(self) -> str:
+        try:
+            how = "under way"
+            if self.done():
+                how = "committed" if self.committed.exception() is None else "failed"
+        except ForkedError:
+            how = "of the process that this one was forked from"
+        return f"<SaveHandle of {self.info.ckpt_id!r}, {how}>"
+
     def done(self) -> bool:
         """Say whether the save has ended, well or not."""
         return self.committed.done()
@@ -43,11 +52,13 @@ class SaveHandle:
         """Return the manifest once the checkpoint is durable. Not collective.
 
         Raises:
+            TypeError: ``timeout_sec`` is neither a number nor None.
             TimeoutError: that takes longer; the save goes on.
             RecckptError: the save failed; the saver does not raise this again.
             ForkedError: this is a forked child, which has no save.
         """
         self.committed.check_process()
+        check_timeout(timeout_sec)
         futures.wait([self.committed], timeout_sec)
         if not self.done():
             raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; it goes on")
@@ -127,8 +138,10 @@ class SaveRunner:
         """Wait for the save that is under way, and say whether it has ended.
 
         Raises:
+            TypeError: ``timeout_sec`` is neither a number nor None.
             RecckptError: it failed, and its error was not raised yet.
         """
+        check_timeout(timeout_sec)
         handle, thread = self._handle, self._thread
         if handle is None or thread is None:
             return True
@@ -154,6 +167,13 @@ class SaveRunner:
             handle.committed.set_exception(_failure(error, handle.info, rank))
         else:
             handle.committed.set_result(record)
+
+
+def check_timeout(timeout_sec: float | None) -> None:
+    """Raise TypeError where a time to wait is no number of seconds and not None."""
+    is_number = isinstance(timeout_sec, int | float) and not isinstance(timeout_sec, bool)
+    if timeout_sec is not None and not is_number:
+        raise TypeError(f"timeout_sec must be a number of seconds, or None to wait to the end, found {timeout_sec!r}")
 
 
 def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:

@@ -109,7 +109,8 @@ def rotate(job: Job, to: Destination) -> None:
             victims = _expired(listing, job.max_keep, rotation.pinned_ids(storage), _base_of(to))
             going = {victim.directory for victim in victims}
             for directory, error in listing.damaged.items():
-                if directory not in going:
+                if directory not in going and (directory, str(error)) not in to.told:
+                    to.told.add((directory, str(error)))
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             rotation.sync_forms(storage, listing, victims)
             needed: set[str] = set()  # by what could not be removed

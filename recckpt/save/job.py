@@ -61,4 +61,5 @@ class Destination:
     changes: Changes | None  # what deltas are made of; None where all saves are full
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
+    told: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
     offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that

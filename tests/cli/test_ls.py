@@ -70,6 +70,8 @@ def test_directories_without_a_manifest_are_leftovers_if_recckpt_wrote_them(recc
     assert answer.code == 0
     assert [line[0] for line in answer.lines[1:]] == ["ckpt_10", "ckpt_20", "ckpt_30"]
     assert answer.out.count("no manifest.json") == 2
+    assert answer.out.count("a save that died, or still runs") == 1
+    assert "files that are named like ours, without INTENT: their writer is unknown" in answer.out
     assert recckpt("ls", url, "--json").json["leftovers"] == ["ckpt_20", "ckpt_30"]
 
 

@@ -23,6 +23,7 @@ import recckpt
 from recckpt import CheckpointReader
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
+from recckpt.output_dir import open_files
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
@@ -316,3 +317,12 @@ def test_a_delete_of_an_id_that_is_not_there_means_nothing(base):
     delta = write_delta(base, "ckpt_2", 6, [({}, [77, -5])])
     assert rows_of(delta.directory) == START
     assert pa.Table.from_batches(recckpt.dataset(delta.directory, "t").to_batches()).num_rows == 6
+
+
+def test_the_files_of_a_chain_share_the_maps_that_a_process_has(delta, monkeypatch):
+    monkeypatch.setattr(open_files, "_MOST_MAPS", 2)
+    monkeypatch.setattr(open_files, "_CHAIN_MAPS", 1)
+    with CheckpointReader(delta.directory) as reader:
+        links = reader._now.links
+        assert [len(link.files._maps) for link in links] == [1, 1]  # of two, at most
+        assert rows_in(reader.table("t")) == CHANGED

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import suppress
 
 import pytest
 import spec_reader
@@ -254,6 +255,17 @@ def test_batches_of_a_delta_are_as_wide_as_those_of_a_full_checkpoint(tmp_path):
 def _batches(directory):
     [catalog] = directory.glob("sparse/*.json")
     return [batch for part in json.loads(catalog.read_bytes())["parts"] for batch in part["batches"]]
+
+
+def test_each_delta_on_a_damaged_link_is_told_of_once(training, caplog):
+    for ckpt_id in "abc":
+        training.saver.save(ckpt_id)
+    (training.root / "deltas" / "b" / "manifest.json").write_bytes(b"{}")
+    for ckpt_id in "def":
+        with suppress(SaveFailedError):
+            training.saver.save(ckpt_id)
+    told = [text.partition(" is damaged")[0] for text in caplog.messages if "is damaged and left alone" in text]
+    assert len(told) == len(set(told)) > 0
 
 
 def test_the_log_says_what_a_save_is_and_why_it_is_full(training, caplog):
