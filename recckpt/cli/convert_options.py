@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-_FORMATS = "recis, dcp, safetensors, torch_state, parquet, arrow, csv, npy"
+_FORMATS = "recis, torchrec, dcp, safetensors, torch_state, parquet, arrow, csv, npy"
 _TARGETS = "parquet, npy, embedding, safetensors, dcp or recis"
 
 

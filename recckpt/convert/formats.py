@@ -11,7 +11,7 @@ from recckpt.errors import ConversionError
 from recckpt.text import nearest
 
 # In the order in which they look at the files.
-SOURCES = ("recis", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
+SOURCES = ("recis", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
 
 TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp", "recis")
 

@@ -1,0 +1,152 @@
+"""TorchRec: tables of embedding collections with their fused optimizer's state, from DCP or a file of torch.save.
+
+Nothing of TorchRec is imported: tables are known by the names that its modules give to their tensors. Other models use
+such names too, so the format has to be named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from recckpt.convert.dcp_metadata import METADATA
+from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, SourceTensor, Wish
+from recckpt.convert.source_files import SourceFiles
+from recckpt.convert.sources.dcp import read_tensors
+from recckpt.convert.tensor_source import STEP_BYTES, slot_of
+from recckpt.convert.torch_file import load_torch_dict, split_values
+from recckpt.convert.torchrec_ids import RowIds, row_ids
+from recckpt.errors import ConversionError
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.types import EMBEDDING
+
+_WEIGHT = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight")
+_STATE = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight\.(?:\1\.)?(?:weight\.)?([A-Za-z_0-9]+)")
+_OF_ZCH = "_managed_collision_modules."
+_SECOND = ("exp_avg_sq", "momentum2")
+_ADAM = ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
+_MOMENTS = {  # of Adam: name in a fused optimizer -> slot
+    **dict.fromkeys(("exp_avg", "momentum1"), _ADAM[0]),
+    **dict.fromkeys(_SECOND, _ADAM[1]),
+}
+
+
+def recognises(files: SourceFiles) -> bool:
+    """Say no: the names of its tensors are those of other models too."""
+    return False
+
+
+def open_source(files: SourceFiles, wish: Wish) -> TorchRecSource:
+    """Open a checkpoint of DCP, or a file with a state dict, and with optimizer states where they lie beside it.
+
+    Raises:
+        ConversionError: there is no table, or what belongs to one does not fit it.
+    """
+    if wish.as_table:
+        raise ConversionError(files.url, "", found="tensors that are to be tables", expected="its own tables alone")
+    if METADATA in files.names:
+        tensors, values = read_tensors(files)
+    else:
+        tensors, values = split_values(dict(_flat("", load_torch_dict(files, files.names[0]))), files.url)
+    return TorchRecSource(files.url, tensors, values)
+
+
+def _flat(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield values by their names joined, as DCP joins them."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+class TorchRecSource:
+    """An open checkpoint of TorchRec."""
+
+    def __init__(self, url: str, tensors: Mapping[str, SourceTensor], values: Mapping[str, Any]) -> None:
+        self._url = url
+        weights = {name: found[1] for name in tensors if (found := _WEIGHT.fullmatch(name))}
+        if not weights:
+            expected = "tensors such as embedding_bags.<table>.weight"
+            raise ConversionError(url, "", found="no table of TorchRec", expected=expected)
+        states = {name: found for name in tensors if (found := _STATE.fullmatch(name))}
+        self._slots: dict[str, dict[str, SourceTensor]] = {}
+        self._ids: dict[str, RowIds] = {}
+        tables: list[SourceTable] = []
+        left: list[LeftOut] = []
+        steps: dict[str, int] = {}
+        for name, table in weights.items():
+            of_table = {key: found[2] for key, found in states.items() if found[1] == table}
+            own = {state.replace("momentum_", "momentum"): tensors[key] for key, state in of_table.items()}
+            step = next((own.pop(key) for key in ("step", "iter") if key in own), None)
+            slots = {EMBEDDING: tensors[name], **_slots(tensors[name], own, table, left)}
+            if step is not None and _ADAM[0] in slots and step.shape in ((), (1,)):
+                steps[table] = int(step.whole().reshape(-1)[0])
+            elif step is not None:
+                left.append(LeftOut(f"table {table}, {step.name}", "its optimizer here counts no steps"))
+            ids = row_ids(table, tensors[name].shape[0], tensors, url)
+            if ids.n_rows < tensors[name].shape[0]:
+                free = tensors[name].shape[0] - ids.n_rows
+                left.append(LeftOut(f"table {table}", f"{free} rows to which ZCH has given no id are left out"))
+            specs = tuple(slot_of(slot, tensor, url) for slot, tensor in slots.items())
+            tables.append(SourceTable(table, ids.n_rows, specs))
+            self._slots[table], self._ids[table] = slots, ids
+        zch = [name for name in tensors if _OF_ZCH in name]
+        left += [LeftOut(name, "is state of ZCH; a table here takes any id") for name in zch]
+        taken = {*weights, *states, *zch}
+        dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
+        plain = {name: value for name, value in values.items() if _STATE.fullmatch(name) is None}
+        left += [LeftOut(name, "is a setting of the fused optimizer") for name in values.keys() - plain.keys()]
+        self.contents = Contents(
+            "torchrec", tuple(tables), dense=dense, values=plain, extra=_scalars(steps), left_out=tuple(left)
+        )
+
+    def rows(self, table: SourceTable) -> Iterator[Rows]:
+        """Yield the rows that have an id, in the order of the matrix."""
+        slots, ids = self._slots[table.name], self._ids[table.name]
+        step = max(1, STEP_BYTES // table.row_bytes)
+        for begin in range(0, ids.n_places, step):
+            end = min(begin + step, ids.n_places)
+            found, kept = ids.between(begin, end)
+            if len(found):
+                yield Rows(found, [slots[slot.name].read(begin, end)[kept] for slot in table.slots])
+
+    def close(self) -> None:
+        """Do nothing: each file is closed once it is read."""
+
+
+def _scalars(steps: Mapping[str, int]) -> dict[str, Any]:
+    """Return the state of the sparse optimizer, which has a step for each table."""
+    if not steps:
+        return {}
+    state = {table: {"step": step} for table, step in steps.items()}
+    return {SPARSE_OPTIM: {"slots": list(_ADAM), "state": state, "param_groups": [{"tables": list(steps)}]}}
+
+
+def _slots(
+    weight: SourceTensor, states: Mapping[str, SourceTensor], table: str, left: list[LeftOut]
+) -> dict[str, SourceTensor]:
+    """Return the states of the fused optimizer under the names that slots have here."""
+    n_rows, found = weight.shape[0], dict[str, SourceTensor]()
+    is_adam = any(states[name].shape == weight.shape for name in _SECOND if name in states)
+    for name, tensor in states.items():
+        slot = None
+        is_rowwise = tensor.shape in ((n_rows,), (n_rows, 1)) and weight.shape[1:] != (1,)
+        if is_adam and tensor.shape == weight.shape:
+            slot = _MOMENTS.get(name)
+        elif not is_adam and name in ("momentum1", "sum"):
+            if tensor.shape == weight.shape:
+                slot = "sparse_adagrad_sum"
+            elif is_rowwise:
+                slot = "sparse_rowwise_adagrad_sum"
+        if slot is None:
+            left.append(LeftOut(f"table {table}, {name}", f"{tensor.dtype} {tensor.shape}: no optimizer here has it"))
+        else:
+            found[slot] = _flattened(tensor) if is_rowwise else tensor
+    return found
+
+
+def _flattened(tensor: SourceTensor) -> SourceTensor:
+    return replace(tensor, shape=tensor.shape[:1], read=lambda begin, end: tensor.read(begin, end).reshape(end - begin))
