@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import count
 from pathlib import PurePosixPath
 from urllib.parse import quote, unquote
@@ -89,6 +90,7 @@ def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
     yield from (f"{encoded}.{epoch}.{n}" for n in count(1))
 
 
+@lru_cache(maxsize=1 << 14)
 def is_attempt(directory: str, ckpt_id: str) -> bool:
     """Say whether recckpt gives a directory this name for attempts at a checkpoint, or for offers of it."""
     encoded = encode_id(ckpt_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
@@ -83,6 +84,7 @@ def read_claim(storage: Storage, epoch: int) -> Claim:
     return Claim(epoch, fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time"))
 
 
+@lru_cache(maxsize=64)
 def encode_claim(claim: Claim) -> bytes:
     """Return the bytes of a claim's file."""
     own = {"nonce": claim.nonce, "host": claim.host, "pid": claim.pid, "time": claim.time}

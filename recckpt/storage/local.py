@@ -151,13 +151,14 @@ class LocalStorage(Storage):
 
     def list_files(self, directory: str) -> list[str]:
         """Return all files below a directory; links are listed, never followed."""
-        found = []
+        found: list[str] = []
         with doing("listing", self._root / directory):
-            top = real_directory(self._root, directory)
+            top = str(real_directory(self._root, directory))
             for base, dirs, names in os.walk(top, followlinks=False, onerror=_unless_missing):
+                inside = base[len(top) :].strip("/")  # by hand: a save asks for lists all the time
                 links = [name for name in dirs if Path(base, name).is_symlink()]
-                found += [Path(base, name) for name in (*names, *links)]
-        return sorted(path.relative_to(top).as_posix() for path in found)
+                found += [f"{inside}/{name}" if inside else name for name in (*names, *links)]
+        return sorted(found)
 
     def listed(self, directory: str) -> dict[str, Listed]:
         """Return the plain files below a directory; links, and what goes meanwhile, are left out."""
