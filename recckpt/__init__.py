@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.compaction.compact import compact
+    from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
     from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.manager.manager import CheckpointManager
     from recckpt.policies.deltas import Deltas
@@ -25,6 +26,9 @@ _HOMES = {
     "Deltas": "policies.deltas",
     "CheckpointReader": "inspect.reader",
     "dataset": "inspect.reader",
+    "list_checkpoints": "inspect.find",
+    "find_checkpoint": "inspect.find",
+    "is_checkpoint": "inspect.find",
     "split_sparse_dense_state_dict": "sparse.split",
     "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
@@ -39,6 +43,9 @@ __all__ = [
     "Deltas",
     "CheckpointReader",
     "dataset",
+    "list_checkpoints",
+    "find_checkpoint",
+    "is_checkpoint",
     "split_sparse_dense_state_dict",
     "filter_out_sparse_param",
     "is_hashtable",

@@ -57,8 +57,8 @@ class Saver(OneProcess):
         pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
             those of an object store: to ``work_dir``, else to the temporary directory.
         visible_sec: how long ranks look for files of others, which NFS may show late; at most half of ``timeout_sec``.
-        on_save: called with the :class:`recckpt.SaveInfo` of each save that is committed, once rotation is over,
-            in the thread of the save; what it raises is logged and fails nothing.
+        on_save: called with the :class:`recckpt.SaveInfo` of each save, once rotation is over, or once it has failed
+            (``info.error``), in the thread of the save; what it raises is logged and fails nothing.
         deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
 
     Raises:

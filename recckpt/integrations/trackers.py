@@ -18,7 +18,12 @@ _PREFIX = "recckpt/"
 
 
 def numbers(info: SaveInfo) -> dict[str, float]:
-    """Return what is a number of a save, under names such as ``recckpt/write_sec``; ``recckpt/delta`` is 0 or 1."""
+    """Return what is a number of a save, under names such as ``recckpt/write_sec``; ``recckpt/delta`` is 0 or 1.
+
+    Of one that has failed that is ``recckpt/failed``, which is 1.
+    """
+    if info.error is not None:
+        return {_PREFIX + "failed": 1.0} | ({} if info.step is None else {_PREFIX + "step": float(info.step)})
     found = {field.name: getattr(info, field.name) for field in fields(info) if not field.name.startswith("_")}
     found |= {"blocked_sec": info.blocked_sec, "total_sec": info.seconds, "delta": info.kind == "delta"}
     return {_PREFIX + name: float(value) for name, value in found.items() if isinstance(value, int | float)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.load.report import LoadPlan, LoadReport
@@ -86,7 +86,7 @@ class CheckpointManager(OneProcess):
             check_ephemeral(between, regular)
         self._run = run = Run()
         ranks = partial(saver.ranks.of, shard_id, shard_num)
-        self._restorer = Restorer(saver.loader, self._run, ranks)
+        self._restorer = Restorer(saver.loader, self._run, ranks, lambda: saver.max_keep)
         self._autosave = Autosave(
             saver,
             self._run,
@@ -221,7 +221,7 @@ class CheckpointManager(OneProcess):
 
     def restore(
         self,
-        global_step: int | None = None,
+        global_step: int | Literal["latest", "best"] | None = None,
         *,
         load_conf: Mapping[str, Any] | None = None,
         rng: bool = True,
@@ -233,7 +233,7 @@ class CheckpointManager(OneProcess):
         not stand on what is damaged.
 
         Args:
-            global_step: the step to restore; None for the newest.
+            global_step: the step to restore; None or "latest" for the newest; "best" by ``Best`` in ``max_keep``.
             load_conf: what to take; None for everything.
             rng: whether to restore the random generators of torch, CUDA, numpy and Python.
             required: whether it is an error that there is nothing to restore.

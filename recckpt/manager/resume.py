@@ -27,6 +27,7 @@ from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, chained, list_checkpoints, locate, newest_first
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import Ranks
+from recckpt.policies.keep import best_id, best_in
 from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
@@ -55,8 +56,8 @@ def _said(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str:
 class Restorer:
     """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
 
-    def __init__(self, loader: Loader, run: Run, ranks: Callable[[], Ranks]) -> None:
-        self._loader, self._run, self._ranks_now = loader, run, ranks
+    def __init__(self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object]) -> None:
+        self._loader, self._run, self._ranks_now, self._keep = loader, run, ranks, keep
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
         self._followed: list[Followed] = []
 
@@ -67,13 +68,18 @@ class Restorer:
         return ranks if ranks.size == 1 else ranks.telling(_failed)
 
     def restore(
-        self, global_step: int | None, *, load_conf: Mapping[str, Any] | None, rng: bool, required: bool
+        self, global_step: int | str | None, *, load_conf: Mapping[str, Any] | None, rng: bool, required: bool
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
         flag("rng", rng)
         flag("required", required)
-        if isinstance(global_step, bool) or not isinstance(global_step, Integral | None):
-            raise TypeError(f"global_step must be an int or None, found {global_step!r}: 300 for 'ckpt_300'")
+        is_step = isinstance(global_step, Integral) and not isinstance(global_step, bool)
+        if not is_step and global_step not in (None, "latest", "best"):
+            raise TypeError(
+                f"global_step must be an int or None, found {global_step!r}: 300 for 'ckpt_300', or 'latest' or 'best'"
+            )
+        if global_step == "latest":
+            global_step = None
         entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
         candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required))
         if not candidates:
@@ -230,11 +236,15 @@ class Restorer:
         sources, problems = locate_bank(bank)
         return sources, self._candidates(None, required=required), problems
 
-    def _candidates(self, global_step: int | None, *, required: bool) -> list[Checkpoint]:
+    def _candidates(self, global_step: int | str | None, *, required: bool) -> list[Checkpoint]:
         """Return what may be restored, best first."""
         storage = self._loader.storage
-        if global_step is not None:
-            return [locate(storage, layout.step_id(global_step))]
+        if global_step == "best":
+            best = best_in(self._keep())
+            manifests = [checkpoint.manifest for checkpoint in reversed(newest_first(storage))]
+            return [locate(storage, best_id(manifests, best, storage.url))]
+        if isinstance(global_step, Integral):
+            return [locate(storage, layout.step_id(int(global_step)))]
         found = newest_first(storage)
         if required and not found:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
+from recckpt.errors import CheckpointNotFoundError
 from recckpt.format.manifest import Manifest
 from recckpt.types import positive_int, positive_number
 
@@ -115,6 +116,33 @@ class Best(_Joined):
         values = ((found.state.get(self.metric), place) for place, found in enumerate(checkpoints))
         ranked = sorted((sign * value, place) for value, place in values if _is_number(value))
         return {checkpoints[place].ckpt_id for _, place in ranked[-self.k :]}
+
+
+def best_in(keep: object) -> Best:
+    """Return the policy of the best checkpoints in what ``max_keep`` may be; ValueError where there is none."""
+    parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
+    found = next((part for part in parts if isinstance(part, Best)), None)
+    if found is None:
+        raise ValueError(
+            f"found max_keep={keep!r}, which does not say what is best: give the saver one that does, such as "
+            "Newest(3) | Best(1, 'auc'), or name the step"
+        )
+    return found
+
+
+def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
+    """Return the id of the best checkpoint of a place.
+
+    Raises:
+        CheckpointNotFoundError: none was saved with the metric; says which metrics there are.
+    """
+    found = replace(best, k=1).kept(checkpoints, datetime.now(timezone.utc))
+    if not found:
+        names = sorted({name for found in checkpoints for name, value in found.state.items() if _is_number(value)})
+        raise CheckpointNotFoundError(
+            f"{place}: found no checkpoint with the metric {best.metric!r}, only with {names}"
+        )
+    return found.pop()
 
 
 @dataclass(frozen=True)

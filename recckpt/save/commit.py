@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import StateMismatchError, WriterFencedError
+from recckpt.format import layout
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import DeltaRows, TableEntry
@@ -43,6 +44,8 @@ def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination
     with info.timed("commit"):
         record = job.ranks.on_first(commit_all)
     info.time, info.n_bytes = record.time, record.n_bytes
+    info.metrics = {name: float(v) for name, v in record.state.items() if isinstance(v, int | float)}
+    info.path = layout.join(to.storage.url.removesuffix("/"), written.intent.directory)
     return record
 
 

@@ -57,7 +57,7 @@ class Destination:
     sparse_saver: SparseSaver  # writes the tables of this rank
     concurrency: int  # threads that write and remove; with one, a save makes none, but where it takes over
     min_free_bytes: int  # what a save leaves of the storage's room
-    on_save: OnSave | None  # called with each save that is committed
+    on_save: OnSave | None  # called with each save that is committed, or has failed
     changes: Changes | None  # what deltas are made of; None where all saves are full
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all

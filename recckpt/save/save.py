@@ -36,7 +36,8 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     """
     handle = SaveHandle(job.info)
     settle_on_all(runner.settle, job.ranks)
-    staged = stage_on_all(live, check(live, job, to), job, to)
+    with _told_of_failure(job.info, to):
+        staged = stage_on_all(live, check(live, job, to), job, to)
     in_thread = replace(job, ranks=job.ranks.background)
     return runner.run(partial(write_and_commit, staged, in_thread, to), handle, job.ranks.rank, staged.close)
 
@@ -51,7 +52,7 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
         WriterFencedError: another writer has taken the output dir over.
     """
     info, ranks = job.info, job.ranks
-    with closing(staged):
+    with _told_of_failure(info, to), closing(staged):
         intent, seq = ranks.on_first(lambda: _begin(staged, job, to))
         with _abandoned_on_error(intent, to.storage, ranks):
             info.outcome.is_open = ranks.rank != 0
@@ -87,9 +88,20 @@ def _abandoned_on_error(intent: Intent, storage: Storage, ranks: Ranks) -> Itera
         raise
 
 
+@contextmanager
+def _told_of_failure(info: SaveInfo, to: Destination) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        info.error = error
+        _tell(to, info)
+        raise
+
+
 def _tell(to: Destination, info: SaveInfo) -> None:
     if to.on_save is not None:
         try:
             to.on_save(info)
         except Exception:
-            log.exception("%s is saved, but on_save=%r failed", info.ckpt_id, to.on_save)
+            how = "is saved, but" if info.error is None else "has failed, and"
+            log.exception("%s %s on_save=%r failed", info.ckpt_id, how, to.on_save)

@@ -7,7 +7,7 @@ import logging
 import time as clock
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from recckpt.errors import RankLostError, SaveFailedError
 from recckpt.format import layout
@@ -17,6 +17,7 @@ from recckpt.storage import Storage
 log = logging.getLogger("recckpt")
 
 _MAX_BYTES = 1 << 20  # of the file; the oldest lines go
+_UNSAID = frozenset({"path", "metrics", "error"})  # in the file, which lies beside the checkpoints that have committed
 
 
 @dataclass
@@ -62,6 +63,9 @@ class SaveInfo:
         n_deletes: ids that were written as deleted.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
         slowest_shard: the shard that wrote longest.
+        path: where the checkpoint lies, a path or URL; empty until it is committed.
+        metrics: the numbers of its ``state``, once it is committed.
+        error: why it failed, None where it has not. A save may be committed and fail all the same: it has a path then.
     """
 
     ckpt_id: str
@@ -83,6 +87,9 @@ class SaveInfo:
     kept_rows: int = 0
     slowest_shard: int = 0
     time: str = ""
+    path: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: Exception | None = None
     _outcome: Outcome = field(default_factory=Outcome, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
@@ -132,7 +139,7 @@ class SaveInfo:
 
     def to_json(self) -> str:
         """Return one line."""
-        values = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        values = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _UNSAID}
         seconds = self.seconds
         values |= {"blocked_sec": min(self.blocked_sec, seconds), "total_sec": seconds}
         values["gb_per_sec"] = self.n_bytes / 1e9 / max(seconds, 1e-9)

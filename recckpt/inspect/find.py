@@ -1,0 +1,106 @@
+"""Which checkpoints there are, for programs that only want to know (no torch here)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.manifest import Scalar
+from recckpt.output_dir.at_path import read_checkpoint
+from recckpt.output_dir.listing import Checkpoint, describe, newest_first
+from recckpt.policies.keep import Best, best_id
+from recckpt.storage import Storage, open_parent, open_storage
+
+Place = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        path: its own path or URL, which readers and loads take.
+        ckpt_id: its id.
+        step: global step, None where the saver did not count.
+        time: when it was committed, in UTC, as ISO 8601.
+        kind: ``"full"`` or ``"delta"``.
+        ephemeral: whether it goes as soon as a newer one is committed.
+        n_bytes: of its own files.
+        state: the numbers and strings, metrics among them, that were given with the save.
+    """
+
+    path: str
+    ckpt_id: str
+    step: int | None
+    time: str
+    kind: str
+    ephemeral: bool
+    n_bytes: int
+    state: dict[str, Scalar]
+
+
+def list_checkpoints(path: Place) -> list[CheckpointInfo]:
+    """Return the checkpoints of an output dir that can be used, oldest first; [] where there is none. Needs no torch.
+
+    Damaged ones are left out, with an error in the log.
+
+    Args:
+        path: an output dir; any fsspec URL.
+
+    Raises:
+        FormatVersionError: a newer recckpt wrote one.
+        CorruptCheckpointError: there are only damaged ones.
+    """
+    storage = open_storage(os.fspath(path))
+    return [_info(storage, found) for found in reversed(newest_first(storage))]
+
+
+def find_checkpoint(
+    path: Place,
+    which: int | Literal["latest", "best"] | str,
+    metric: str | None = None,
+    mode: Literal["max", "min"] = "max",
+) -> CheckpointInfo:
+    """Return one checkpoint of an output dir. Needs no torch.
+
+    Args:
+        path: an output dir; any fsspec URL.
+        which: a step, ``"latest"``, ``"best"``, or an id such as ``"ckpt_300"``.
+        metric: for ``"best"``: name of the number that was given with the saves.
+        mode: for ``"best"``: whether the greatest or the least is best; of equal ones the newer is.
+
+    Raises:
+        ValueError: ``"best"`` without a metric, or a metric without ``"best"``.
+        CheckpointNotFoundError: there is no such checkpoint; says which there are.
+        FormatVersionError, CorruptCheckpointError: as :func:`list_checkpoints`.
+    """
+    if isinstance(which, bool) or not isinstance(which, int | str) or (which == "best") != (metric is not None):
+        said = f"which={which!r} and metric={metric!r}"
+        raise ValueError(f"found {said}, expected a step, 'latest' or an id alone, or 'best' with the name of a metric")
+    storage = open_storage(os.fspath(path))
+    found = newest_first(storage)
+    wanted = layout.step_id(which) if isinstance(which, int) else which
+    if metric is not None:
+        wanted = best_id([checkpoint.manifest for checkpoint in reversed(found)], Best(1, metric, mode), storage.url)
+    match = found[0] if found and which == "latest" else next((c for c in found if c.ckpt_id == wanted), None)
+    if match is None:
+        raise CheckpointNotFoundError(f"{storage.url}: found no checkpoint {which!r}; {describe(found[::-1])}")
+    return _info(storage, match)
+
+
+def is_checkpoint(path: Place) -> bool:
+    """Say whether a path or URL is that of a committed checkpoint itself, with all its files. Needs no torch."""
+    try:
+        return read_checkpoint(*open_parent(os.fspath(path))) is not None
+    except (CheckpointNotFoundError, CorruptCheckpointError, ValueError):
+        return False
+
+
+def _info(storage: Storage, found: Checkpoint) -> CheckpointInfo:
+    record = found.manifest
+    path = layout.join(storage.url.removesuffix("/"), found.directory)
+    own = (record.ckpt_id, record.step, record.time, record.kind, record.ephemeral, record.n_bytes)
+    return CheckpointInfo(path, *own, dict(record.state))

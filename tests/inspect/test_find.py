@@ -1,0 +1,101 @@
+"""Which checkpoints there are, for programs."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from builders import Run
+from paths import ROOT
+from torch import nn
+
+import recckpt
+from recckpt import CheckpointManager, Saver, find_checkpoint, is_checkpoint, list_checkpoints
+from recckpt.errors import CheckpointNotFoundError
+from recckpt.policies.keep import Best, Newest
+from recckpt.sparse import HashTable
+
+AUCS = {1: 0.5, 2: 0.9, 3: 0.7, 4: 0.9, 5: 0.6}
+
+
+def run_of(url, max_keep=None):
+    """A manager whose table holds the step, after five saves."""
+    table = HashTable(1, name="t")
+    saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(url), max_keep=max_keep)
+    manager = CheckpointManager(saver, 1)
+    for step, auc in AUCS.items():
+        table.insert(torch.tensor([1]), torch.tensor([[float(step)]]))
+        manager.step(metrics={"auc": auc})
+    return table, manager
+
+
+def test_checkpoints_are_listed_and_found_by_step_age_metric_and_id(url):
+    run_of(url)
+    found = list_checkpoints(url)
+    assert [(c.ckpt_id, c.step, c.kind, c.state["auc"]) for c in found] == [
+        (f"ckpt_{step}", step, "full", auc) for step, auc in AUCS.items()
+    ]
+    assert find_checkpoint(url, 3) == find_checkpoint(url, "ckpt_3") == found[2]
+    assert find_checkpoint(url, "latest") == found[-1]
+    assert find_checkpoint(url, "best", "auc") == found[3], "the newer of two"
+    assert find_checkpoint(url, "best", "auc", "min") == found[0]
+    assert all(is_checkpoint(c.path) for c in found)
+    with recckpt.CheckpointReader(found[2].path) as reader:
+        assert reader.lookup("t", [1]).values.tolist() == [[3]]
+
+
+def test_where_there_is_none_the_list_is_empty_and_nothing_is_found(tmp_path):
+    assert list_checkpoints(tmp_path / "nothing") == []
+    assert not is_checkpoint(tmp_path)
+    assert not is_checkpoint(tmp_path / "nothing")
+    with pytest.raises(CheckpointNotFoundError, match="found no checkpoint 'latest'; there are none"):
+        find_checkpoint(tmp_path, "latest")
+
+
+def test_an_output_dir_and_a_damaged_checkpoint_are_no_checkpoints(tmp_path):
+    run_of(tmp_path)
+    assert not is_checkpoint(tmp_path)
+    shutil.rmtree(tmp_path / "ckpt_3" / "sparse")
+    assert not is_checkpoint(tmp_path / "ckpt_3")
+    assert [c.step for c in list_checkpoints(tmp_path)] == [1, 2, 4, 5]
+
+
+def test_what_is_not_there_or_makes_no_sense_is_said(tmp_path):
+    run_of(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=r"found no checkpoint 9; there are 'ckpt_1', .*'ckpt_5'"):
+        find_checkpoint(tmp_path, 9)
+    with pytest.raises(CheckpointNotFoundError, match=r"the metric 'loss', only with \['auc'\]"):
+        find_checkpoint(tmp_path, "best", "loss")
+    for which, metric in (("best", None), (3, "auc"), (True, None), (None, None)):
+        with pytest.raises(ValueError, match="expected a step, 'latest' or an id alone, or 'best' with the name"):
+            find_checkpoint(tmp_path, which, metric)
+
+
+def test_a_manager_restores_the_best_by_its_policy(url):
+    table, manager = run_of(url, Newest(2) | Best(1, "auc"))
+    assert [c.step for c in list_checkpoints(url)] == [4, 5]
+    assert manager.restore("best") == 4
+    assert table.lookup(torch.tensor([1]))[0].tolist() == [[4]]
+    assert manager.restore("latest") == 5
+    manager.saver.max_keep = 2
+    with pytest.raises(ValueError, match=r"max_keep=2, which does not say what is best.*Best\(1, 'auc'\)"):
+        manager.restore("best")
+    with pytest.raises(TypeError, match="found 'newest'"):
+        manager.restore("newest")
+
+
+def test_the_guide_on_which_there_are_does_what_it_says(tmp_path, monkeypatch):
+    run_of(tmp_path / "runs/clicks")
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "docs/guide.md").read_text().partition("## Which checkpoints there are")[2]
+    exec(section.split("```")[1].removeprefix("python"), {})
+
+
+def test_listing_imports_no_torch(tmp_path):
+    Run(str(tmp_path), interval=1).train(1)
+    code = (
+        f"import sys, recckpt; recckpt.list_checkpoints({str(tmp_path)!r}); "
+        f"recckpt.find_checkpoint({str(tmp_path)!r}, 'latest'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
