@@ -115,11 +115,11 @@ class Network:
 
 
 class Faults:
-    """Disturbs saves into copies of one scene."""
+    """Disturbs saves into copies of one scene; ``whole`` are the files of a save that nothing disturbs."""
 
-    def __init__(self, scene, network, figures):
+    def __init__(self, scene, whole, network, figures):
         self.scene, self.network, self.figures = scene, network, figures
-        self._whole = dict(self._undisturbed())  # the files of one process have the same size in each save
+        self._whole = whole
 
     def disturb(self, fault, at, times, about=b""):
         """Spoil ``times`` requests of a save from the ``at``-th on, and check what is left.
@@ -128,7 +128,7 @@ class Faults:
             Whether there were so many requests.
         """
         note = f"{fault} {'once' if times == 1 else 'for ever'} from request {at}"
-        prefix, job = self._ready(fault)
+        prefix, job = ready(self.scene, self.network, fault)
         self.network.spoil(fault, at, times, about)
         failure = failure_of(job.manager.save)
         outcome = "saved" if failure is None else "failed"
@@ -160,17 +160,21 @@ class Faults:
             at += stride
         assert at > first
 
-    def _ready(self, fault=None):
-        prefix = self.scene.copy()
-        job = self.network.run(self.scene.make, self.scene.url(prefix), self.scene.max_keep, fault)
-        job.manager.restore(self.scene.restore_step)
-        job.advance()
-        return prefix, job
 
-    def _undisturbed(self):
-        prefix, job = self._ready()
-        job.manager.save()
-        return self.scene.new_files(prefix)
+def ready(scene, network, fault=None):
+    """Return a copy of a scene, and a job that is about to save there."""
+    prefix = scene.copy()
+    job = network.run(scene.make, scene.url(prefix), scene.max_keep, fault)
+    job.manager.restore(scene.restore_step)
+    job.advance()
+    return prefix, job
+
+
+def undisturbed(scene, network):
+    """Return name -> size of the files of a save: those of one process have the same size in each."""
+    prefix, job = ready(scene, network)
+    job.manager.save()
+    return dict(scene.new_files(prefix))
 
 
 def failure_of(save):
@@ -181,14 +185,23 @@ def failure_of(save):
     return None
 
 
+@pytest.fixture(scope="module")
+def made():
+    """The scenes of this file and their whole files, by scene and job: making one takes as long as a try."""
+    return {}
+
+
 @pytest.fixture
-def faults(s3_options, monkeypatch, figures):
+def faults(s3_options, monkeypatch, figures, made):
     network = Network(s3_options, monkeypatch)
 
     def make(scene, job=Job):
         monkeypatch.setattr(upload, "BLOCK_BYTES", 5 << 20)  # the least that S3 takes
         monkeypatch.setitem(conf, "s3", s3_options)
-        return Faults(Scene(Store(s3_options), scene, job), network, figures)
+        if (scene, job) not in made:
+            found = Scene(Store(s3_options), scene, job)
+            made[scene, job] = found, undisturbed(found, network)
+        return Faults(*made[scene, job], network, figures)
 
     yield make
     network.proxy.stop()
