@@ -39,7 +39,7 @@ class SourceFiles:
             self.names = [self._path.name] if self.is_file else _below(self._path)
         else:
             self._storage = open_storage(self.url)
-            self.names = self._storage.list_files("")
+            self.names = list(filter(None, self._storage.list_files("")))  # of a file, some stores list an empty name
             self.is_file = not self.names
             if self.is_file:
                 self._storage, name = open_parent(self.url)
