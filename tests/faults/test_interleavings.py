@@ -39,7 +39,9 @@ def sweep(figures, root, script, max_keeps, first_halt, stride):
     assert halt > 2 * stride
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("root", "script"), list(zip(("local", "memory", "local"), SCRIPTS, strict=True)), indirect=["root"]
+)
 def test_a_writer_that_is_held_up_and_overtaken_is_fenced_and_harms_nothing(figures, root, script):
     sweep(figures, root, script, (2, None), 31 * SCRIPTS.index(script), 61)
 

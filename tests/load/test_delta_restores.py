@@ -115,16 +115,20 @@ CONFS = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("step", [2, 4, 7, 8])
+def each_once(sizes, others):
+    """Return all pairs; in the default suite each of the others is there once, with the sizes in turn."""
+    pairs = [(size, other, size == sizes[n % len(sizes)]) for n, other in enumerate(others) for size in sizes]
+    return [pytest.param(size, other, marks=() if is_quick else pytest.mark.slow) for size, other, is_quick in pairs]
+
+
+@pytest.mark.parametrize(("size", "step"), each_once([3, 1], [2, 4, 7, 8]))
 def test_a_delta_restores_to_the_bits_of_a_full_save_on_any_number_of_ranks(root, size, step):
     found = restored(root, "deltas", step, size)
     assert found == restored(root, "full", step, size)
     assert len(found["item"]) > 100
 
 
-@pytest.mark.parametrize("conf", CONFS)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "conf"), each_once([1, 3], CONFS))
 def test_it_does_so_into_tables_with_rows_and_whatever_is_taken(root, size, conf):
     before = range(-30, 60)
     found = restored(root, "deltas", 8, size, before, conf)
