@@ -42,12 +42,7 @@ def adopt(path: str | os.PathLike[str]) -> Adopted:
     forms = adopt_offers(storage, fence, VISIBLE, rotation.THREADS)
     going = _replaced(fence.listing.committed)
     rotation.sync_forms(storage, fence.listing, going)
-    removed = []
-    for delta in going:
-        fence.check()
-        if rotation.remove(storage, delta, rotation.THREADS):
-            fence.listing = fence.listing.minus([delta.directory])
-            removed.append(delta.directory)
+    removed = fence.remove(going, rotation.THREADS)
     fence.check()
     fence.write_index()
     return Adopted(tuple(form.directory for form in forms), tuple(removed))

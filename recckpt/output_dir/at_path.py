@@ -8,6 +8,7 @@ from functools import partial
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
+from recckpt.output_dir.chains import whole_one
 from recckpt.output_dir.checkpoint_dir import file_problems, has_manifest, read_manifest
 from recckpt.output_dir.claims import Takeover, last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, age, attempt_dirs, chained, look_around, newest
@@ -86,10 +87,7 @@ def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest)
     if not missing:
         return None
     found = f"no {', '.join(f'{name}/' for name in missing)} beside it"
-    remedy = (
-        f"copy them too, or make a whole one of it where they are: `recckpt compact DIR {record.ckpt_id} --out OTHER`"
-    )
-    path = layout.join(directory, layout.MANIFEST)
+    path, remedy = layout.join(directory, layout.MANIFEST), whole_one(record.ckpt_id)
     return CorruptCheckpointError(path, "chain", found=found, expected="what this delta stands on", remedy=remedy)
 
 

@@ -75,7 +75,7 @@ class Chains:
                 return
             causes.append(cause)
         if not causes:
-            causes = [self._missing(directory, record.parent)]
+            causes = [self._missing(directory, record, record.parent)]
         self._causes[directory] = causes[0]
         self.broken[directory] = _in_chain(causes[0], directory, record)
 
@@ -99,17 +99,25 @@ class Chains:
         else:
             yield from (wrong(f"with {found}", expected) for found, expected in _misfits(record, link))
 
-    def _missing(self, directory: str, parent: Parent) -> Damage:
+    def _missing(self, directory: str, record: Manifest, parent: Parent) -> Damage:
         if parent.directory in self._causes and parent.directory not in self._manifests:  # it cannot be read
             return self._causes[parent.directory]
         self.is_incomplete = True
-        place = f"{parent.directory}/ or as a form of it"
-        return _wrong_parent(directory, parent, "no such checkpoint", f"that of save {parent.save_id}, in {place}")
+        expected = f"that of save {parent.save_id}, in {parent.directory}/ or as a form of it"
+        remedy = f"if it was copied alone, {whole_one(record.ckpt_id)}; else restore an older checkpoint"
+        return _wrong_parent(directory, parent, "no such checkpoint", expected, remedy)
 
 
-def _wrong_parent(directory: str, parent: Parent, found: str, expected: str) -> CorruptCheckpointError:
+def whole_one(ckpt_id: str) -> str:
+    """Say what to do where the links of a delta are elsewhere."""
+    return f"copy its links too, or make a whole one of it where they are: `recckpt compact DIR {ckpt_id} --out OTHER`"
+
+
+def _wrong_parent(
+    directory: str, parent: Parent, found: str, expected: str, remedy: str = ""
+) -> CorruptCheckpointError:
     path, where = layout.join(directory, layout.MANIFEST), f"parent {parent.ckpt_id!r}"
-    return CorruptCheckpointError(path, where, found=found, expected=expected)
+    return CorruptCheckpointError(path, where, found=found, expected=expected, remedy=remedy)
 
 
 def _misfits(record: Manifest, link: Manifest) -> Iterator[tuple[str, str]]:

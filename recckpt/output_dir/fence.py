@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 
@@ -29,7 +30,7 @@ from recckpt.output_dir.claims import (
     read_claim,
 )
 from recckpt.output_dir.index_file import is_of_recis, warn_of_index, warn_of_recis
-from recckpt.output_dir.listing import Listing, list_checkpoints
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.storage import Storage
 from recckpt.text import plural
 
@@ -128,6 +129,22 @@ class Fence:
         if step is None:
             return directory in self._takeover.directories
         return directory == layout.step_id(step) and step <= self._takeover.highest_step
+
+    def remove(self, victims: Iterable[Checkpoint], concurrency: int) -> list[str]:
+        """Remove checkpoints, in this order, as long as nobody has taken over; return the directories that went.
+
+        What one stands on that could not be removed stays with it. Raises as :meth:`check`.
+        """
+        removed: list[str] = []
+        needed: set[str] = set()  # by what could not be removed
+        for victim in (victim for victim in victims if victim.directory not in needed):
+            self.check()
+            if rotation.remove(self._storage, victim, concurrency):
+                self.listing = self.listing.minus([victim.directory])
+                removed.append(victim.directory)
+            else:
+                needed.update(link.directory for link in victim.below)
+        return removed
 
     def write_index(self) -> None:
         """Replace the index file by the listing, unless RecIS has one there, as a run of it may from any time on."""

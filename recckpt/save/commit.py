@@ -116,13 +116,7 @@ def rotate(job: Job, to: Destination) -> None:
                     to.told.add((directory, str(error)))
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             rotation.sync_forms(storage, listing, victims)
-            needed: set[str] = set()  # by what could not be removed
-            for victim in (victim for victim in victims if victim.directory not in needed):
-                fence.check()
-                if rotation.remove(storage, victim, to.concurrency):
-                    fence.listing = fence.listing.minus([victim.directory])
-                else:
-                    needed.update(link.directory for link in victim.below)
+            fence.remove(victims, to.concurrency)
             for left in rotation.leftovers(storage, listing, fence.epoch):
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
                     rotation.remove_leftover(storage, left.directory, to.concurrency)

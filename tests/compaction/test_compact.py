@@ -14,6 +14,7 @@ from delta_runs import rows_of, run_with_chain
 import recckpt
 import recckpt.inspect.verify
 from recckpt.compaction import part_task, plan, whole
+from recckpt.compaction.adopting import adopt
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.part_task import PartTask, write_part
@@ -258,6 +259,23 @@ def test_a_delta_alone_names_what_it_lacks(run, tmp_path):
     shutil.copytree(f"{run.url}/ckpt_3", tmp_path / "alone" / "ckpt_3")
     with pytest.raises(CorruptCheckpointError, match="ckpt_2"):
         recckpt.compact(tmp_path / "alone", out=tmp_path / "other")
+
+
+def test_a_delta_that_adopting_could_not_remove_stands_on_a_form(run, monkeypatch):
+    for ckpt_id in ("ckpt_2", "ckpt_3"):
+        recckpt.compact(run.url, ckpt_id)
+    real = type(run).remove
+
+    def remove(self, name):
+        if name == f"ckpt_3/{layout.MANIFEST}":
+            raise PermissionError(name)
+        real(self, name)
+
+    monkeypatch.setattr(type(run), "remove", remove)
+    assert adopt(run.url).removed == ("ckpt_2",)
+    monkeypatch.undo()
+    assert "ckpt_3" in attempt_dirs(run)
+    assert list_checkpoints(run).damaged == {}
 
 
 def test_what_is_not_there_or_cannot_be_is_refused(run):

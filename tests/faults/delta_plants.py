@@ -38,9 +38,9 @@ OF_CHAINS = {
         'c.manifest.kind == "delta"), reverse=False)',
     ),
     "check_before_removal": Plant(
-        f"{SAVE}.commit:rotate",
-        "                fence.check()\n                if rotation.remove(",
-        "                if rotation.remove(",
+        "recckpt.output_dir.fence:Fence.remove",
+        "        self.check()\n        if rotation.remove(",
+        "        if rotation.remove(",
     ),
     "sync_form_before_drop": Plant(f"{ROTATION}:sync_forms", "if forms and gone else []", "if False else []"),
     "delta_before_its_forms": Plant(

@@ -64,9 +64,9 @@ PLANTS = {
         COMMIT, '        storage.sync_dir("")\n        fence.check()\n', '        storage.sync_dir("")\n'
     ),
     "no fence check before a removal": Plant(
-        "recckpt.save.commit:rotate",
-        "                fence.check()\n                if rotation.remove(",
-        "                if rotation.remove(",
+        "recckpt.output_dir.fence:Fence.remove",
+        "        self.check()\n        if rotation.remove(",
+        "        if rotation.remove(",
     ),
     "late commits count": Plant(
         "recckpt.output_dir.listing:_list", "takeover = _takeover(storage, damaged)", "takeover = NO_TAKEOVER"
