@@ -109,6 +109,7 @@ def export_checkpoint(
             n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
             with Progress(f"exporting {found[1].ckpt_id}", n_bytes) as progress:
                 left = module.write(export, files, progress)
+            left += _states_left(found[1], export, with_states=to == "recis")
         return Exported(found[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
 
     return until_whole(lambda: locate_path(path), write)
@@ -192,6 +193,16 @@ def _asked(table: TableEntry, choice: _Choice, all_slots: bool) -> list[str]:
             where, remedy = f"table {table.name!r}", nearest(name, slots).strip("; ")
             raise ConversionError(where, "", found=f"no slot {name!r}", expected=f"one of {slots}", remedy=remedy)
     return [name for name in slots if name in choice.slots]
+
+
+def _states_left(checkpoint: Checkpoint, export: Export, *, with_states: bool) -> list[LeftOut]:
+    """List registered objects, positions and plain values, for a target that has no place for them."""
+    names = checkpoint.manifest.names
+    lost = [*names.extra_of_ranks]
+    if not with_states:
+        plain = (name for name in names.dense if name not in export.tensors.model)
+        lost += [*names.extra, *names.io_state, *plain]
+    return [LeftOut(name, "is state that is no tensor and no row; it stays in the checkpoint") for name in lost]
 
 
 def _held(storage: Storage, checkpoint: Checkpoint, *, rows: bool) -> HeldFiles:

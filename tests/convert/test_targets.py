@@ -238,3 +238,11 @@ def test_tensors_may_become_tables_and_go_out_as_such(tmp_path):
     assert sorted(np.load(tmp_path / "out/e/id.npy")) == [0, 1, 2]
     with CheckpointReader(tmp_path / "run") as reader:
         assert reader.tensor_names() == ["w"]
+
+
+@pytest.mark.parametrize("to", [*ROUND_TRIPS, "dcp"])
+def test_states_that_are_neither_rows_nor_tensors_are_listed(tmp_path, to):
+    torch.save({"model": {"w": torch.ones(2), "version": 3}, "optimizer": {"lr": 1}}, tmp_path / "x.pt")
+    import_checkpoint(tmp_path / "x.pt", tmp_path / "run")
+    done = export_checkpoint(tmp_path / "run", tmp_path / "out", to=to)
+    assert {"optimizer", "version"} <= {left.name for left in done.left_out}
