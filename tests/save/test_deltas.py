@@ -17,6 +17,7 @@ from torch import nn
 from recckpt import Deltas, Saver
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
+from recckpt.output_dir.listing import list_checkpoints, newest
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 
@@ -266,6 +267,19 @@ def test_each_delta_on_a_damaged_link_is_told_of_once(training, caplog):
             training.saver.save(ckpt_id)
     told = [text.partition(" is damaged")[0] for text in caplog.messages if "is damaged and left alone" in text]
     assert len(told) == len(set(told)) > 0
+
+
+def test_a_link_whose_id_an_ephemeral_checkpoint_had_for_a_while_has_it_again_and_is_older_than_the_newest(training):
+    training.saver.save("a")
+    training.train(range(9)).saver.save("b")
+    training.train(range(9)).saver.save("a", overwrite=True, ephemeral=True)
+    storage = training.saver.storage
+    assert newest(storage).ckpt_id == "a"
+    assert newest(storage).manifest.ephemeral
+    training.train(range(9)).saver.save("c")  # on b, and that on the first a
+    assert list_checkpoints(storage).ckpt_ids == ["a", "b", "c"]
+    assert newest(storage).ckpt_id == "c"
+    assert not list_checkpoints(storage).find("a").manifest.ephemeral
 
 
 def test_the_log_says_what_a_save_is_and_why_it_is_full(training, caplog):
