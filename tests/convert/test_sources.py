@@ -128,7 +128,7 @@ def test_an_import_joins_an_output_dir_but_never_replaces_a_step(tmp_path):
         import_rows(source, tmp_path / "out", step=2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data(), n_rows=st.integers(1, 40))
 def test_any_ids_and_values_come_through(data, n_rows, tmp_path_factory):
     path = tmp_path_factory.mktemp("any")

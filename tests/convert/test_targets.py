@@ -46,7 +46,7 @@ def test_what_was_exported_comes_back_bit_for_bit(tmp_path, to):
     assert done.metadata["checkpoint"] == "ckpt_3"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20, unique=True),
     dtype=st.sampled_from(["f2", "f4", "f8", "i1", "u1", "i2", "i4", "i8"]),
