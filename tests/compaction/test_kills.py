@@ -107,7 +107,7 @@ def offered_first(run):
     return lambda: adopt(run)
 
 
-@pytest.mark.parametrize("stride", [53, pytest.param(SWEEP_STRIDE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [29, pytest.param(SWEEP_STRIDE, marks=pytest.mark.slow)])
 def test_a_compactor_that_is_killed_leaves_what_nobody_takes_for_whole(tmp_path, stride):
     sweep(tmp_path, lambda run: lambda: compact(run), check_compaction, stride)
 
