@@ -1,5 +1,6 @@
 """Packaging of recckpt; the tool settings are in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -26,12 +27,28 @@ EXTRAS = {
     "examples": ["matplotlib>=3.8"],
 }
 
+ROOT = Path(__file__).parent
+_INIT = (ROOT / "recckpt/__init__.py").read_text(encoding="utf-8")
+
 setup(
     name="recckpt",
-    version="0.1.0",
+    version=re.search(r'^__version__ = "(.+)"$', _INIT, re.MULTILINE)[1],
     description="Checkpoints for recommendation models: hashtable embeddings and dense tensors",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    keywords="checkpoint pytorch recommender embedding hashtable arrow recis torchrec",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",

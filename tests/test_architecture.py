@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import version
 
 import paths
 import pytest
@@ -153,6 +154,7 @@ def test_every_public_name_is_there():
     import recckpt
     import recckpt.sparse
 
+    assert recckpt.__version__ == version("recckpt")
     for package in (recckpt, recckpt.sparse):
         assert all(getattr(package, name) is not None for name in package.__all__)
         with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
