@@ -36,10 +36,11 @@ def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) 
     with np.errstate(over="ignore", invalid="ignore"):
         columns, back = _int8(exact) if dtype == "int8" else _float(exact, dtype)
         is_finite = np.isfinite(exact)
-        lost = ~is_finite if dtype == "int8" else is_finite & ~np.isfinite(back)
+        lost = ~np.isfinite(back) if dtype == "int8" else is_finite & ~np.isfinite(back)
         if lost.any():
             row = int(np.argwhere(lost)[0][0])
-            found, expected = f"{exact[lost][0]} in id {ids[row]}", f"what {dtype} holds"
+            told = exact[row][lost[row]]
+            found, expected = f"{told[np.argmax(np.abs(told))]} in id {ids[row]}", f"what {dtype} holds"
             raise ConversionError(path, f"slot {slot.name!r}", found=found, expected=expected, remedy="keep the dtype")
         off = np.abs(back.astype(np.float64) - exact)[is_finite]
     return columns, float(off.max(initial=0.0))

@@ -102,6 +102,8 @@ class TableView:
             kept = None if self.where == RowFilter() else self.where.keeps(ids, values)
             if kept is not None:
                 ids = ids[kept]
+            if not len(ids):
+                continue
             columns: list[Array] = []
             worst = 0.0
             for slot in self.stored:
@@ -112,8 +114,7 @@ class TableView:
                     continue
                 narrow, error = narrowed(stored, ids, slot, self.dtype or "", f"table {self.name!r}")
                 columns, worst = columns + narrow, max(worst, error)
-            if len(ids):
-                yield Rows(ids, columns), worst
+            yield Rows(ids, columns), worst
 
 
 @dataclass(frozen=True)

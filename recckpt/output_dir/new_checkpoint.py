@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from recckpt.errors import CommitNotDurableError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.manifest import Content, FileEntry, Manifest
 from recckpt.output_dir import rotation
@@ -42,6 +43,7 @@ def commit_new(
         CheckpointExistsError: the id is committed there already.
         WriterFencedError: another writer took the output dir over.
         OSError: the storage failed; nothing is committed.
+        CommitNotDurableError: the manifest is there, or may yet be, so all files stay.
         Exception: what ``write`` raised; what it wrote is removed.
     """
     storage.prepare()
@@ -59,6 +61,8 @@ def commit_new(
             **content,
         )
         record = commit(storage, fence, intent.directory, record, VISIBLE)
+    except (WriterFencedError, CommitNotDurableError):
+        raise  # the directory is the new owner's to judge, or holds a checkpoint
     except BaseException:
         rotation.abandon(storage, intent.directory)
         raise

@@ -1,6 +1,7 @@
 """What every target promises: what it can hold comes back bit for bit, and what it cannot is refused."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -158,6 +159,21 @@ def test_values_beyond_a_dtype_are_refused_and_nothing_is_left(tmp_path, dtype, 
     with pytest.raises(ConversionError, match="in id 8, expected what"):
         export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "out", to=to, dtype=dtype)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("bfloat16", 1e39), ("int8", 1e41), ("int8", 1e200)])
+def test_float64_beyond_a_dtype_is_refused(tmp_path, dtype, value):
+    rows = {"id": np.array([7, 8]), "embedding": np.array([[1, 2], [1, value]], np.float64)}
+    match = re.escape(f"found {value} in id 8, expected what {dtype} holds")
+    with pytest.raises(ConversionError, match=match):
+        export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "out", to="safetensors", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_vectors_are_narrowed_where_a_filter_keeps_none(tmp_path, dtype):
+    source, to = checkpoint(tmp_path), "safetensors"
+    done = export_checkpoint(source, tmp_path / "out", to=to, dtype=dtype, where={"count": {"min": 10**6}})
+    assert (done.metadata["tables"]["t"]["rows"], done.metadata["tables"]["t"]["largest_error"]) == (0, 0.0)
 
 
 @pytest.mark.parametrize("to", ["parquet", "npy"])

@@ -1,14 +1,17 @@
 """A checkpoint of one process: whole and committed, or nothing but a free name."""
 
+import errno
+
 import pytest
 
-from recckpt.errors import CheckpointExistsError
+from recckpt.errors import CheckpointExistsError, CommitNotDurableError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, encode
 from recckpt.format.manifest import Content, ShardEntry
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.output_dir.new_checkpoint import commit_new
 from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -47,3 +50,25 @@ def test_a_failed_write_leaves_no_files_and_the_id_free(storage):
     assert list_checkpoints(storage).is_empty
     assert [name for name in storage.list_files("ckpt_7") if name != layout.INTENT] == []
     assert commit_new(storage, "ckpt_7", 7, empty)[1].step == 7
+
+
+def test_a_manifest_that_the_storage_takes_late_finds_its_files(storage, monkeypatch):
+    held = []
+
+    def out_of_time(self, name, *data):
+        held.append((name, data))
+        raise OSError(errno.ETIMEDOUT, "the request may still be applied", name)
+
+    def write(to):
+        content = empty(to)
+        monkeypatch.setattr(LocalStorage, "put_if_absent", out_of_time)
+        monkeypatch.setattr("recckpt.output_dir.commit.read_manifest", out_of_time)
+        return content
+
+    with pytest.raises(CommitNotDurableError, match="'ckpt_7' may be in place"):
+        commit_new(storage, "ckpt_7", 7, write)
+    monkeypatch.undo()
+    [name, [data]] = held[0]
+    storage.put_if_absent(name, data)
+    found = locate(storage, "ckpt_7")
+    assert {file.name for file in found.manifest.files} <= set(storage.list_files("ckpt_7"))
