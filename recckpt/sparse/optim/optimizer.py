@@ -35,10 +35,14 @@ class Accumulation:
         """Whether no gradients wait for a step that uses them."""
         return self.n_since == 0
 
-    def count(self) -> bool:
-        """Count a step, and say whether it is one that updates."""
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is one that updates."""
+        return self.n_since == self.n - 1
+
+    def count(self) -> None:
+        """Count a step that is done."""
         self.n_since = (self.n_since + 1) % self.n
-        return self.is_complete
 
 
 class SparseOptimizer(Optimizer):
@@ -102,8 +106,13 @@ class SparseOptimizer(Optimizer):
         """Let only every ``steps``-th :meth:`step` update rows, with the sum of the gradients since the last update.
 
         The calls in between do nothing, nor does their :meth:`zero_grad`, so a loop that calls both after each batch
-        need not count; divide the loss by ``steps`` for a mean. Counting begins anew. It is no part of
-        ``state_dict()``: gradients are not saved, so save after an update.
+        need not count; divide the loss by ``steps`` for a mean. Counting begins anew, here and with
+        :meth:`load_state_dict`. It is no part of ``state_dict()``: gradients are not saved, so save after an update.
+
+        With more than one step, :meth:`step` refuses a ``torch.amp.GradScaler``, which would divide the sum by the
+        scale with each batch: leave ``steps`` at 1 then, and call ``scaler.step(optimizer)``, ``scaler.update()`` and
+        :meth:`zero_grad` on each n-th batch only. Nor is clipping to be called in between: it would clip the sum so
+        far, again with each batch; clip before the call that updates.
 
         Args:
             steps: at least 1; 1 is to update with each call.
@@ -112,6 +121,11 @@ class SparseOptimizer(Optimizer):
             ValueError: ``steps`` is not an int of at least 1.
         """
         self._accumulation = Accumulation(positive_int("set_grad_accum_steps: steps", steps))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a ``GradScaler`` leaves the gradients as they are and sets ``found_inf`` here, to be refused."""
+        return self._accumulation.n > 1
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -133,8 +147,10 @@ class SparseOptimizer(Optimizer):
             What ``closure`` returned.
 
         Raises:
-            ValueError: another sparse optimizer has been made for one of the tables since; nothing has been changed.
+            ValueError: another sparse optimizer has been made for one of the tables since, or a ``GradScaler`` calls
+                this while it accumulates (:meth:`set_grad_accum_steps`); nothing has been changed.
         """
+        self._refuse_scaler()
         taken_over = [name for name, table in self._tables.items() if table.trained_by is not self._mark]
         if taken_over:
             raise ValueError(
@@ -145,12 +161,20 @@ class SparseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._accumulation.count():
-            return loss
-        for group in self.param_groups:
+        for group in self.param_groups if self._accumulation.is_due else ():
             for parameter in group["params"]:
                 self._step_table(parameter, options(group))
+        self._accumulation.count()  # last: a step that was interrupted is one to repeat
         return loss
+
+    def _refuse_scaler(self) -> None:
+        """Refuse a ``GradScaler`` while steps accumulate: it would unscale the sum so far with each of them."""
+        if self.__dict__.pop("found_inf", None) is not None:
+            self.__dict__.pop("grad_scale", None)
+            raise ValueError(
+                f"{type(self).__name__}: found a GradScaler and set_grad_accum_steps({self._accumulation.n}), expected "
+                "one of them: leave it at 1, and accumulate by calling scaler.step and update on each n-th batch"
+            )
 
     def _step_table(self, parameter: TableParameter, group: Group) -> None:
         """Update the rows of a table, use its gradients up and count the step: all of it or nothing."""
@@ -204,6 +228,7 @@ class SparseOptimizer(Optimizer):
         for group in groups:
             self._check(group)
         self._under_way.clear()
+        self._accumulation.n_since = 0
         names = [name for group in groups for name in group["tables"]]
         number = {name: i for i, name in enumerate(names)}
         super().load_state_dict(

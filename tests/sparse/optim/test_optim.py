@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import math
 
@@ -322,6 +323,45 @@ def test_steps_accumulate_as_if_the_loop_had_counted(rule, zero_first):
     twin = copy.deepcopy(optimizer)
     twin.step()
     assert twin.state_dict()["state"] == {"t": {"step": 2}}, "a copy goes on accumulating"
+
+
+def test_a_load_begins_to_count_anew_as_the_gradients_so_far_are_gone():
+    table, optimizer = accumulating()
+    saved = optimizer.state_dict()
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    for expected in (0, -2):
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert table.embeddings().tolist() == [[expected]]
+
+
+def test_a_step_that_was_interrupted_while_it_updated_is_one_to_repeat(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    table, optimizer = accumulating()
+    for _ in range(2):
+        table(torch.tensor([1])).sum().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer, "_update", interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                optimizer.step()
+    optimizer.zero_grad()
+    assert table.embeddings().tolist() == [[0]]
+    optimizer.step()
+    assert table.embeddings().tolist() == [[-2]]
+
+
+def accumulating():
+    """Return a table of zeros and its optimizer, which updates with each second step."""
+    table = HashTable(1, name="t", initializer=Constant(0.0))
+    optimizer = SparseSGD([table], lr=1.0)
+    optimizer.set_grad_accum_steps(2)
+    return table, optimizer
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.0, True, None])

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 
 from recckpt.errors import LookupFailedError
 from recckpt.sparse import (
+    Constant,
     EmbeddingCollection,
     HashTable,
     Normal,
@@ -308,3 +309,41 @@ def test_ranks_of_which_one_clips_and_one_looks_up_raise_alike():
             act()
 
     on_ranks(2, work)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_scaler_is_refused_while_steps_accumulate_and_welcome_where_the_loop_counts(unscale):
+    table = HashTable(1, name="t", initializer=Constant(0.0))
+    optim, scaler = SparseSGD([table], lr=1.0), GradScaler("cpu", init_scale=1024.0)
+
+    def run(n_batches, every):
+        for number in range(1, n_batches + 1):
+            scaler.scale(table(torch.tensor([1])).sum()).backward()
+            if number % every == 0:
+                if unscale:
+                    scaler.unscale_(optim)
+                scaler.step(optim)
+                scaler.update()
+                optim.zero_grad()
+
+    optim.set_grad_accum_steps(2)
+    with pytest.raises(ValueError, match=r"set_grad_accum_steps\(2\).* leave it at 1.* update on each n-th batch"):
+        run(1, 1)
+    assert table.embeddings().tolist() == [[0]]
+    optim.set_grad_accum_steps(1)
+    scaler.update()
+    optim.zero_grad()
+    run(4, 2)
+    assert table.embeddings().tolist() == [[-4]]
+
+
+def test_a_scaler_that_is_off_goes_with_steps_that_accumulate():
+    table = HashTable(1, name="t", initializer=Constant(0.0))
+    optim, scaler = SparseSGD([table], lr=1.0), GradScaler("cpu", enabled=False)
+    optim.set_grad_accum_steps(2)
+    for _ in range(4):
+        scaler.scale(table(torch.tensor([1])).sum()).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+    assert table.embeddings().tolist() == [[-4]]
