@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,29 +16,41 @@ from recckpt.sparse.files.id_check import is_among
 from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of
 from recckpt.sparse.files.merged_rows import merged_range
 from recckpt.sparse.files.table_reader import TableReader
+from recckpt.storage import Storage, open_parent
 
 _BUDGET_BYTES = 128 << 20
 _EVERYWHERE = (0, N_BUCKETS)
 
 
-def links_since(checkpoint: Checkpoint, since: str) -> int:
-    """Return how many links of a chain, newest first, are newer than the one of that id or directory.
+def links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
+    """Return how many links of a chain, newest first, are newer than the one of that id or path; 0 of the newest.
 
     Raises:
-        ConversionError: it is not below the checkpoint.
+        ConversionError: the checkpoint does not stand on it.
     """
-    name = since.rstrip("/").rpartition("/")[2]
     for number, link in enumerate(checkpoint.links):
-        if name in (link.ckpt_id, link.directory) and number:
+        if since in (link.ckpt_id, link.directory) or ("/" in since and _is_at(since, storage, link.directory)):
             return number
-    below = ", ".join(link.ckpt_id for link in checkpoint.below) or "nothing, since it is full"
     found = f"{since!r}, which {checkpoint.ckpt_id!r} does not stand on"
+    below = ", ".join(link.ckpt_id for link in checkpoint.below)
+    expected = f"one of {below}" if below else "a checkpoint that it stands on, and it is full: it stands on none"
     remedy = "export all of it, or save with Saver(deltas=True)"
-    raise ConversionError(checkpoint.directory, "since", found=found, expected=f"one of {below}", remedy=remedy)
+    raise ConversionError(checkpoint.directory, "since", found=found, expected=expected, remedy=remedy)
+
+
+def _is_at(path: str, storage: Storage, directory: str) -> bool:
+    around, name = open_parent(path)
+    return name == directory and _real(around.url) == _real(storage.url)
+
+
+def _real(url: str) -> str:
+    return url if "://" in url else os.path.realpath(url)
 
 
 def upserts(links: Sequence[TableReader]) -> Iterator[pa.RecordBatch]:
     """Yield the rows that the newest of some links have, in bucket order."""
+    if not links:
+        return iter(())
     return merged_range(links, _EVERYWHERE, _BUDGET_BYTES, lambda piece, rows: None)
 
 

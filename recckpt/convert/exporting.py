@@ -83,7 +83,8 @@ def export_checkpoint(
         slots: beside the ids; None for what the format takes by itself, which is ``embedding`` where it is for serving.
         where: which rows, as in a load_conf.
         dtype: ``float16``, ``bfloat16`` or ``int8`` for the vectors; the largest error is in the metadata.
-        since: a checkpoint that this one stands on, its id or path: only what has changed since, and what was deleted.
+        since: a checkpoint that this one is or stands on, its id or path: only what has changed since, and what was
+            deleted.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as of CheckpointReader.
@@ -124,12 +125,13 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
             remedy = nearest(name, names).strip("; ")
             path, found = checkpoint.directory, f"no table {name!r}"
             raise ConversionError(path, "", found=found, expected=f"one of {names}", remedy=remedy)
-    count = links_since(checkpoint, choice.since) if choice.since is not None else 0
+    count = None if choice.since is None else links_since(storage, checkpoint, choice.since)
     wanted = [table for table in manifest.tables if choice.tables is None or table.name in choice.tables]
     views = [_view(table, links, count, choice, all_slots) for table in wanted]
+    _check_narrowed(views, choice.dtype, checkpoint.directory)
     said: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
     said["source"] = layout.join(storage.url, checkpoint.directory)
-    if count:
+    if count is not None:
         base = checkpoint.links[count].manifest
         gone = [table.name for table in base.tables if table.name not in names]
         said |= {"since": base.ckpt_id, "dropped_tables": gone}
@@ -145,7 +147,25 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
     return Export(views, tensors, said, len(manifest.shards), load)
 
 
-def _view(table: TableEntry, links: Sequence[OpenLink], count: int, choice: _Choice, all_slots: bool) -> TableView:
+def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) -> None:
+    """Raise ConversionError where a dtype changes nothing, or gives a table two slots of one name."""
+    for view in views:
+        names = [slot.name for slot in view.slots]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            found = f"a slot {twice[0]!r} already, which {dtype} vectors have beside them"
+            remedy = "leave that slot out, or take another dtype"
+            raise ConversionError(f"table {view.name!r}", "dtype", found=found, expected="another name", remedy=remedy)
+    vectors = {(v.name, slot.dtype) for v in views for slot in v.slots if slot.name == EMBEDDING}
+    if dtype is not None and all(each != dtype for _, each in vectors):
+        there = ", ".join(f"{each} in {name!r}" for name, each in sorted(vectors))
+        found, expected = there or f"no slot {EMBEDDING!r}", f"floats in slot {EMBEDDING!r}, which become {dtype}"
+        raise ConversionError(path, "dtype", found=found, expected=expected, remedy="export without a dtype")
+
+
+def _view(
+    table: TableEntry, links: Sequence[OpenLink], count: int | None, choice: _Choice, all_slots: bool
+) -> TableView:
     slots = {slot.name: slot for slot in table.slots}
     stored = [slots[name] for name in _asked(table, choice, all_slots)]
     filtered = {name: slots[name] for name in choice.where.slots if name in slots and not slots[name].shape}
@@ -153,7 +173,7 @@ def _view(table: TableEntry, links: Sequence[OpenLink], count: int, choice: _Cho
         missing = sorted(choice.where.slots - filtered.keys())
         found, expected = f"no number a row in {missing}", "slots of shape ()"
         raise ConversionError(f"table {table.name!r}", "where", found=found, expected=expected)
-    if not count:
+    if count is None:
         read = open_table(links, table.name, list(slots))
         return TableView(
             table.name,
@@ -164,8 +184,7 @@ def _view(table: TableEntry, links: Sequence[OpenLink], count: int, choice: _Cho
             choice.dtype,
             filtered,
         )
-    newer = _newer(table, links[:count])
-    replaced = newer[-1].entry.is_whole
+    replaced = count > 0 and _newer(table, links[:count])[-1].entry.is_whole
     return TableView(
         table.name,
         tuple(stored),
@@ -180,7 +199,9 @@ def _view(table: TableEntry, links: Sequence[OpenLink], count: int, choice: _Cho
 
 
 def _newer(table: TableEntry, links: Sequence[OpenLink], slots: Sequence[str] = ()) -> list[TableReader]:
-    """Return what the newest links hold of a table, down to one that holds all of it."""
+    """Return what the newest links hold of a table, down to one that holds all of it; [] of no links."""
+    if not links:
+        return []
     return list(open_table(links, table.name, list(slots)).links)
 
 

@@ -52,10 +52,18 @@ class TargetFiles:
     def create(self, *names: str) -> Sink:
         """Open a new file below the target, or the target itself."""
         path = layout.join(self._name, *names)
+        if not self._made:
+            self._make_parents()
         sink = self._storage.create(path)
         self._made.append(path)
         self._kept.append(sink)
         return sink
+
+    def _make_parents(self) -> None:
+        try:
+            self._storage.check_there()
+        except ABSENT:
+            self._storage.prepare()
 
     def put_json(self, value: Mapping[str, Any], *names: str) -> None:
         """Write a small file."""

@@ -202,18 +202,59 @@ def test_an_increment_makes_the_newer_checkpoint_of_the_older(tmp_path, to):
 
 def test_an_increment_needs_a_checkpoint_below(tmp_path):
     run_with_chain(tmp_path / "run")
-    for since, match in (("ckpt_3", "expected one of ckpt_2, ckpt_1"), ("x", "'x', which 'ckpt_3' does not stand on")):
-        with pytest.raises(ConversionError, match=match):
-            export_checkpoint(tmp_path / "run", tmp_path / "out", to="parquet", since=since)
+    with pytest.raises(ConversionError, match="'x', which 'ckpt_3' does not stand on, expected one of ckpt_2, ckpt_1"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", to="parquet", since="x")
     for options in ({"to": "embedding"}, {"to": "parquet", "where": [1]}):
         with pytest.raises(ConversionError, match="at since"):
             export_checkpoint(tmp_path / "run", tmp_path / "out", since="ckpt_1", **options)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", ["parquet", "npy"])
+def test_nothing_has_changed_since_the_checkpoint_itself(tmp_path, to):
+    run_with_chain(tmp_path / "run")
+    done = export_checkpoint(tmp_path / "run", tmp_path / "out", to=to, since="ckpt_3")
+    table = done.metadata["tables"]["item"]
+    assert (done.metadata["since"], table["rows"], table["replaced"]) == ("ckpt_3", 0, False)
+    ids = np.load(tmp_path / "out/item.deletes/id.npy") if to == "npy" else pq.read_table(tmp_path / "out/item.deletes")
+    assert len(ids) == 0
+
+
+def test_since_of_a_path_is_that_checkpoint_and_no_namesake(tmp_path):
+    run_with_chain(tmp_path / "run")
+    run_with_chain(tmp_path / "other")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ConversionError, match="other/ckpt_1', which 'ckpt_3' does not stand on, expected one of"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", to="npy", since=str(tmp_path / "other/ckpt_1"))
+    for number, root in enumerate(("run", "link")):
+        since = str(tmp_path / root / "ckpt_1")
+        done = export_checkpoint(tmp_path / "run", tmp_path / f"out{number}", to="npy", since=since)
+        assert done.metadata["since"] == "ckpt_1"
+
+
+def test_a_full_checkpoint_stands_on_none(tmp_path):
+    with pytest.raises(ConversionError, match="expected a checkpoint that it stands on, and it is full"):
+        export_checkpoint(checkpoint(tmp_path), tmp_path / "out", to="npy", since="ckpt_1")
+
+
+def test_directories_above_a_target_are_made(tmp_path):
+    export_checkpoint(checkpoint(tmp_path), tmp_path / "new/er/out", to="npy")
+    assert np.load(tmp_path / "new/er/out/t/id.npy").shape == (100,)
+
+
+def test_a_scale_beside_a_slot_of_its_name_is_refused(tmp_path):
+    rows = some_rows()
+    rows["embedding"][0, 0] = 0
+    run = checkpoint(tmp_path, rows | {"embedding_scale": rows["count"]})
+    with pytest.raises(ConversionError, match="found a slot 'embedding_scale' already"):
+        export_checkpoint(run, tmp_path / "out", to="npy", dtype="int8", slots=["embedding", "embedding_scale"])
+    export_checkpoint(run, tmp_path / "out", to="npy", dtype="int8")
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        ({"slots": ["count"], "dtype": "float16"}, "dtype: found no slot 'embedding', expected floats"),
         ({"tables": ["u"]}, "no table 'u'"),
         ({"slots": ["embeding"]}, "did you mean 'embedding'"),
         ({"where": {"embedding": {"min": 1}}}, r"no number a row in \['embedding'\]"),
