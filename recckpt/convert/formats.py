@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
+from recckpt.convert.exported import exported_tables, open_tables
+from recckpt.convert.restored import restored
 from recckpt.convert.source import Source, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
@@ -30,8 +32,9 @@ def open_source(files: SourceFiles, format: str | None, wish: Wish) -> Source:
     for name in SOURCES if format is None else (format,):
         module = _module(name)
         if format is not None or module.recognises(files):
-            opened: Source = module.open_source(files, wish)
-            return opened
+            tables = exported_tables(files, name)
+            opened = open_tables(files, tables, wish, module.open_source) if tables else module.open_source(files, wish)
+            return restored(opened)
     found = f"files of no format that is known: {', '.join(files.names[:5])}"
     raise ConversionError(files.url, "", found=found, expected=f"one of {', '.join(SOURCES)}", remedy="name the format")
 

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from recckpt.convert.exported import check_is_one_table
 from recckpt.convert.source import Array, Contents, SourceTensor, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, TensorTable
@@ -32,6 +33,8 @@ def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
         arrays = _packed(files)
     else:
         names = list(files.names) if files.is_file else files.ending(_SUFFIX)
+        check_is_one_table(files, names)
+        _check_directories(files, names)
         arrays = {
             name.rpartition("/")[2].removesuffix(_SUFFIX): _array(files, name, partial(files.open, name))
             for name in names
@@ -48,6 +51,14 @@ def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
         raise ConversionError(files.url, "", found=found, expected="a matrix, or ids beside it")
     table = TensorTable(wish.table or files.stem, ids, {EMBEDDING: vectors, **arrays})
     return TensorSource(Contents("npy"), [table], files.url)
+
+
+def _check_directories(files: SourceFiles, names: list[str]) -> None:
+    """Refuse arrays in several directories, of which each may be a table."""
+    directories = sorted({name.rpartition("/")[0] or "." for name in names})
+    if len(directories) > 1:
+        found, remedy = f"arrays in {', '.join(directories[:5])}", "name the directory of one table"
+        raise ConversionError(files.url, "", found=found, expected="the arrays of one table", remedy=remedy)
 
 
 def _packed(files: SourceFiles) -> dict[str, SourceTensor]:

@@ -1,0 +1,92 @@
+"""A directory that an export wrote: its metadata names the tables, and each lies in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from recckpt.convert.source import LeftOut, Rows, Source, SourceTable, Wish
+from recckpt.convert.source_files import SourceFiles
+from recckpt.convert.target_files import file_name
+from recckpt.errors import ConversionError
+
+FORMAT = "recckpt-export"  # part of the format
+_METADATA = {"parquet": "_recckpt.json", "npy": "metadata.json"}  # part of the format
+_DELETES = ".deletes"  # part of the format
+_MAX_BYTES = 1 << 26
+
+
+def exported_tables(files: SourceFiles, format: str) -> list[str]:
+    """Return the tables that an export of this format has here; [] where these are no files of one.
+
+    Raises:
+        ConversionError: it is an increment, which is no whole table.
+    """
+    name = _METADATA.get(format, "")
+    if files.is_file or name not in files.names:
+        return []
+    try:
+        said = json.loads(files.read(name, _MAX_BYTES))
+    except (ValueError, RecursionError):
+        return []  # of another program
+    if not isinstance(said, dict) or said.get("format") != FORMAT or not isinstance(said.get("tables"), dict):
+        return []
+    check_is_whole(said, files.path(name))
+    directories = {each.partition("/")[0] for each in files.names if "/" in each}
+    return list(said["tables"]) if {file_name(table) for table in said["tables"]} & directories else []
+
+
+def check_is_whole(said: Mapping[str, Any], path: str) -> None:
+    """Refuse what an export says of an increment."""
+    if "since" in said:
+        found = f"the rows that have changed since {said['since']!r}"
+        raise ConversionError(path, "", found=found, expected="whole tables", remedy="export without --since")
+
+
+def check_is_one_table(files: SourceFiles, names: Sequence[str]) -> None:
+    """Refuse files of rows that are an increment's deleted ids."""
+    for name in names:
+        above = f"{files.url.rstrip('/')}/{name}" if not files.is_file else files.url
+        if any(part.endswith(_DELETES) for part in above.split("/")[:-1]):
+            found = "the ids that an increment deletes"
+            raise ConversionError(files.path(name), "", found=found, expected="rows", remedy="export without --since")
+
+
+def open_tables(
+    files: SourceFiles, tables: Sequence[str], wish: Wish, opened: Callable[[SourceFiles, Wish], Source]
+) -> Source:
+    """Open the directory of each table; ConversionError where one is missing, or a wish is for one table alone."""
+    if wish.table and len(tables) > 1:
+        expected = f"the name of one: {', '.join(tables)}"
+        remedy = "name the directory of one table, or leave out the name"
+        raise ConversionError(files.url, "", found=f"{len(tables)} tables", expected=expected, remedy=remedy)
+    sources = {}
+    for table in tables:
+        name = wish.table or table
+        sources[name] = opened(SourceFiles(f"{files.url.rstrip('/')}/{file_name(table)}"), replace(wish, table=name))
+    return _Tables(sources)
+
+
+class _Tables:
+    """Several sources of one table each."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+        held = [source.contents for source in sources.values()]
+        left = [LeftOut(f"table {name}, {each.name}", each.reason) for name in sources for each in self._left(name)]
+        of_all = tuple(table for contents in held for table in contents.tables)
+        self.contents = replace(held[0], tables=of_all, left_out=tuple(left))
+
+    def rows(self, table: SourceTable) -> Iterator[Rows]:
+        """Yield the rows of one."""
+        return self._sources[table.name].rows(table)
+
+    def close(self) -> None:
+        """Close all."""
+        for source in self._sources.values():
+            source.close()
+
+    def _left(self, name: str) -> Sequence[LeftOut]:
+        return self._sources[name].contents.left_out
