@@ -26,6 +26,7 @@ class FileRows:
         n_rows: of all; None where only reading tells, and then ``most_rows`` is a bound.
         most_rows: at least as many as there are.
         wish: what the columns are.
+        left_out: what of the files does not become rows, or has another form.
 
     Raises:
         ConversionError: there is no row to tell what the columns are, or they are none that a table can have.
@@ -41,6 +42,7 @@ class FileRows:
         *,
         n_rows: int | None,
         most_rows: int,
+        left_out: Sequence[LeftOut],
     ) -> None:
         self._files, self._names, self._batches = files, names, batches
         with self.named(names[0]):
@@ -51,7 +53,7 @@ class FileRows:
         count = most_rows if n_rows is None else n_rows
         table = self._columns.table(wish.table or files.stem, count, is_exact=n_rows is not None)
         left = tuple(LeftOut(f"column {name}", "a name that slots cannot have") for name in self._columns.left_out)
-        self.contents = Contents(format, (table,), left_out=left)
+        self.contents = Contents(format, (table,), left_out=(*left_out, *left))
 
     def rows(self, table: SourceTable) -> Iterator[Rows]:
         """Yield the rows, file after file."""

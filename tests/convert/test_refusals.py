@@ -1,5 +1,6 @@
 """What cannot be a checkpoint is refused by name, and nothing is written."""
 
+import gzip
 import json
 import struct
 
@@ -80,6 +81,32 @@ def test_files_of_a_directory_that_differ_are_refused(tmp_path):
     refused(tmp_path / "t", "b.parquet at its columns")
 
 
+@pytest.mark.parametrize("header", ["id,y,x", "id,count,price", "id,x"])
+def test_files_of_csv_with_other_headers_are_not_joined(tmp_path, header):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/a.csv").write_text("id,x,y\n1,10,20\n")
+    (tmp_path / "t/b.csv").write_text(f"{header}\n{','.join('2' for _ in header.split(','))}\n")
+    refused(tmp_path / "t", "b.csv at line 1: found .*, expected those of a.csv")
+
+
+def test_packed_csv_that_is_cut_is_named(tmp_path):
+    packed = gzip.compress(b"id,x\n" + b"".join(b"%d,%d.5\n" % (n, n) for n in range(2000)))
+    (tmp_path / "t.csv.gz").write_bytes(packed[: len(packed) // 2])
+    refused(tmp_path / "t.csv.gz", "t.csv.gz: found damage .*, expected a whole file of gzip")
+
+
+@pytest.mark.parametrize("n_batches", [1, 3])
+def test_a_stream_that_is_cut_between_batches_is_refused(tmp_path, n_batches):
+    path, table = tmp_path / "t.arrows", arrow_table(some_rows())
+    ends = []
+    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=20):
+            writer.write_batch(batch)
+            ends.append(file.tell())
+    path.write_bytes(path.read_bytes()[: ends[n_batches]])
+    refused(path, "without the mark of its end")
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_files_of_arrow_that_are_cut_or_empty_are_refused(tmp_path, suffix):
     path = tmp_path / f"t.{suffix}"
@@ -97,7 +124,11 @@ def test_files_of_arrow_that_are_cut_or_empty_are_refused(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("id,a\n1.5,2\n", "t.csv: found what Arrow does not read"),
+        ("id,a\n1.5,2\n", "t.csv: found .*1.5.*, expected 'id' an int64"),
+        ("id,a\n1.0,2\n", "t.csv: found .*'id' an int64 .1, not 1.0."),
+        ("id,a\n1,2\n,3\n", "row 2, column 'id': found an empty field"),
+        ("id,a\n1,2\n2,1e50\n", "row 2, column 'a': found infinity, or a number beyond float32"),
+        (",id,a\n0,1,2\n", "none empty; .*index=False"),
         ("id,a\nnan,2\n", "t.csv: found"),
         ("id,a\n9223372036854775808,2\n", "t.csv: found"),
         ("id,a\n1,x\n", "t.csv: found"),

@@ -106,6 +106,15 @@ def test_each_value_of_a_line_of_csv_is_one_of_the_vector(tmp_path):
     assert table_bytes(tmp_path / "out", "t") == rows_bytes(expected)
 
 
+def test_the_plan_names_the_columns_of_csv_that_become_the_vector(tmp_path):
+    (tmp_path / "t.csv").write_text("id,x,y\n1,10,20\n")
+    plan = import_checkpoint(tmp_path / "t.csv", tmp_path / "out", dry_run=True)
+    left = plan.contents.left_out
+    assert [(each.name, each.reason) for each in left] == [
+        ("columns x, y", "are, in this order, the values of embedding")
+    ]
+
+
 def test_columns_and_the_table_may_have_other_names(tmp_path):
     pq.write_table(arrow_table(some_rows()).rename_columns(["item", "vector", "count"]), tmp_path / "x.parquet")
     wish = Wish(table="items", ids="item", embedding="vector")

@@ -108,3 +108,23 @@ def test_what_has_no_table_of_torchrec_is_refused(tmp_path):
     state["mc._managed_collision_modules.t1._hash_zch_identities"] = torch.ones(4)
     with pytest.raises(ConversionError, match="multi-probe hashing"):
         import_checkpoint(save_torch(state, tmp_path / "y"), tmp_path / "out", format="torchrec")
+
+
+@pytest.mark.parametrize("second", ["exp_avg_sq", "momentum_2"])
+def test_a_first_moment_beside_a_second_is_no_sum_of_adagrad(tmp_path, second):
+    states = {"momentum_1": torch.randn(5, 4), second: torch.rand(5)}
+    source = save_torch({"embedding_bags.t.weight": torch.randn(5, 4), **_flat_states(states)}, tmp_path / "x")
+    done = import_checkpoint(source, tmp_path / "out", format="torchrec")
+    assert [slot.name for slot in done.contents.tables[0].slots] == ["embedding"]
+    assert len(done.contents.left_out) == 2
+
+
+def test_two_tensors_for_one_state_are_refused(tmp_path):
+    states = {"momentum1": torch.ones(5), "momentum_1": torch.zeros(5)}
+    source = save_torch({"embedding_bags.t.weight": torch.randn(5, 4), **_flat_states(states)}, tmp_path / "x")
+    with pytest.raises(ConversionError, match=r"state 'momentum1': found .*momentum1' and .*momentum_1'"):
+        import_checkpoint(source, tmp_path / "out", format="torchrec")
+
+
+def _flat_states(states):
+    return {f"embedding_bags.t.weight.t.{name}": value for name, value in states.items()}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import pyarrow as pa
 
+from recckpt.convert.exported import check_is_one_table
 from recckpt.convert.file_rows import FileRows
 from recckpt.convert.source import Wish
 from recckpt.convert.source_files import SourceFiles
@@ -13,6 +16,7 @@ from recckpt.errors import ConversionError
 
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".arrows")
 _MAGIC = b"ARROW1"
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 
 
 def recognises(files: SourceFiles) -> bool:
@@ -30,10 +34,12 @@ def open_source(files: SourceFiles, wish: Wish) -> FileRows:
                 reader = pa.ipc.open_file(file)
                 found = (reader.get_batch(number) for number in range(reader.num_record_batches))
             else:
+                _check_end(file)
                 file.seek(0)
                 found = iter(pa.ipc.open_stream(file))
             yield from (batch.replace_schema_metadata(None) for batch in found)
 
+    check_is_one_table(files, names)
     n_rows = 0
     for name in names:
         try:
@@ -41,4 +47,12 @@ def open_source(files: SourceFiles, wish: Wish) -> FileRows:
         except pa.ArrowException as error:
             found = f"what Arrow does not read ({error!s:.200})"
             raise ConversionError(files.path(name), "", found=found, expected="a whole Arrow file") from error
-    return FileRows("arrow", files, names, batches, wish, n_rows=n_rows, most_rows=n_rows)
+    return FileRows("arrow", files, names, batches, wish, n_rows=n_rows, most_rows=n_rows, left_out=())
+
+
+def _check_end(file: BinaryIO) -> None:
+    """Refuse a stream without its end mark: cut between two batches, it reads as a whole one of fewer rows."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - len(_END)))
+    if not file.read().endswith(_END):
+        raise pa.ArrowInvalid("a stream without the mark of its end: cut, or its writer was not closed")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from recckpt.convert.file_rows import FileRows
-from recckpt.convert.source import Wish
+from recckpt.convert.source import LeftOut, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 
@@ -25,36 +27,87 @@ def recognises(files: SourceFiles) -> bool:
 def open_source(files: SourceFiles, wish: Wish) -> FileRows:
     """Open the files; ConversionError where an id is no int64, a value no number, or a line has other fields."""
     names = list(files.names) if files.is_file else files.ending(*_SUFFIXES)
+    first = _header(files, names[0], wish)
+    for name in names[1:]:
+        header = _header(files, name, wish)
+        if header != first:
+            expected, remedy = f"those of {names[0]}: {first!s:.200}", "make all files of a table alike"
+            raise ConversionError(
+                files.path(name), "line 1", found=f"{header!s:.200}", expected=expected, remedy=remedy
+            )
 
     def batches(name: str) -> Iterator[pa.RecordBatch]:
         from pyarrow import csv  # which takes its time
 
-        with files.open(name) as file:
-            packed = pa.CompressedInputStream(file, "gzip") if name.endswith(".gz") else file
-            head = csv.open_csv(packed).schema.names
-        if wish.ids not in head or len(head) < 2 or len(set(head)) < len(head):
-            expected = f"a header with {wish.ids!r} and the values of the vector, each name once"
-            raise ConversionError(files.path(name), "line 1", found=f"{head!s:.200}", expected=expected)
-        types = {each: pa.int64() if each == wish.ids else pa.float32() for each in head}
+        types = {each: pa.int64() if each == wish.ids else pa.float32() for each in first}
         options = csv.ConvertOptions(column_types=types, null_values=[""])
-        with files.open(name) as file:
-            packed = pa.CompressedInputStream(file, "gzip") if name.endswith(".gz") else file
-            yield from (_joined(batch, wish) for batch in csv.open_csv(packed, convert_options=options))
+        n_read = 0
+        with _opened(files, name) as file, _as_numbers(files.path(name), wish):
+            for batch in csv.open_csv(file, convert_options=options):
+                yield _joined(batch, wish, files.path(name), n_read)
+                n_read += batch.num_rows
 
     sizes = [files.size(name) * (_UNPACKED if name.endswith(".gz") else 1) for name in names]
     most_rows = max(1, sum(sizes) // _LEAST_ROW_BYTES)
-    return FileRows("csv", files, names, batches, wish, n_rows=None, most_rows=most_rows)
+    columns = ", ".join(name for name in first if name != wish.ids)
+    joined = LeftOut(f"columns {columns:.200}", f"are, in this order, the values of {wish.embedding}")
+    return FileRows("csv", files, names, batches, wish, n_rows=None, most_rows=most_rows, left_out=[joined])
 
 
-def _joined(batch: pa.RecordBatch, wish: Wish) -> pa.RecordBatch:
+@contextmanager
+def _opened(files: SourceFiles, name: str) -> Iterator[Any]:
+    """Open a file, unpacked; ConversionError where it does not unpack."""
+    with files.open(name) as file:
+        try:
+            yield pa.CompressedInputStream(file, "gzip") if name.endswith(".gz") else file
+        except OSError as error:
+            if error.errno is not None:  # of the storage, not of Arrow
+                raise
+            found = f"damage ({error!s:.100})"
+            raise ConversionError(files.path(name), "", found=found, expected="a whole file of gzip") from error
+
+
+def _header(files: SourceFiles, name: str, wish: Wish) -> list[str]:
+    """Return the names of the columns; ConversionError where they are not an id's and a vector's, each with a name."""
+    from pyarrow import csv  # which takes its time
+
+    try:
+        with _opened(files, name) as file:
+            head: list[str] = csv.open_csv(file).schema.names
+    except (pa.ArrowException, UnicodeDecodeError, EOFError) as error:
+        found = f"what Arrow does not read ({error!s:.200})"
+        raise ConversionError(files.path(name), "", found=found, expected="lines of CSV") from error
+    if wish.ids not in head or len(head) < 2 or len(set(head)) < len(head) or not all(head):
+        expected = f"a header with {wish.ids!r} and the values of the vector, each name once and none empty"
+        remedy = "name the column of ids, and save without an index (pandas: to_csv(index=False))"
+        raise ConversionError(files.path(name), "line 1", found=f"{head!s:.200}", expected=expected, remedy=remedy)
+    return head
+
+
+@contextmanager
+def _as_numbers(path: str, wish: Wish) -> Iterator[None]:
+    """Say of a field that is no number what it was to be."""
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        expected = f"{wish.ids!r} an int64 (1, not 1.0), all else numbers of float32, as many in each line"
+        raise ConversionError(path, "", found=f"{error!s:.200}", expected=expected) from error
+
+
+def _joined(batch: pa.RecordBatch, wish: Wish, path: str, n_before: int) -> pa.RecordBatch:
     """Put the values of a row into one vector."""
-    values = [batch.column(name) for name in batch.schema.names if name != wish.ids]
-    for column in values:
+    names = [name for name in batch.schema.names if name != wish.ids]
+    for name in batch.schema.names:
+        column = batch.column(name)
         if column.null_count:
-            raise pa.ArrowInvalid("a value is missing")
-    matrix = (
-        np.stack([column.to_numpy() for column in values], axis=1) if batch.num_rows else np.empty((0, len(values)))
-    )
+            row = n_before + int(np.argmax(column.is_null().to_numpy(zero_copy_only=False))) + 1
+            where = f"row {row}, column {name!r}"
+            raise ConversionError(path, where, found="an empty field: a value is missing", expected="a number")
+    values = [batch.column(name).to_numpy() for name in names]
+    matrix = np.stack(values, axis=1) if batch.num_rows else np.empty((0, len(values)))
+    for row, column in np.argwhere(np.isinf(matrix))[:1]:
+        where, expected = f"row {n_before + row + 1}, column {names[column]!r}", "what float32 holds"
+        raise ConversionError(path, where, found="infinity, or a number beyond float32", expected=expected)
     flat = pa.array(matrix.astype(np.float32, copy=False).reshape(-1))
     vectors = pa.FixedSizeListArray.from_arrays(flat, len(values))
     return pa.RecordBatch.from_arrays([batch.column(wish.ids), vectors], [wish.ids, wish.embedding])

@@ -47,7 +47,7 @@ def open_source(files: SourceFiles, wish: Wish) -> FileRows:
     if len(tables) > 1:
         found, remedy = f"tables {sorted(tables)}", "name the directory of one table"
         raise ConversionError(files.url, "", found=found, expected="one table", remedy=remedy)
-    return FileRows("parquet", files, names, batches, wish, n_rows=n_rows, most_rows=n_rows)
+    return FileRows("parquet", files, names, batches, wish, n_rows=n_rows, most_rows=n_rows, left_out=())
 
 
 def _exported_table(schema: pa.Schema, path: str) -> str:

@@ -79,7 +79,7 @@ class TorchRecSource:
         steps: dict[str, int] = {}
         for name, table in weights.items():
             of_table = {key: found[2] for key, found in states.items() if found[1] == table}
-            own = {state.replace("momentum_", "momentum"): tensors[key] for key, state in of_table.items()}
+            own = _states(of_table, tensors, url)
             step = next((own.pop(key) for key in ("step", "iter") if key in own), None)
             slots = {EMBEDDING: tensors[name], **_slots(tensors[name], own, table, left)}
             if step is not None and _ADAM[0] in slots and step.shape in ((), (1,)):
@@ -125,18 +125,31 @@ def _scalars(steps: Mapping[str, int]) -> dict[str, Any]:
     return {SPARSE_OPTIM: {"slots": list(_ADAM), "state": state, "param_groups": [{"tables": list(steps)}]}}
 
 
+def _states(of_table: Mapping[str, str], tensors: Mapping[str, SourceTensor], url: str) -> dict[str, SourceTensor]:
+    """Return the states of a table by name; ConversionError where two tensors are the same one."""
+    own: dict[str, SourceTensor] = {}
+    for key, state in of_table.items():
+        name = state.replace("momentum_", "momentum")
+        if name in own:
+            found = f"{own[name].name!r} and {key!r}"
+            raise ConversionError(url, f"state {name!r}", found=found, expected="one tensor", remedy="leave one out")
+        own[name] = tensors[key]
+    return own
+
+
 def _slots(
     weight: SourceTensor, states: Mapping[str, SourceTensor], table: str, left: list[LeftOut]
 ) -> dict[str, SourceTensor]:
     """Return the states of the fused optimizer under the names that slots have here."""
     n_rows, found = weight.shape[0], dict[str, SourceTensor]()
     is_adam = any(states[name].shape == weight.shape for name in _SECOND if name in states)
+    has_second = any(name in states for name in _SECOND)  # then momentum1 is no sum of squares, whatever the shape
     for name, tensor in states.items():
         slot = None
         is_rowwise = tensor.shape in ((n_rows,), (n_rows, 1)) and weight.shape[1:] != (1,)
         if is_adam and tensor.shape == weight.shape:
             slot = _MOMENTS.get(name)
-        elif not is_adam and name in ("momentum1", "sum"):
+        elif not has_second and name in ("momentum1", "sum"):
             if tensor.shape == weight.shape:
                 slot = "sparse_adagrad_sum"
             elif is_rowwise:
