@@ -20,6 +20,7 @@ from recckpt.types import SlotSpec
 
 _Words = npt.NDArray[np.uint64]
 _LARGEST = 1 << 64
+_WORD_BYTES = 4
 
 
 class RowSums:
@@ -54,14 +55,18 @@ class RowSums:
 
 
 def _words(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the bytes of rows as unsigned numbers, a line a row, as long as the rows can be divided into."""
+    """Return the bytes of rows as unsigned numbers, a line a row: of at most 32 bits, as the rows can be divided into.
+
+    Of a number of 64 bits the highest would meet the lowest bit of its factor only: it would add 2 ** 63, whatever the
+    factor is, and two of them nothing.
+    """
     n_bytes = column.dtype.itemsize
-    word = gcd(n_bytes, 8)
+    word = gcd(n_bytes, _WORD_BYTES)
     return column.view(f"u{word}").reshape(len(column), n_bytes // word)
 
 
 @lru_cache(maxsize=64)
 def _factors(first: int, n: int) -> _Words:
-    """Return random odd numbers: an odd one loses no bit of what it multiplies."""
+    """Return random odd numbers of 64 bits: an odd one loses no bit of what it multiplies."""
     factors: _Words = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
     return factors
