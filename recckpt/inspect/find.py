@@ -43,7 +43,7 @@ class CheckpointInfo:
 
 
 def list_checkpoints(path: Place) -> list[CheckpointInfo]:
-    """Return the checkpoints of an output dir that can be used, oldest first; [] where there is none. Needs no torch.
+    """Return the checkpoints of an output dir that can be used, oldest first; [] of an empty one. Needs no torch.
 
     Damaged ones are left out, with an error in the log.
 
@@ -51,11 +51,17 @@ def list_checkpoints(path: Place) -> list[CheckpointInfo]:
         path: an output dir; any fsspec URL.
 
     Raises:
+        CheckpointNotFoundError: the path is that of a checkpoint itself, or no directory.
         FormatVersionError: a newer recckpt wrote one.
         CorruptCheckpointError: there are only damaged ones.
     """
     storage = open_storage(os.fspath(path))
-    return [_info(storage, found) for found in reversed(newest_first(storage))]
+    found = newest_first(storage)
+    if not found and storage.why_empty():
+        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty()}, expected an output dir")
+    if not found and is_checkpoint(path):
+        raise CheckpointNotFoundError(f"{storage.url}: is a checkpoint itself, expected an output dir; name its parent")
+    return [_info(storage, each) for each in reversed(found)]
 
 
 def find_checkpoint(

@@ -32,7 +32,8 @@ class OpenCheckpoint:
         self._before = {_key(link.checkpoint): link for link in links}
         _ = self.links, self.others
         self._before = {}
-        index_tables(self.links, sorted({table for link in links for table in link.indexes}))
+        indexed = {table for link in links for table in list(link.indexes)}  # other threads add to them meanwhile
+        index_tables(self.links, sorted(indexed))
         return self
 
     @property

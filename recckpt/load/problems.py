@@ -10,7 +10,8 @@ from recckpt.load.conf import Entry
 from recckpt.load.names import GROUPS, Name, Pattern
 from recckpt.text import nearest
 
-_REMEDY = "pass load_conf={'strict': False} to load what fits by name, or say in 'on_mismatch' what to do"
+_OF_NAMES = "pass load_conf={'strict': False} to load what fits by name"
+_OF_VALUES = "say in 'on_mismatch' what to do where state differs"
 _OF_OBJECTS = ("extra", "dense_opt")
 
 
@@ -84,8 +85,10 @@ class Problems:
                 name: (f"{found} in {self._mismatched_in[name]}", expected)
                 for name, (found, expected) in mismatched.items()
             }
+        remedies = [_OF_NAMES] if self.missing or self.unexpected else []
+        remedy = "; ".join([*remedies, _OF_VALUES] if mismatched else remedies)
         misfit = StateMismatchError(
-            what, missing=self.missing, unexpected=self.unexpected, mismatched=mismatched, remedy=_REMEDY
+            what, missing=self.missing, unexpected=self.unexpected, mismatched=mismatched, remedy=remedy
         )
         misfits = [misfit] if self.missing or self.unexpected or self.mismatched else []
         if not self.conf and not misfits and len(self.not_found) == 1:

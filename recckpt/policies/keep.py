@@ -119,23 +119,30 @@ class Best(_Joined):
 
 
 def best_in(keep: object) -> Best:
-    """Return the policy of the best checkpoints in what ``max_keep`` may be; ValueError where there is none."""
+    """Return the policy of the best checkpoints in what ``max_keep`` may be; ValueError where it is not one."""
     parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
-    found = next((part for part in parts if isinstance(part, Best)), None)
-    if found is None:
+    found = {(part.metric, part.mode): part for part in parts if isinstance(part, Best)}
+    if len(found) > 1:
+        both = " and ".join(f"{metric!r} ({mode})" for metric, mode in found)
+        raise ValueError(
+            f"found max_keep={keep!r}, where the best may be that of {both}: name the step, which "
+            "recckpt.find_checkpoint(output_dir, 'best', metric, mode).step tells"
+        )
+    if not found:
         raise ValueError(
             f"found max_keep={keep!r}, which does not say what is best: give the saver one that does, such as "
             "Newest(3) | Best(1, 'auc'), or name the step"
         )
-    return found
+    return next(iter(found.values()))
 
 
 def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
-    """Return the id of the best checkpoint of a place.
+    """Return the id of the best checkpoint of a place; never of an ephemeral one, which policies are not shown.
 
     Raises:
         CheckpointNotFoundError: none was saved with the metric; says which metrics there are.
     """
+    checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.ephemeral]
     found = replace(best, k=1).kept(checkpoints, datetime.now(timezone.utc))
     if not found:
         names = sorted({name for found in checkpoints for name, value in found.state.items() if _is_number(value)})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
-from recckpt.errors import StateMismatchError, WriterFencedError
+from recckpt.errors import CommitNotDurableError, StateMismatchError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
@@ -41,11 +41,16 @@ def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination
         info.outcome.is_committed = True
         return record
 
+    path = layout.join(to.storage.url.removesuffix("/"), written.intent.directory)
     with info.timed("commit"):
-        record = job.ranks.on_first(commit_all)
+        try:
+            record = job.ranks.on_first(commit_all)
+        except CommitNotDurableError as error:
+            info.path = path if error.is_in_place else ""
+            raise
     info.time, info.n_bytes = record.time, record.n_bytes
     info.metrics = {name: float(v) for name, v in record.state.items() if isinstance(v, int | float)}
-    info.path = layout.join(to.storage.url.removesuffix("/"), written.intent.directory)
+    info.path = path
     return record
 
 

@@ -45,8 +45,30 @@ def test_checkpoints_are_listed_and_found_by_step_age_metric_and_id(url):
         assert reader.lookup("t", [1]).values.tolist() == [[3]]
 
 
+def test_what_is_no_output_dir_has_no_list(tmp_path):
+    run_of(tmp_path / "run")
+    (tmp_path / "file").write_text("x")
+    for name, match in (("typo", "does not exist"), ("file", "not a directory"), ("run/ckpt_3", "a checkpoint itself")):
+        with pytest.raises(CheckpointNotFoundError, match=f"{name}: .*{match}, expected an output dir"):
+            list_checkpoints(tmp_path / name)
+
+
+def test_the_best_of_a_run_is_none_that_is_soon_gone(tmp_path):
+    _, manager = run_of(tmp_path, Newest(2) | Best(1, "auc"))
+    manager.saver.save("ckpt_6", step=6, state={"auc": 0.99}, ephemeral=True)
+    assert find_checkpoint(tmp_path, "latest").ephemeral
+    assert find_checkpoint(tmp_path, "best", "auc").step == 4
+    assert manager.restore("best") == 4
+
+
+def test_which_of_two_metrics_is_best_is_for_the_caller_to_say(tmp_path):
+    _, manager = run_of(tmp_path, Best(1, "auc") | Best(2, "loss", "min"))
+    with pytest.raises(ValueError, match=r"'auc' \(max\) and 'loss' \(min\).*find_checkpoint"):
+        manager.restore("best")
+
+
 def test_where_there_is_none_the_list_is_empty_and_nothing_is_found(tmp_path):
-    assert list_checkpoints(tmp_path / "nothing") == []
+    assert list_checkpoints(tmp_path) == []
     assert not is_checkpoint(tmp_path)
     assert not is_checkpoint(tmp_path / "nothing")
     with pytest.raises(CheckpointNotFoundError, match="found no checkpoint 'latest'; there are none"):

@@ -348,6 +348,13 @@ def raised(problems):
     return caught.value
 
 
+def test_what_differs_is_not_mended_by_passing_over_names():
+    assert "strict" not in str(raised(Problems(mismatched={"x": (1, 2)})))
+    assert "on_mismatch" not in str(raised(Problems(missing=["m"])))
+    both = str(raised(Problems(missing=["m"], mismatched={"x": (1, 2)})))
+    assert both.index("'strict': False") < both.index("on_mismatch")
+
+
 def test_one_kind_of_problem_has_its_own_error_and_several_come_as_one():
     Problems(warnings=["w"]).raise_if_any("c")
     misfit = {"missing": ["m"], "unexpected": ["u"], "mismatched": {"x": (1, 2)}}

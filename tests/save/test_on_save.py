@@ -1,12 +1,15 @@
 """What ``on_save`` is told of saves that are committed, and of those that fail."""
 
+import errno
+
 import pytest
 import torch
 from torch import nn
 
 from recckpt import CheckpointManager, Saver, is_checkpoint
-from recckpt.errors import SaveFailedError
+from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.sparse import HashTable
+from recckpt.storage.local import LocalStorage
 
 
 class Breaks:
@@ -50,6 +53,22 @@ def test_a_save_whose_state_cannot_be_taken_is_told_with_its_error(tmp_path):
     part.broken = False
     saver.save("b")
     assert [(info.ckpt_id, info.error) for info in told[1:]] == [("b", None)]
+
+
+def test_a_save_that_is_in_place_is_told_with_its_path_though_it_may_be_lost(tmp_path, monkeypatch):
+    told = []
+    saver = saver_of(tmp_path, told)
+
+    def fail(storage, name):
+        if not name and (tmp_path / "a/manifest.json").exists():
+            raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "sync_dir", fail)
+        with pytest.raises(CommitNotDurableError, match="'a' is in place") as caught:
+            saver.save("a")
+    assert [(info.error, info.path) for info in told] == [(caught.value, str(tmp_path / "a"))]
+    assert is_checkpoint(told[0].path)
 
 
 @pytest.mark.parametrize("background", [False, True])
