@@ -21,7 +21,7 @@ class TableBag(nn.Module):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the bags of ids, as ``nn.EmbeddingBag.forward``."""
-        last = self.include_last_offset
+        last = self.include_last_offset and offsets is not None
         return self.table.bag(input, offsets, mode=self.mode, weights=per_sample_weights, include_last_offset=last)
 
 
@@ -48,8 +48,8 @@ def replace_embeddings(
         Name -> table. The name of a module is the name of its table.
 
     Raises:
-        TypeError, ValueError: something that is named is no such module; a weight is used elsewhere too, or has an
-            option that tables do not have. Nothing has been changed.
+        TypeError, ValueError: something that is named is no such module; a weight is used elsewhere too, or
+            :meth:`HashTable.from_embedding` refuses the module. Nothing has been changed.
     """
     found = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)

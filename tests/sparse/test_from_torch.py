@@ -139,6 +139,65 @@ def test_what_cannot_be_replaced_is_refused_and_nothing_has_changed(model, optio
     assert list(model.modules()) == before
 
 
+def test_bags_of_two_dimensions_have_no_last_offset():
+    model = nn.ModuleDict({"t": nn.EmbeddingBag(N, DIM, include_last_offset=True)})
+    ids = torch.tensor([[1, 2], [3, 3]])
+    expected = model["t"](ids)
+    replace_embeddings(model)
+    torch.testing.assert_close(model["t"](ids), expected)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def with_forward(module):
+    module.forward = lambda ids: nn.functional.embedding(ids, module.weight) * 2
+    return module
+
+
+def hooked(module, register):
+    getattr(module, register)(lambda *_: None)
+    return module
+
+
+def with_weight_hook(module):
+    module.weight.register_hook(lambda grad: grad * 2)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Scaled(2, 2), "Scaled with a forward of its own"),
+        (with_forward(nn.Embedding(2, 2)), "Embedding with a forward of its own"),
+        (hooked(nn.Embedding(2, 2), "register_forward_hook"), "hooks .forward_hooks"),
+        (hooked(nn.Embedding(2, 2), "register_forward_pre_hook"), "hooks .forward_pre_hooks"),
+        (hooked(nn.EmbeddingBag(2, 2), "register_full_backward_hook"), "hooks .backward_hooks"),
+        (hooked(nn.Embedding(2, 2), "register_full_backward_pre_hook"), "hooks .backward_pre_hooks"),
+        (with_weight_hook(nn.Embedding(2, 2)), "hooks .backward_hooks"),
+        (nn.utils.parametrizations.weight_norm(nn.Embedding(2, 2)), "parametrizations"),
+        (nn.EmbeddingBag(2, 2).requires_grad_(False), "a frozen weight"),
+    ],
+)
+def test_a_module_that_does_more_than_those_of_torch_or_does_not_train_is_refused(module, said):
+    model = nn.ModuleDict({"plain": nn.Embedding(2, 2), "inner": module})
+    with pytest.raises(ValueError, match=f"table 'inner': found {said}.*keep this module as it is"):
+        replace_embeddings(model)
+    assert model["inner"] is module
+    assert isinstance(model["plain"], nn.Embedding)
+    assert [*replace_embeddings(model, ["plain"])] == ["plain"]
+
+
+class Named(nn.Embedding):
+    """Another name, and the same behaviour."""
+
+
+def test_a_subclass_that_behaves_alike_is_replaced():
+    assert len(HashTable.from_embedding(Named(2, 2), name="t")) == 2
+
+
 def test_a_module_that_is_no_embedding_is_refused():
     with pytest.raises(TypeError, match=r"table 't': found a Linear, expected an nn.Embedding or nn.EmbeddingBag"):
         HashTable.from_embedding(nn.Linear(2, 2), name="t")

@@ -131,6 +131,8 @@ def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
 def _bags_of(table: str, ids: Any, ends: _Ends, weights: Any) -> Bags:
     """Return bags by one of the ways to say where they end."""
     given = [name for name in ("offsets", "lengths") if getattr(ends, name) is not None]
+    if ends.include_last_offset and ends.offsets is None:
+        raise ValueError(f"table {table!r}: found include_last_offset without offsets, expected it with them only")
     if not isinstance(ids, Tensor) or ids.is_nested:
         if given:
             raise ValueError(f"table {table!r}: found {' and '.join(given)} with ragged ids, expected those alone")
@@ -163,6 +165,8 @@ def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
             f"table {table!r}: found ids of {type(ids).__name__}, expected an int64 or int32 tensor, or an object with "
             "values(), lengths() and offsets(); convert lists with torch.as_tensor, strings with hash_ids"
         )
+    if is_tensor and ids.dim() != 2:
+        raise ValueError(f"table {table!r}: found nested ids of {ids.dim()} dimensions, expected 2: (bags, ids)")
     if is_tensor and ids.lengths() is not None:  # with gaps
         ids = ids.contiguous()
     if weights is None and not is_tensor:
@@ -170,6 +174,8 @@ def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
     elif isinstance(weights, Tensor) and weights.is_nested:
         weights = weights.values()
     flat = _checked_ids(table, ids.values())
+    if flat.dim() != 1:
+        raise ValueError(f"table {table!r}: found values() of shape {tuple(flat.shape)}, expected one dimension")
     starts = ids.offsets()[:-1] if is_tensor else _starts(table, ids.lengths(), len(flat))
     return Bags(flat, starts, _checked_weights(table, weights, tuple(flat.shape)))
 

@@ -96,7 +96,8 @@ class HashTable(PooledTable):
             options: further arguments of the table.
 
         Raises:
-            TypeError, ValueError: no such module, an option that tables do not have, or ids that do not fit.
+            TypeError, ValueError: no such module; one that is frozen, or has an option, hooks, parametrizations or a
+                ``forward`` that tables do not have; or ids that do not fit.
         """
         rows = torch_rows(module, name, ids)
         table = cls(rows.weight.shape[1], name=name, **{**rows.options, **options})

@@ -13,6 +13,13 @@ from recckpt.format.buckets import Slice
 from recckpt.sparse.table.checks import flat_ids
 
 Embedding = nn.Embedding | nn.EmbeddingBag
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
         if getattr(module, option):
             found = f"{option}={getattr(module, option)!r}"
             raise ValueError(f"table {name!r}: found {found}, which a table does not have: keep this module as it is")
+    _check_plain(module, name)
     weight = module.weight.detach()
     given = torch.arange(len(weight)) if ids is None else torch.from_numpy(flat_ids(ids).copy())
     n_different = len(np.unique(given.numpy()))
@@ -61,3 +69,20 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
         raise ValueError(f"table {name!r}: found {found}, expected a different one for each of {len(weight)} rows")
     padding = module.padding_idx
     return TorchRows(given, weight, None if padding is None else int(given[padding]))
+
+
+def _check_plain(module: Embedding, name: str) -> None:
+    """Refuse a module that does something else than those of torch, or does not train: a table would not do that."""
+    kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    hooks = [hook for hook in _HOOKS if getattr(module, hook, None) or getattr(module.weight, hook, None)]
+    found = ""
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        found = f"{type(module).__name__} with a forward of its own"
+    elif hooks:
+        found = f"hooks ({', '.join(hook.strip('_') for hook in hooks)})"
+    elif getattr(module, "parametrizations", None):
+        found = "parametrizations"
+    elif not module.weight.requires_grad:
+        found = "a frozen weight (requires_grad=False)"
+    if found:
+        raise ValueError(f"table {name!r}: found {found}, which a table does not have: keep this module as it is")

@@ -167,6 +167,7 @@ def test_training_through_bags_is_that_of_torch():
 
 
 IDS = torch.tensor([1, 2, 3])
+PAIRS = torch.nested.nested_tensor([torch.ones(n, 2, dtype=torch.int64) for n in (1, 2)], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +193,11 @@ IDS = torch.tensor([1, 2, 3])
         ((Jagged(IDS, torch.tensor([1])),), {}, "expected 3 in all"),
         ((Jagged(IDS, torch.tensor([3])), torch.tensor([0])), {}, "found offsets with ragged ids"),
         ((torch.nested.nested_tensor([IDS]),), {}, "expected layout=torch.jagged"),
+        ((PAIRS,), {}, "found nested ids of 3 dimensions"),
+        ((PAIRS.transpose(1, 2),), {}, "found nested ids of 3 dimensions"),
+        ((Jagged(IDS[:, None], torch.tensor([3])),), {}, r"found values\(\) of shape \(3, 1\), expected one dimension"),
+        ((IDS,), {"lengths": torch.tensor([3]), "include_last_offset": True}, "include_last_offset without offsets"),
+        ((IDS[None],), {"include_last_offset": True}, "include_last_offset without offsets"),
     ],
 )
 def test_bags_that_are_none_are_refused_and_add_no_rows(args, options, said):
