@@ -58,6 +58,8 @@ def open_tables(
     files: SourceFiles, tables: Sequence[str], wish: Wish, opened: Callable[[SourceFiles, Wish], Source]
 ) -> Source:
     """Open the directory of each table; ConversionError where one is missing, or a wish is for one table alone."""
+    left = [LeftOut(f"table {each}", "not asked for") for each in tables if wish.table in tables and each != wish.table]
+    tables = [wish.table] if wish.table in tables else tables
     if wish.table and len(tables) > 1:
         expected = f"the name of one: {', '.join(tables)}"
         remedy = "name the directory of one table, or leave out the name"
@@ -66,18 +68,18 @@ def open_tables(
     for table in tables:
         name = wish.table or table
         sources[name] = opened(SourceFiles(f"{files.url.rstrip('/')}/{file_name(table)}"), replace(wish, table=name))
-    return _Tables(sources)
+    return _Tables(sources, left)
 
 
 class _Tables:
     """Several sources of one table each."""
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(self, sources: Mapping[str, Source], others: Sequence[LeftOut]) -> None:
         self._sources = sources
         held = [source.contents for source in sources.values()]
         left = [LeftOut(f"table {name}, {each.name}", each.reason) for name in sources for each in self._left(name)]
         of_all = tuple(table for contents in held for table in contents.tables)
-        self.contents = replace(held[0], tables=of_all, left_out=tuple(left))
+        self.contents = replace(held[0], tables=of_all, left_out=(*others, *left))
 
     def rows(self, table: SourceTable) -> Iterator[Rows]:
         """Yield the rows of one."""

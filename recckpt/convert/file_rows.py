@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 
 from recckpt.convert.arrow_rows import Columns
+from recckpt.convert.beside import beside
 from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
@@ -53,7 +54,7 @@ class FileRows:
         count = most_rows if n_rows is None else n_rows
         table = self._columns.table(wish.table or files.stem, count, is_exact=n_rows is not None)
         left = tuple(LeftOut(f"column {name}", "a name that slots cannot have") for name in self._columns.left_out)
-        self.contents = Contents(format, (table,), left_out=(*left_out, *left))
+        self.contents = Contents(format, (table,), left_out=(*left_out, *left, *beside(files, names, format)))
 
     def rows(self, table: SourceTable) -> Iterator[Rows]:
         """Yield the rows, file after file."""

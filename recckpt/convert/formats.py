@@ -15,6 +15,8 @@ from recckpt.text import nearest
 # In the order in which they look at the files.
 SOURCES = ("recis", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
 
+_OF_ROWS = frozenset({"parquet", "arrow", "csv", "npy"})
+
 TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp", "recis")
 
 
@@ -32,11 +34,23 @@ def open_source(files: SourceFiles, format: str | None, wish: Wish) -> Source:
     for name in SOURCES if format is None else (format,):
         module = _module(name)
         if format is not None or module.recognises(files):
+            _check_wish(files, name, wish)
             tables = exported_tables(files, name)
             opened = open_tables(files, tables, wish, module.open_source) if tables else module.open_source(files, wish)
             return restored(opened)
     found = f"files of no format that is known: {', '.join(files.names[:5])}"
     raise ConversionError(files.url, "", found=found, expected=f"one of {', '.join(SOURCES)}", remedy="name the format")
+
+
+def _check_wish(files: SourceFiles, name: str, wish: Wish) -> None:
+    """Refuse what is said of tensors where there are rows, and the other way round."""
+    plain = Wish()
+    of_rows = {"column of ids": wish.ids != plain.ids, "column of vectors": wish.embedding != plain.embedding}
+    of_tensors = {"tensors that are to be tables": bool(wish.as_table)}
+    odd = [what for what, is_said in (of_tensors if name in _OF_ROWS else of_rows).items() if is_said]
+    if odd:
+        remedy = "leave it out"
+        raise ConversionError(files.url, "", found=f"a wish for {odd[0]}", expected=f"none, of {name}", remedy=remedy)
 
 
 def _module(name: str) -> ModuleType:

@@ -61,7 +61,16 @@ def read_blocks(files: SourceFiles) -> Blocks:
     for key in keys.keys() - found.keys():
         raise ConversionError(files.path(INDEX), f"block {key!r}", found="nothing", expected=f"it, from {TENSOR_KEYS}")
     sparse = {key: str(name) for key, name in keys.items()}
-    dense = {key.partition("^")[0]: block for key, block in found.items() if key not in sparse}
+    dense: dict[str, SourceTensor] = {}
+    for key, block in found.items():
+        name = key.partition("^")[0]
+        if key in sparse:
+            continue
+        if name in dense:
+            raise ConversionError(
+                files.path(INDEX), f"dense {name!r}", found=f"{key!r} and another", expected="one block"
+            )
+        dense[name] = block
     return Blocks(dict(_tables(files, found, sparse)), dense)
 
 

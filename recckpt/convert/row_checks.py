@@ -12,7 +12,7 @@ from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.types import check_table_name
 
 _RESERVED = frozenset({"", "id", "table", "op"})  # part of the format
-_REMEDY = "nothing was written; ids are int64: hash or number them first"
+ID_REMEDY = "nothing was written; ids are int64: hash or number them first"
 
 
 def check_table(table: SourceTable, source: str) -> None:
@@ -34,10 +34,10 @@ def int64_ids(values: Array, path: str, where: str) -> Int64s:
     if values.dtype.kind not in "iu":
         nan = " with NaN among them" if values.dtype.kind == "f" and np.isnan(values).any() else ""
         found = f"ids of {values.dtype}{nan}"
-        raise ConversionError(path, where, found=found, expected="integers of int64", remedy=_REMEDY)
+        raise ConversionError(path, where, found=found, expected="integers of int64", remedy=ID_REMEDY)
     if values.dtype == np.uint64 and len(values) and values.max() > np.iinfo(np.int64).max:
         found = f"the id {values.max()}, beyond int64"
-        raise ConversionError(path, where, found=found, expected="at most 2**63 - 1", remedy=_REMEDY)
+        raise ConversionError(path, where, found=found, expected="at most 2**63 - 1", remedy=ID_REMEDY)
     return np.ascontiguousarray(values, np.int64)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recckpt.convert.row_checks import int64_ids
+from recckpt.convert.row_checks import ID_REMEDY, int64_ids
 from recckpt.convert.source import Contents, Rows, SourceTable, SourceTensor, Wish
 from recckpt.errors import ConversionError
 from recckpt.text import nearest
@@ -70,7 +70,11 @@ class TensorSource:
             found = ", ".join(f"{name!r} of {shape}" for name, shape in n_rows.items())
             raise ConversionError(self._path, f"table {table.name!r}", found=found, expected="one row an id in each")
         for tensor in of_ids:
-            int64_ids(np.empty((0,) * len(tensor.shape), _kind(tensor)), self._path, f"tensor {tensor.name!r}")
+            where = f"tensor {tensor.name!r}"
+            if not tensor.dtype.startswith(("int", "uint")):
+                found, expected = f"ids of {tensor.dtype}", "integers of int64"
+                raise ConversionError(self._path, where, found=found, expected=expected, remedy=ID_REMEDY)
+            int64_ids(np.empty((0,) * len(tensor.shape), tensor.dtype), self._path, where)
         slots = tuple(slot_of(name, tensor, self._path) for name, tensor in table.slots.items())
         return SourceTable(table.name, next(iter(n_rows.values()))[0], slots)
 
@@ -104,7 +108,3 @@ def used(tables: list[TensorTable]) -> set[str]:
     """Return the names of the tensors that tables are made of."""
     of_ids = {table.ids.name for table in tables if table.ids}
     return of_ids | {tensor.name for table in tables for tensor in table.slots.values()}
-
-
-def _kind(tensor: SourceTensor) -> str:
-    return "float64" if tensor.dtype.startswith(("bfloat", "float")) else tensor.dtype

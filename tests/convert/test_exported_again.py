@@ -36,6 +36,9 @@ def test_an_export_of_several_tables_comes_back_as_those_tables(tmp_path, to):
         assert table_bytes(tmp_path / "back", table) == table_bytes(run, table)
     only = import_checkpoint(tmp_path / "out", tmp_path / "only", tables=["user"])
     assert only.rows == {"user": 2}
+    named = import_checkpoint(tmp_path / "out", tmp_path / "named", tables=["item"], wish=Wish(table="item"))
+    assert named.rows == {"item": 2}
+    assert [left.name for left in named.contents.left_out] == ["table user"]
 
 
 @pytest.mark.parametrize("to", ["npy", "parquet"])

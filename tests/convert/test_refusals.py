@@ -162,6 +162,21 @@ def test_arrays_that_are_cut_or_do_not_fit_are_refused(tmp_path):
     refused(tmp_path / "t", "embedding.npy: found the end of the file at row 2")
     np.save(tmp_path / "t/id.npy", np.ones(4))
     refused(tmp_path / "t", "ids of float64")
+    np.save(tmp_path / "t/id.npy", np.ones(4, np.float32))
+    refused(tmp_path / "t", "ids of float32")
+    np.save(tmp_path / "t/id.npy", np.array(list("abcd")))
+    refused(tmp_path / "t", "ids of str")
+
+
+@pytest.mark.parametrize("wish", [Wish(ids="key"), Wish(embedding="vector")])
+def test_wishes_for_columns_are_refused_where_there_are_none(tmp_path, wish):
+    save_file({"w": np.ones((2, 2), "f4")}, tmp_path / "m.safetensors")
+    refused(tmp_path / "m.safetensors", "a wish for column of .*, expected none, of safetensors", wish=wish)
+
+
+def test_a_wish_for_tensors_as_tables_is_refused_of_rows(tmp_path):
+    source = parquet(tmp_path, id=[1, 2], embedding=VECTORS)
+    refused(source, "a wish for tensors that are to be tables", wish=Wish(as_table={"embedding": None}))
 
 
 def header(entries, values=b""):

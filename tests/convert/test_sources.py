@@ -81,7 +81,8 @@ def test_the_rows_of_a_source_are_those_of_the_checkpoint_bit_for_bit(tmp_path, 
 
     done = import_rows(source, tmp_path / "out", step=7)
 
-    assert (done.ckpt_id, done.rows, done.contents.left_out) == ("ckpt_7", {"t": 100}, ())
+    assert (done.ckpt_id, done.rows) == ("ckpt_7", {"t": 100})
+    assert [left.name for left in done.contents.left_out] == ["partition day"] * (make is parquet_directory)
     assert table_bytes(tmp_path / "out", "t") == rows_bytes(rows)
     assert not verify(str(tmp_path / "out"))
     with CheckpointReader(tmp_path / "out") as reader:
@@ -113,6 +114,13 @@ def test_the_plan_names_the_columns_of_csv_that_become_the_vector(tmp_path):
     assert [(each.name, each.reason) for each in left] == [
         ("columns x, y", "are, in this order, the values of embedding")
     ]
+
+
+def test_files_of_another_format_in_the_directory_are_listed(tmp_path):
+    made = npy_directory(tmp_path, some_rows())
+    (made / "more.csv").write_text("id,x\n1,2\n")
+    plan = import_checkpoint(made, tmp_path / "out", format="npy", dry_run=True)
+    assert [left.name for left in plan.contents.left_out] == ["more.csv"]
 
 
 def test_columns_and_the_table_may_have_other_names(tmp_path):

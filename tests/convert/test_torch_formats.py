@@ -3,6 +3,7 @@
 import pickle
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from torch.distributed import checkpoint as dcp
 
 from recckpt import CheckpointReader
 from recckpt.convert import Wish, export_checkpoint, import_checkpoint
+from recckpt.convert.dcp_metadata import Box, StoredEntry
+from recckpt.convert.sources.dcp import _check_tiled
 from recckpt.errors import ConversionError
 from recckpt.inspect.verify import verify
 
@@ -159,3 +162,18 @@ def test_a_file_of_torch_that_is_cut_is_refused(tmp_path, keep):
 def test_a_file_of_torch_that_is_no_dict_is_refused(tmp_path):
     with pytest.raises(ConversionError, match="found a list, expected a dict"):
         import_checkpoint(save_torch([torch.ones(1)], tmp_path / "x"), tmp_path / "out")
+
+
+def test_pieces_of_dcp_that_overlap_are_refused():
+    pieces = [Box((0,), (3,), "f", 0, 1), Box((1,), (1,), "f", 0, 1)]
+    with pytest.raises(ConversionError, match="some of them twice"):
+        _check_tiled(StoredEntry("w", "float32", (4,), tuple(pieces)), pieces, SimpleNamespace(url="x"))
+
+
+def test_a_tensor_beside_a_state_dict_does_not_hide_it_and_nested_tensors_are_listed(tmp_path):
+    state = {"w": torch.ones(3, 2), "more": {"deep": [torch.zeros(1)]}}
+    torch.save({"state_dict": state, "epoch": torch.tensor(3)}, tmp_path / "x.pt")
+    done = import_checkpoint(tmp_path / "x.pt", tmp_path / "out")
+    assert [tensor.name for tensor in done.contents.dense] == ["w"]
+    assert [left.name for left in done.contents.left_out] == ["more"]
+    assert "epoch" in done.contents.extra

@@ -119,6 +119,24 @@ def _check_tiled(entry: StoredEntry, boxes: Sequence[Box], files: SourceFiles) -
             raise ConversionError(files.url, where, found=found, expected=f"one inside {entry.shape}")
     filled = [box for box in boxes if math.prod(box.sizes)]
     n_values = sum(math.prod(box.sizes) for box in filled)
-    if n_values != math.prod(entry.shape) or len({box.offsets for box in filled}) < len(filled):
-        found = f"pieces of {n_values} values"
+    if n_values != math.prod(entry.shape) or _overlap(filled):
+        found = f"pieces of {n_values} values{', some of them twice' if _overlap(filled) else ''}"
         raise ConversionError(files.url, where, found=found, expected=f"{math.prod(entry.shape)}, each once")
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Say whether two pieces, which are in the order of their offsets, have a value in common."""
+    running: list[Box] = []  # those that reach as far as the piece in the first dimension
+    for box in boxes:
+        if not box.offsets:
+            return len(boxes) > 1
+        running = [each for each in running if each.offsets[0] + each.sizes[0] > box.offsets[0]]
+        if any(_meet(box, each) for each in running):
+            return True
+        running.append(box)
+    return False
+
+
+def _meet(one: Box, other: Box) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(at < there + length and there < at + size for at, size, there, length in sides)

@@ -11,8 +11,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from recckpt.convert.beside import beside
 from recckpt.convert.exported import check_is_one_table
-from recckpt.convert.source import Array, Contents, SourceTensor, Wish
+from recckpt.convert.source import Array, Contents, LeftOut, SourceTensor, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, TensorTable
 from recckpt.errors import ConversionError
@@ -30,11 +31,12 @@ def recognises(files: SourceFiles) -> bool:
 def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
     """Open the files; ConversionError where one is cut, holds objects, or there are no vectors."""
     if files.is_file and files.names[0].endswith(_PACKED):
-        arrays = _packed(files)
+        arrays, left = _packed(files), list[LeftOut]()
     else:
         names = list(files.names) if files.is_file else files.ending(_SUFFIX)
         check_is_one_table(files, names)
         _check_directories(files, names)
+        left = beside(files, names, "npy")
         arrays = {
             name.rpartition("/")[2].removesuffix(_SUFFIX): _array(files, name, partial(files.open, name))
             for name in names
@@ -50,7 +52,7 @@ def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
         found = f"an array of shape {vectors.shape}"
         raise ConversionError(files.url, "", found=found, expected="a matrix, or ids beside it")
     table = TensorTable(wish.table or files.stem, ids, {EMBEDDING: vectors, **arrays})
-    return TensorSource(Contents("npy"), [table], files.url)
+    return TensorSource(Contents("npy", left_out=tuple(left)), [table], files.url)
 
 
 def _check_directories(files: SourceFiles, names: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recckpt.convert.source import Contents, Wish
+from recckpt.convert.source import Contents, LeftOut, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, used, wished_tables
 from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
@@ -13,6 +13,8 @@ from recckpt.errors import ConversionError
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _MODEL = ("state_dict", "model_state_dict", "model")  # under which others save the model beside the rest
+
+_NESTED = "holds tensors, which are no dense tensors here: it goes to model.pt as it is"
 
 
 def recognises(files: SourceFiles) -> bool:
@@ -36,7 +38,8 @@ def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
     dense = tuple(tensor for key, tensor in tensors.items() if key not in taken)
     step = next((extra[key] for key in ("global_step", "step") if type(extra.get(key)) is int), None)
     held = portable_values(extra, files.url)
-    held_all = Contents("torch_state", dense=dense, values=values, extra=held, step=step)
+    nested = tuple(LeftOut(each, _NESTED) for each, value in values.items() if _holds_tensors(value))
+    held_all = Contents("torch_state", dense=dense, values=values, extra=held, step=step, left_out=nested)
     return TensorSource(held_all, tables, files.url)
 
 
@@ -44,10 +47,21 @@ def _parted(saved: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Return the state of the model, and what lies beside it."""
     import torch
 
-    if any(isinstance(value, torch.Tensor) for value in saved.values()):
-        return saved, {}
+    has_tensors = any(isinstance(value, torch.Tensor) for value in saved.values())
     for key in _MODEL:
         inner = saved.get(key)
+        if has_tensors and not _holds_tensors(inner):
+            continue
         if isinstance(inner, Mapping) and all(isinstance(name, str) for name in inner):
             return inner, {name: value for name, value in saved.items() if name != key}
     return saved, {}
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Say whether a dict or a list has a tensor in it, at any depth."""
+    import torch
+
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    inner = value if isinstance(value, list | tuple) else ()
+    return any(isinstance(each, torch.Tensor) or _holds_tensors(each) for each in inner)
