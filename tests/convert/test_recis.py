@@ -168,6 +168,13 @@ def test_what_is_missing_or_contradicts_itself_is_refused(tmp_path, damage, matc
     assert not (tmp_path / "out").exists()
 
 
+def test_two_dense_blocks_of_one_name_are_refused(tmp_path):
+    halves = {"w^0@2@4": np.ones(2, "f4"), "w^2@4@4": np.zeros(2, "f4")}
+    source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)}, scalars=halves)
+    with pytest.raises(ConversionError, match=r"index at dense 'w': found .*, expected one block"):
+        import_checkpoint(source, tmp_path / "out", format="recis")
+
+
 def test_a_file_that_is_cut_is_refused(tmp_path):
     source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)})
     file = source / "model-000001-of-000007.safetensors"
