@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from recckpt.cli.passed_by import passed_by
 from recckpt.cli.result import Outcome, UsageError, usage_checked
 from recckpt.compaction.adopting import Adopted, adopt
 from recckpt.compaction.compact import Compacted
@@ -20,6 +21,8 @@ def compact(args: argparse.Namespace) -> Outcome:
         done = compact_chain(args.dir, args.ckpt, out=args.out, budget_bytes=args.budget, threads=args.workers)
     adopted = adopt(done.url) if args.adopt else Adopted((), ())
     lines = [_line(done, is_out=args.out is not None, is_adopted=done.directory in adopted.forms)]
+    if args.out is not None:
+        lines += passed_by(args.out, done.ckpt_id, None)
     if args.adopt:
         removed = f", and removed {plural(len(adopted.removed), 'delta')} that it replaces" if adopted.removed else ""
         lines.append(f"{one_line(done.url)}: adopted {plural(len(adopted.forms), 'offer')}{removed}")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from recckpt.cli.passed_by import passed_by
 from recckpt.cli.result import Outcome, UsageError, usage_checked
 from recckpt.convert.importing import ImportPlan, import_checkpoint
 from recckpt.convert.source import Wish
@@ -25,7 +26,8 @@ def import_source(args: argparse.Namespace) -> Outcome:
             done = _import(args)
         except RecckptError as error:
             return Outcome({"problems": [str(error)]}, [], [str(error)])
-    return Outcome(_data(done, args), list(_lines(done, args)))
+    step = next(found for found in (args.step, done.contents.step, 0) if found is not None)
+    return Outcome(_data(done, args), [*_lines(done, args), *passed_by(args.dir, done.ckpt_id, step)])
 
 
 def _import(args: argparse.Namespace) -> ImportPlan:

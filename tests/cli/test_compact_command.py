@@ -1,6 +1,8 @@
 import pytest
 from delta_runs import rows_of, run_with_chain
+from torch import nn
 
+from recckpt import Saver
 from recckpt.cli import app
 from recckpt.format import layout
 from recckpt.output_dir.listing import attempt_dirs, locate
@@ -52,6 +54,15 @@ def test_out_writes_to_another_output_dir(recckpt, run, tmp_path):
     answer = recckpt("compact", run.url, "ckpt_2", "--out", tmp_path / "other")
     assert (answer.code, answer.out) == (1, "")
     assert "is committed already" in answer.err
+
+
+def test_out_says_where_another_there_is_of_a_later_step(recckpt, tmp_path):
+    saver = Saver(nn.Linear(1, 1), output_dir=tmp_path / "run", max_keep=None)
+    for step in (2, 3):
+        saver.save(f"ckpt_{step}", step=step)
+    assert "restore()" not in recckpt("compact", tmp_path / "run", "ckpt_3", "--out", tmp_path / "other").out
+    said = recckpt("compact", tmp_path / "run", "ckpt_2", "--out", tmp_path / "other").out
+    assert "restore() takes ckpt_2, the newest there once it is written, though ckpt_3 is of a later step" in said
 
 
 def test_what_is_full_is_said_to_be_so(recckpt, run):

@@ -24,6 +24,14 @@ def test_a_dry_run_prints_the_plan_and_an_import_does_it(recckpt, vectors, tmp_p
     assert CheckpointReader(tmp_path / "out").manifest.rows == 100
 
 
+def test_an_older_step_than_the_latest_there_is_said_to_become_the_newest(recckpt, vectors, tmp_path):
+    said = "restore() takes ckpt_5, the newest there once it is written, though ckpt_7 is of a later step"
+    assert "restore()" not in recckpt("import", vectors, tmp_path / "out", "--step", 7).out
+    for options in (["--dry-run"], []):
+        assert said in recckpt("import", vectors, tmp_path / "out", "--step", 5, *options).out
+    assert CheckpointReader(tmp_path / "out").manifest.step == 5
+
+
 def test_json_lists_all_that_came_and_all_that_did_not(recckpt, tmp_path):
     save_file({"a": np.ones((2, 3), "f4"), "b": np.ones(2, "f4")}, tmp_path / "x.safetensors", {"by": "me"})
     done = recckpt("import", tmp_path / "x.safetensors", tmp_path / "out", "--as-table", "a", "--json")
