@@ -24,6 +24,11 @@ from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.storage import open_storage
 
 
+def _current(versions: list[Version]) -> list[Version]:
+    newest = {version.ckpt_id: version for version in versions if version.damage != "shape"}
+    return [version for version in versions if newest.get(version.ckpt_id) is version]
+
+
 class CheckedDir:
     """An output dir, a trainer that saves to it, and what must be there; AssertionError where something else is.
 
@@ -49,8 +54,17 @@ class CheckedDir:
     @property
     def current(self) -> list[Version]:
         """The newest version of each id that listings count."""
-        newest = {version.ckpt_id: version for version in self.versions if version.damage != "shape"}
-        return [version for version in self.versions if newest.get(version.ckpt_id) is version]
+        return _current(self.versions)
+
+    @property
+    def restores(self) -> Version | None:
+        """The newest that is whole; what a damaged one has superseded, and a delta stands on, counts again."""
+        left = list(self.versions)
+        while found := _current(left):
+            if found[-1].is_whole:
+                return found[-1]
+            left.remove(found[-1])
+        return None
 
     @property
     def steps(self) -> list[Version]:
@@ -75,8 +89,8 @@ class CheckedDir:
         self.done["steps"] += 1
 
     def _check_restore(self, trainer: Trainer) -> None:
-        sound = [version for version in self.current if version.is_whole]
-        expected: object = sound[-1].value if sound else "damaged" if self.versions else "nothing"
+        newest = self.restores
+        expected: object = newest.value if newest else "damaged" if self.versions else "nothing"
         try:
             trainer.manager.restore(required=True)
             found: object = trainer.value

@@ -35,7 +35,7 @@ def test_each_bug_can_still_be_planted():
         ("rotation before the commit", "unlink", 1, "restored step 0, which is none of"),
         ("data before the manifest at a removal", "unlink", 1, "damaged: {'ckpt_1'"),
         ("the index file before the manifest", "link", 4, "the index file names steps .2., and 1 is what restores"),
-        pytest.param("the index file in place", "write", 120, "the index file is torn: ''", marks=slow),
+        pytest.param("the index file in place", "write", 40, "the index file is torn: ''", marks=slow),
     ],
 )
 def test_a_kill_shows(worker, ram, finding, unseen, bug, call, first, what):

@@ -1,4 +1,5 @@
 import io
+import os
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -121,7 +122,8 @@ def test_every_bit_of_a_part_is_under_some_checksum(storage):
     save_tables(storage, [filled("item", range(3), slots={"sparse_step": ()}), filled("b", [7])], concurrency=1)
     for part in parts_of(storage):
         data = bytearray(Path(storage.url, "ckpt_1", part.file).read_bytes())
-        for position in range(len(data) * 8):
+        stride = int(os.environ.get("SWEEP_STRIDE", "1")) | 1  # odd: every bit of a byte has its turn
+        for position in range(0, len(data) * 8, stride):
             assert found(storage, part, flipped(data, position)), position
 
 
