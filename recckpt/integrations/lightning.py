@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -12,13 +11,11 @@ except ImportError as error:
     raise ImportError("recckpt.integrations.lightning needs lightning: pip install 'recckpt[lightning]'") from error
 
 from recckpt.dense.state_copy import dump_rng, load_rng
+from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions
 from recckpt.manager.manager import CheckpointManager
 from recckpt.policies.when import When
-from recckpt.saver import Saver
 from recckpt.sparse.optim import SparseOptimizer
 from recckpt.types import is_hashtable
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class RecckptCallback(Callback):
@@ -26,7 +23,7 @@ class RecckptCallback(Callback):
 
     Saved are the module, the optimizers and schedulers, the states of the other callbacks, and the loops, with the
     positions of loaders that have a ``state_dict``. Batches count as steps once an optimizer has stepped, so that no
-    save falls into an accumulation of gradients. Collective among the ranks of the trainer.
+    save falls into an accumulation of gradients.
 
     With automatic optimization the callback steps ``sparse_optimizer`` before each step of the dense one; with manual
     optimization the module does. The files of a ``ModelCheckpoint`` beside it hold no tables.
@@ -49,15 +46,14 @@ class RecckptCallback(Callback):
         output_dir: str,
         save_interval: int | When,
         *,
-        sparse_optimizer: SparseOptimizer | Callable[[LightningModule], SparseOptimizer] | None = None,
-        saver: Mapping[str, Any] = _NONE,
-        manager: Mapping[str, Any] = _NONE,
+        sparse_optimizer: GivenOptimizer = None,
+        saver: Mapping[str, Any] = NONE,
+        manager: Mapping[str, Any] = NONE,
     ) -> None:
-        self._output_dir, self._save_interval, self._given = output_dir, save_interval, sparse_optimizer
-        self._saver_options, self._manager_options = dict(saver), dict(manager)
+        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager)
         self._sparse_optimizer: SparseOptimizer | None = None
         self._stepped = 0
-        self._rng: Mapping[str, Any] = _NONE  # as restored, until the first batch is there
+        self._rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest checkpoint of the output dir, where there is one."""
@@ -66,32 +62,29 @@ class RecckptCallback(Callback):
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and RecckptCallback would both restore: leave ckpt_path "
                 "out, or the callback"
             )
-        given = self._given
-        optim = given if given is None or isinstance(given, SparseOptimizer) else given(pl_module)
-        self._sparse_optimizer = optim
+        self._sparse_optimizer = optim = self._options.optimizer_of(pl_module)
         if optim is not None and pl_module.automatic_optimization and trainer.precision == "16-mixed":
             raise ValueError(
                 "precision='16-mixed' scales the loss, and Lightning takes the scale from the gradients of its own "
                 "optimizer only: use 'bf16-mixed', or manual optimization with a GradScaler for both"
             )
-        saver = Saver(pl_module, optim, self._output_dir, **self._saver_options)
-        self.checkpoints = CheckpointManager(saver, self._save_interval, **self._manager_options)
+        self.checkpoints = manager = self._options.manager_of(pl_module, optim)
         for number, dense in enumerate(o for o in trainer.optimizers if not isinstance(o, SparseOptimizer)):
-            saver.register_for_checkpointing(f"optimizer_{number}", dense)
+            manager.register_for_checkpointing(f"optimizer_{number}", dense)
         for number, config in enumerate(trainer.lr_scheduler_configs):
-            saver.register_for_checkpointing(f"lr_scheduler_{number}", config.scheduler)
+            manager.register_for_checkpointing(f"lr_scheduler_{number}", config.scheduler)
         for callback in trainer.callbacks:
             if callback is not self and callback.state_dict():
-                saver.register_for_checkpointing(f"callback {callback.state_key}", callback)
-        saver.register_for_checkpointing("loops", trainer.fit_loop, per_rank=trainer.world_size > 1)
-        self._rng = dump_rng() if self.checkpoints.restore() else _NONE
+                manager.register_for_checkpointing(f"callback {callback.state_key}", callback)
+        manager.register_for_checkpointing("loops", trainer.fit_loop, per_rank=trainer.world_size > 1)
+        self._rng = dump_rng() if manager.restore() else NONE
         self._stepped = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Bring the random generators back, after the loaders that begin have drawn from them."""
         if self._rng:
             load_rng(self._rng)
-            self._rng = _NONE
+            self._rng = NONE
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Step the tables where Lightning steps the rest."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,13 @@ try:
 except ImportError as error:
     raise ImportError("recckpt.integrations.transformers needs more: pip install transformers accelerate") from error
 
+from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions
 from recckpt.manager.manager import CheckpointManager
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.policies.when import When
 from recckpt.saver import Saver
 from recckpt.sparse.optim import SparseOptimizer
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
 _TRAINER_STATE = "trainer_state"
 
 
@@ -53,7 +52,7 @@ class RecckptCallback(TrainerCallback):
         trainer = Trainer(model, args, train_dataset=..., callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
 
-    The trainer goes over the data that was seen, as it does for checkpoints of its own. Collective among its ranks.
+    The trainer goes over the data that was seen, as it does for checkpoints of its own.
 
     Args:
         output_dir: where the checkpoints go.
@@ -73,14 +72,14 @@ class RecckptCallback(TrainerCallback):
         output_dir: str,
         save_interval: int | When,
         *,
-        sparse_optimizer: SparseOptimizer | Callable[[nn.Module], SparseOptimizer] | None = None,
-        saver: Mapping[str, Any] = _NONE,
-        manager: Mapping[str, Any] = _NONE,
+        sparse_optimizer: GivenOptimizer = None,
+        saver: Mapping[str, Any] = NONE,
+        manager: Mapping[str, Any] = NONE,
     ) -> None:
-        self._output_dir, self._save_interval, self._given = output_dir, save_interval, sparse_optimizer
-        self._saver_options, self._manager_options = dict(saver), dict(manager)
+        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager)
         self._sparse_optimizer: SparseOptimizer | None = None
         self._state = _State()
+        self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
 
     def resume_point(self, trainer: Trainer) -> str | None:
         """Return what ``train(resume_from_checkpoint=...)`` is to get: None where there is nothing to resume.
@@ -89,19 +88,19 @@ class RecckptCallback(TrainerCallback):
         tensors and optimizers are restored when training begins.
         """
         found = _State()
-        probe = Saver(nn.Module(), output_dir=self._output_dir)
+        probe = Saver(nn.Module(), output_dir=self._options.output_dir)
         probe.register_for_checkpointing(_TRAINER_STATE, found)
-        step = CheckpointManager(probe, self._save_interval).restore(
-            load_conf={"load": [_TRAINER_STATE, "global_step"]}
-        )
-        if not step:
+        manager = CheckpointManager(probe, self._options.save_interval)
+        if not manager.restore(load_conf={"load": [_TRAINER_STATE, "global_step"]}):
             return None
-        point = Path(tempfile.mkdtemp(prefix="recckpt-resume-"))
+        self._resume_dir = tempfile.TemporaryDirectory(prefix="recckpt-resume-")
+        point = Path(self._resume_dir.name)
         (point / "trainer_state.json").write_text(json.dumps(found.loaded))
         seeds = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             seeds["cuda"] = torch.cuda.get_rng_state()
-        torch.save(seeds, point / "rng_state.pth")
+        of_rank = f"_{trainer.args.process_index}" if trainer.args.world_size > 1 else ""
+        torch.save(seeds, point / f"rng_state{of_rank}.pth")
         # The trainer insists on weights. Of these files it takes no value, and misses no name.
         weights = {"weight_map": dict.fromkeys(trainer.model.state_dict(), "none.bin")}
         (point / "pytorch_model.bin.index.json").write_text(json.dumps(weights))
@@ -117,18 +116,17 @@ class RecckptCallback(TrainerCallback):
             )
         if args.fp16:
             raise ValueError("fp16=True scales the loss, and only the trainer's own optimizer knows it: use bf16=True")
-        model, given = kwargs["model"], self._given
-        self._sparse_optimizer = given if given is None or isinstance(given, SparseOptimizer) else given(model)
-        saver = Saver(model, self._sparse_optimizer, self._output_dir, **self._saver_options)
-        saver.register_for_checkpointing("optimizer", kwargs["optimizer"])
-        saver.register_for_checkpointing("lr_scheduler", kwargs["lr_scheduler"])
-        saver.register_for_checkpointing(_TRAINER_STATE, self._state)
-        self.checkpoints = CheckpointManager(saver, self._save_interval, **self._manager_options)
+        model = kwargs["model"]
+        self._sparse_optimizer = self._options.optimizer_of(model)
+        self.checkpoints = manager = self._options.manager_of(model, self._sparse_optimizer)
+        manager.register_for_checkpointing("optimizer", kwargs["optimizer"])
+        manager.register_for_checkpointing("lr_scheduler", kwargs["lr_scheduler"])
+        manager.register_for_checkpointing(_TRAINER_STATE, self._state)
         if state.global_step:
-            self.checkpoints.restore(state.global_step, rng=False)  # the trainer sets it where the seen data ends
-        elif list_checkpoints(saver.storage).current:
+            manager.restore(state.global_step, rng=False)  # the trainer sets it where the seen data ends
+        elif list_checkpoints(manager.saver.storage).current:
             raise ValueError(
-                f"{self._output_dir} holds checkpoints, and training begins at step 0: call "
+                f"{self._options.output_dir} holds checkpoints, and training begins at step 0: call "
                 "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), or give another output_dir"
             )
 
@@ -143,5 +141,7 @@ class RecckptCallback(TrainerCallback):
         self.checkpoints.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the save that is under way, and remove the point that was resumed from."""
         self.checkpoints.close()
+        if self._resume_dir is not None:
+            self._resume_dir.cleanup()

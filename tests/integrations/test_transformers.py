@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 from torch import nn
@@ -62,14 +64,16 @@ def fit(tmp_path, name, *, killed=0, resume=True, **options):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, accumulate):
+def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, monkeypatch, accumulate):
     whole = fit(tmp_path, "whole", gradient_accumulation_steps=accumulate)
     fit(tmp_path, "ended", killed=23, gradient_accumulation_steps=accumulate)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     resumed = fit(tmp_path, "ended", gradient_accumulation_steps=accumulate)
     ids = torch.arange(N_IDS)
     assert torch.equal(whole.model.eval().table(ids), resumed.model.eval().table(ids))
     assert all(map(torch.equal, whole.model.top.parameters(), resumed.model.top.parameters()))
     assert whole.state.global_step == resumed.state.global_step == 40
+    assert not list(tmp_path.glob("recckpt-resume-*")), "the point that was resumed from is left"
     losses = [[line.get("loss") for line in trainer.state.log_history] for trainer in (whole, resumed)]
     assert losses[0][-2] == pytest.approx(losses[1][-2])
 

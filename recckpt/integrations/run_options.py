@@ -1,0 +1,39 @@
+"""What a callback is told of a run, from which it makes the manager once the trainer has made the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from recckpt.manager.manager import CheckpointManager
+from recckpt.policies.when import When
+from recckpt.saver import Saver
+from recckpt.sparse.optim import SparseOptimizer
+
+NONE: Mapping[str, Any] = MappingProxyType({})
+GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or what returns it, given the model
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The arguments of a callback, as they are given."""
+
+    output_dir: str
+    save_interval: int | When
+    sparse_optimizer: GivenOptimizer
+    saver: Mapping[str, Any]
+    manager: Mapping[str, Any]
+
+    def optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
+        """Return the optimizer of the tables."""
+        given = self.sparse_optimizer
+        return given if given is None or isinstance(given, SparseOptimizer) else given(model)
+
+    def manager_of(self, model: nn.Module, optimizer: SparseOptimizer | None) -> CheckpointManager:
+        """Return a manager that saves a model and that optimizer."""
+        saver = Saver(model, optimizer, self.output_dir, **self.saver)
+        return CheckpointManager(saver, self.save_interval, **self.manager)
