@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from recckpt.format.manifest import Manifest, Scalar
-from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.manager.autosave import Autosave
+from recckpt.manager.resumable import Resumable
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run, pinned_id
 from recckpt.manager.signals import Signals, SignalWatch
 from recckpt.output_dir import rotation
-from recckpt.parallel.one_process import OneProcess
 from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule
 from recckpt.policies.when import When, as_when, check_ephemeral
 from recckpt.saver import Saver
 from recckpt.types import flag, positive_number
 
 
-class CheckpointManager(OneProcess):
+class CheckpointManager(Resumable):
     """Saves a run as ``ckpt_<step>`` when it is time, and restores it.
 
     Thread-safe: steps, saves and restores of several threads follow each other. It belongs to the process that made it:
@@ -218,81 +217,3 @@ class CheckpointManager(OneProcess):
         """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
         self._check_process()
         rotation.unpin(self._saver.storage, pinned_id(step))
-
-    def restore(
-        self,
-        global_step: int | Literal["latest", "best"] | None = None,
-        *,
-        load_conf: Mapping[str, Any] | None = None,
-        rng: bool = True,
-        required: bool = False,
-    ) -> int:
-        """Bring back the newest committed checkpoint, or that of one step, and return its step.
-
-        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the newest that does
-        not stand on what is damaged.
-
-        Args:
-            global_step: the step to restore; None or "latest" for the newest; "best" by ``Best`` in ``max_keep``.
-            load_conf: what to take; None for everything.
-            rng: whether to restore the random generators of torch, CUDA, numpy and Python.
-            required: whether it is an error that there is nothing to restore.
-
-        Returns:
-            The step; 0 where there was nothing to restore.
-
-        Raises:
-            CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
-            CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
-            FormatVersionError: a newer recckpt wrote one of them.
-            StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
-            CheckpointRemovedError: time and again another process removed it before it was read.
-            PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
-        """
-        with self._turn():
-            self._autosave.settle_on_all()
-            step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
-            self._autosave.start()
-            return step
-
-    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
-        """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
-
-        Call it before :meth:`restore`, which then has nothing left to do.
-
-        Args:
-            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md.
-
-        Raises:
-            LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
-            StateMismatchError: state that does not fit the model; all of it.
-            CheckpointNotFoundError: a path holds no committed checkpoint.
-            CorruptCheckpointError: a file is damaged.
-            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
-        """
-        with self._turn():
-            self._autosave.settle_on_all()
-            report = self._restorer.load_model_bank(bank)
-            self._autosave.start()
-            return report
-
-    def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
-        """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
-
-        Raises:
-            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
-        """
-        with self._turn():
-            return self._restorer.plan(bank)
-
-    def reload_dynamic(self) -> list[LoadReport]:
-        """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
-
-        Called by :meth:`step` whenever it saves. An entry takes the names that it won when the bank was loaded.
-
-        Raises:
-            StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
-            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
-        """
-        with self._turn():
-            return self._restorer.reload_dynamic()

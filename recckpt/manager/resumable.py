@@ -1,0 +1,102 @@
+"""What a run takes up from checkpoints: its own newest one, and what a model bank adds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.manager.autosave import Autosave
+from recckpt.manager.resume import Restorer
+from recckpt.parallel.one_process import OneProcess
+
+
+class Resumable(OneProcess):
+    """The loads of a :class:`recckpt.CheckpointManager`; each waits for the save that is under way, and takes turns."""
+
+    _autosave: Autosave
+    _restorer: Restorer
+
+    @abstractmethod
+    def _turn(self) -> AbstractContextManager[Any]:
+        """Return the lock of the manager and its saver."""
+
+    def restore(
+        self,
+        global_step: int | Literal["latest", "best"] | None = None,
+        *,
+        load_conf: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        required: bool = False,
+    ) -> int:
+        """Bring back the newest committed checkpoint, or that of one step, and return its step.
+
+        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the newest that does
+        not stand on what is damaged.
+
+        Args:
+            global_step: the step to restore; None or "latest" for the newest; "best" by ``Best`` in ``max_keep``.
+            load_conf: what to take; None for everything.
+            rng: whether to restore the random generators of torch, CUDA, numpy and Python.
+            required: whether it is an error that there is nothing to restore.
+
+        Returns:
+            The step; 0 where there was nothing to restore.
+
+        Raises:
+            CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
+            CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
+            FormatVersionError: a newer recckpt wrote one of them.
+            StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError: time and again another process removed it before it was read.
+            PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
+        """
+        with self._turn():
+            self._autosave.settle_on_all()
+            step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
+            self._autosave.start()
+            return step
+
+    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
+        """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
+
+        Call it before :meth:`restore`, which then has nothing left to do.
+
+        Args:
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md.
+
+        Raises:
+            LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
+            StateMismatchError: state that does not fit the model; all of it.
+            CheckpointNotFoundError: a path holds no committed checkpoint.
+            CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+        """
+        with self._turn():
+            self._autosave.settle_on_all()
+            report = self._restorer.load_model_bank(bank)
+            self._autosave.start()
+            return report
+
+    def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
+        """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
+
+        Raises:
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
+        """
+        with self._turn():
+            return self._restorer.plan(bank)
+
+    def reload_dynamic(self) -> list[LoadReport]:
+        """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
+
+        Called by :meth:`step` whenever it saves. An entry takes the names that it won when the bank was loaded.
+
+        Raises:
+            StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+        """
+        with self._turn():
+            return self._restorer.reload_dynamic()
