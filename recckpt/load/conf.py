@@ -8,7 +8,8 @@ from os import PathLike
 from typing import Any
 
 from recckpt.errors import LoadConfError
-from recckpt.load.names import GLOBAL_STEP, ID, Name, Pattern, Renames, parse_renames, slot_name
+from recckpt.format.names import GLOBAL_STEP, ID, Name, Pattern, slot_name
+from recckpt.load.renames import Renames, parse_renames
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, is_list

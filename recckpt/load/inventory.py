@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
 from recckpt.load.conf import Entry
-from recckpt.load.names import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.text import escaped
 from recckpt.types import SlotSpec

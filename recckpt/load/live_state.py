@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from recckpt.dense.optimizers import NamedOptimizer
 from recckpt.dense.registered import Registry
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import GLOBAL_STEP, ID, Name, slot_name, state_name
 from recckpt.load.inventory import PLAIN, Inventory, Thing
-from recckpt.load.names import GLOBAL_STEP, ID, Name, slot_name, state_name
 from recckpt.load.open_source import Needs
 from recckpt.load.problems import Problems
 from recckpt.load.report import Planned

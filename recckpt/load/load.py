@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from recckpt.dense.state_copy import load_rng
 from recckpt.errors import RecckptError, StateMismatchError
+from recckpt.format.names import GLOBAL_STEP, ID
 from recckpt.load.dense_and_registered import OtherState, read_other_state
 from recckpt.load.live_state import LiveState, check_live
-from recckpt.load.names import GLOBAL_STEP, ID
 from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems

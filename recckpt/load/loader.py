@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from recckpt.dense.registered import Registry
 from recckpt.format.manifest import Manifest
+from recckpt.format.names import ID, Pattern
 from recckpt.load import load as loading
 from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
 from recckpt.load.live_state import LiveState
-from recckpt.load.names import ID, Pattern
 from recckpt.load.open_source import OpenSource, opened
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned

@@ -14,8 +14,8 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Part
+from recckpt.format.names import Name
 from recckpt.load.inventory import Inventory, Offer, checkpoint_inventory, names_here
-from recckpt.load.names import Name
 from recckpt.load.source import Source
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles

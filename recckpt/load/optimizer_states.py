@@ -16,8 +16,8 @@ from recckpt.dense.optimizers import NAMES, NamedOptimizer, is_named, states_by_
 from recckpt.dense.sharded import may_be_sharded
 from recckpt.format import layout
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import ID, Name, state_name
 from recckpt.load.live_state import LiveState
-from recckpt.load.names import ID, Name, state_name
 from recckpt.load.open_source import OpenSource
 from recckpt.load.report import Planned
 from recckpt.types import EMBEDDING

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import ID, Name, slot_name, state_name
 from recckpt.load.conf import Entry
 from recckpt.load.inventory import PLAIN, Inventory, Offer, Thing
-from recckpt.load.names import ID, Name, slot_name, state_name
 from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
 from recckpt.load.report import SETTINGS_STAY, LoadPlan, Planned
 from recckpt.text import nearest

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
+from recckpt.format.names import GROUPS, Name, Pattern
 from recckpt.load.conf import Entry
-from recckpt.load.names import GROUPS, Name, Pattern
 from recckpt.text import nearest
 
 _OF_NAMES = "pass load_conf={'strict': False} to load what fits by name"

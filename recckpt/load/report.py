@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recckpt.format.names import GLOBAL_STEP, Name
 from recckpt.load.inventory import Thing
-from recckpt.load.names import GLOBAL_STEP, Name
 from recckpt.load.problems import first_few
 from recckpt.text import count, escaped, grid, one_line, plural, size
 from recckpt.types import EMBEDDING

@@ -9,8 +9,8 @@ from itertools import pairwise
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
+from recckpt.format.names import ID
 from recckpt.load.live_state import LiveState
-from recckpt.load.names import ID
 from recckpt.load.report import LoadReport
 from recckpt.output_dir.listing import Checkpoint
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.format.names import ID, slot_name
 from recckpt.load.conf import Entry
 from recckpt.load.live_state import LiveState
-from recckpt.load.names import ID, slot_name
 from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems

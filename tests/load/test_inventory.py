@@ -9,6 +9,7 @@ from torch import nn
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CorruptCheckpointError, LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import Name, slot_name, state_name
 from recckpt.load.inventory import (
     PLAIN,
     Thing,
@@ -18,7 +19,6 @@ from recckpt.load.inventory import (
     listed_inventory,
     names_here,
 )
-from recckpt.load.names import Name, slot_name, state_name
 from recckpt.output_dir.at_path import locate_path
 
 

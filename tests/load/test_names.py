@@ -8,17 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.load.names import (
+from recckpt.format.names import (
     GROUPS,
     Name,
     Pattern,
-    Renames,
-    parse_renames,
     slot_name,
     state_name,
     wildcard_regex,
     wildcards,
 )
+from recckpt.load.renames import Renames, parse_renames
 
 NAMES = [
     slot_name("user", "id"),

@@ -4,9 +4,9 @@ import pytest
 
 from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import Name, slot_name
 from recckpt.load.conf import Entry, parse_bank, parse_load_conf
 from recckpt.load.inventory import PLAIN, Offer, Thing
-from recckpt.load.names import Name, slot_name
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 

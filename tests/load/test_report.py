@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
+from recckpt.format.names import Name, slot_name
 from recckpt.load.inventory import PLAIN, Thing
-from recckpt.load.names import Name, slot_name
 from recckpt.load.report import LoadPlan, LoadReport, Planned
 
 ROWS = 1_234_567
