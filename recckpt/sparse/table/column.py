@@ -193,6 +193,18 @@ class Column:
             twin._written = torch.cuda.current_stream(self.device).record_event()
         return twin
 
+    def fitted(self, n_rows: int) -> Column:
+        """Return a column of the first ``n_rows`` in the memory that these need; whole blocks are those of this one."""
+        twin = Column(self.spec, self.device)
+        twin.shift = self.shift
+        if n_rows <= 1 << self.shift:
+            twin.reserve(max(1, n_rows))
+        if 0 < twin.capacity < len(self.blocks[0]):
+            twin.blocks[0].copy_(self.blocks[0][: twin.capacity])
+        else:
+            twin._memory = Blocks.of(self.blocks[: max(1, -(-n_rows >> self.shift))])
+        return twin
+
     def shrink(self, n_blocks: int) -> None:
         """Let go of all blocks but the first ones."""
         self._memory = Blocks.of(self.blocks[:n_blocks])

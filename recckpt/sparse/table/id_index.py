@@ -76,6 +76,14 @@ class IdIndex:
         else:
             self._cells = _empty_cells(_MIN_CAPACITY)
 
+    def fitted(self) -> IdIndex:
+        """Return an independent copy in the memory that its ids need; all of them are published."""
+        twin = IdIndex()
+        twin.reserve(len(self))
+        _rehash(self._cells, twin._cells)
+        twin._counts[:VERSION] = len(self)
+        return twin
+
     def copy(self) -> IdIndex:
         """Return an independent copy."""
         twin = IdIndex()

@@ -195,7 +195,10 @@ class RowStore:
             present.write(rows, values, flag)
 
     def erase(self, ids: Int64s) -> int:
-        """Drop the rows of ``ids`` that are present and return how many; the last rows move into the gaps."""
+        """Drop the rows of ``ids`` that are present and return how many; the last rows move into the gaps.
+
+        Memory goes back once half of the rows are gone, at the latest when snapshots and look-ups let go of it.
+        """
         with self.lock:
             rows = self._settled()
             erasure = rows.find_erasure(ids)
@@ -205,6 +208,10 @@ class RowStore:
             rows.erase(erasure)
             for marks in self._mark_sets():
                 marks.move(erasure)
+            if rows.is_half_empty:
+                fitted = rows.fitted()
+                rows.index.begin_renumbering()  # for good: look-ups that still read these are repeated
+                self._rows = fitted
             return len(erasure.ids)
 
     def clear(self) -> None:

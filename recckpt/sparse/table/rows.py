@@ -19,6 +19,7 @@ Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 _CPU = torch.device("cpu")
 _ID_SPEC = SlotSpec("id", "int64", ())
+MIN_ROWS = 64  # of a table whose memory is worth giving back
 
 
 class Erasure(NamedTuple):
@@ -111,6 +112,7 @@ class Rows:
         self.ids = Column(_ID_SPEC, _CPU)
         self.index = IdIndex()
         self.era = object()
+        self.most = 0  # rows there were before an erase, since they moved into the memory of now
 
     def __len__(self) -> int:
         return len(self.index)
@@ -133,6 +135,19 @@ class Rows:
         twin.columns = {name: column.to(device) for name, column in self.columns.items()}
         twin.initial = dict(self.initial)
         twin.ids, twin.index, twin.era = self.ids.to(_CPU), self.index.copy(), self.era
+        return twin
+
+    @property
+    def is_half_empty(self) -> bool:
+        """Whether half of the most rows there were are gone, and enough for their memory to count."""
+        return self.most > MIN_ROWS and 2 * len(self) <= self.most
+
+    def fitted(self) -> Rows:
+        """Return the same rows in the memory that they need, of which they share what they need of this one's."""
+        twin = Rows(self.device)
+        twin.columns = {name: column.fitted(len(self)) for name, column in self.columns.items()}
+        twin.initial = dict(self.initial)
+        twin.ids, twin.index, twin.era = self.ids.fitted(len(self)), self.index.fitted(), self.era
         return twin
 
     def add_column(self, spec: SlotSpec, initial: float) -> None:
@@ -211,6 +226,7 @@ class Rows:
 
     def erase(self, erasure: Erasure) -> None:
         """Do it, all of it or nothing."""
+        self.most = max(self.most, len(self))
         slots = list(self.columns.values())
         if self.device == _CPU:
             erase_rows(self.index, erasure, [self.ids, *slots])

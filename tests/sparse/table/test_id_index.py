@@ -80,9 +80,9 @@ class IndexAgainstDict(RuleBasedStateMachine):
     def reserve(self, n_rows):
         self.index.reserve(n_rows)
 
-    @rule()
-    def copy(self):
-        self.index, old = self.index.copy(), self.index
+    @rule(fitted=st.booleans())
+    def copy(self, fitted):
+        self.index, old = self.index.fitted() if fitted else self.index.copy(), self.index
         old.erase(array(list(self.rows)), array([]), array([]))  # of no consequence to the copy
 
     @invariant()

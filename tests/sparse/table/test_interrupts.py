@@ -17,6 +17,7 @@ from raising import CallingAt, RaisingAt
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseAdamW
 from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table import rows as rows_module
 from recckpt.types import EMBEDDING
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
@@ -27,6 +28,7 @@ ERRORS = [KeyboardInterrupt, MemoryError]
 def small_blocks(monkeypatch):
     monkeypatch.setattr(column_module, "BLOCK_BYTES", 1024)
     monkeypatch.setattr(column_module, "_FIRST_ROWS", 8)
+    monkeypatch.setattr(rows_module, "MIN_ROWS", 8)
 
 
 class Run:
@@ -83,6 +85,10 @@ def _erase(run):
     run.table.erase(torch.tensor([0, 7, 7, 20, 44, 1000]))
 
 
+def _erase_most(run):
+    run.table.erase(torch.arange(3, 40))
+
+
 def _clear(run):
     run.table.clear()
 
@@ -102,7 +108,7 @@ def _add_slot(run):
     run.table.add_slot("late", (2,), initial=3)
 
 
-OPERATIONS = [_insert, _insert_new, _look_up, _step, _erase, _clear, _load, _reserve, _add_slot]
+OPERATIONS = [_insert, _insert_new, _look_up, _step, _erase, _erase_most, _clear, _load, _reserve, _add_slot]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__[1:])

@@ -112,6 +112,49 @@ def test_clear_drops_rows_and_memory():
     assert len(store) == 1
 
 
+@pytest.mark.parametrize("device", [None, ELSEWHERE], ids=["cpu", "elsewhere"])
+def test_memory_goes_back_when_half_of_the_rows_are_gone_and_not_before(device):
+    store = store_of(list(range(1000)), device)
+    before, era = store.nbytes, store.era
+    store.erase(np.arange(499))
+    assert store.nbytes == before
+    store.erase(np.array([600]))
+    assert store.nbytes <= before / 2 + 2 * 512
+    assert check(store) == {*range(499, 1000)} - {600}
+    assert store.era is era, "what waits for rows is not forgotten"
+    insert(store, np.arange(2000))
+    assert check(store) == {*range(2000)}
+
+
+def test_a_store_that_is_emptied_row_by_row_ends_as_small_as_a_new_one():
+    store = store_of(list(range(3000)))
+    for first in range(0, 3000, 30):
+        store.erase(np.arange(first, first + 30))
+        check(store)
+    assert store.nbytes <= store_of(list(range(64))).nbytes
+
+
+def test_room_that_was_reserved_stays_while_the_table_has_not_shrunk():
+    store = store_of(list(range(100)))
+    store.reserve(10_000)
+    before = store.nbytes
+    store.erase(np.arange(30))
+    assert store.nbytes == before
+
+
+def test_a_snapshot_is_of_its_moment_though_the_memory_of_its_rows_has_gone_back():
+    store = store_of(list(range(1000)))
+    snapshot = store.snapshot("t")
+    store.erase(np.arange(0, 900))
+    insert(store, np.arange(5000, 6000))
+    ids, embeddings, twice = np.empty(1000, np.int64), np.empty((1000, 2), np.float32), np.empty(1000, np.float32)
+    snapshot.read(np.arange(1000), [some.reshape(-1).view(np.uint8) for some in (ids, embeddings, twice)])
+    assert sorted(ids.tolist()) == [*range(1000)]
+    assert (embeddings[:, 1] == ids).all()
+    assert (twice == 2 * ids).all()
+    snapshot.close()
+
+
 def test_reserve_makes_room_for_all_columns_once():
     store = store_of([1])
     store.reserve(10_000)

@@ -35,6 +35,7 @@ from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table import rows as rows_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.kernels import pick_marked
@@ -248,6 +249,7 @@ def machine(memory_url, monkeypatch):
     """The machine, in a world where small tables have many blocks and writers halt at every read."""
     monkeypatch.setattr(column_module, "BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr(column_module, "_FIRST_ROWS", 8)
+    monkeypatch.setattr(rows_module, "MIN_ROWS", 8)
     monkeypatch.setattr(snapshot_module, "_PIECE_ROWS", 50)
     halt_where_columns_are_read(monkeypatch)
     return type("Fire", (Fire,), {"url": memory_url})

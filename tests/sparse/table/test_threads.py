@@ -76,6 +76,9 @@ def test_look_ups_beside_erases_inserts_and_clears_read_rows_of_their_ids():
         for number, ids in enumerate(batches(seed, n_ids)):
             insert(ids)
             table.erase(ids[::3])
+            if number % 10 == 9:
+                table.erase(torch.arange(0, n_ids, 2))
+                table.erase(torch.arange(1, n_ids, 2)[: n_ids // 3])  # memory goes back
             if number % 20 == 19:
                 table.clear()
         stop.append(seed)
