@@ -173,12 +173,12 @@ def test_a_whole_checkpoint_is_restored_without_an_error(damaged):
 
 
 def test_some_flipped_bits_are_found(figures, damaged):
-    all_are_found(figures, damaged, [*damaged.flips(20, seed=1), *list(damaged.flips_at_the_ends())[::5]])
+    all_are_found(figures, damaged, [*damaged.flips(10, seed=1), *list(damaged.flips_at_the_ends())[::8]])
 
 
 def test_some_zeroed_pages_cuts_swaps_and_stale_files_are_found(figures, damaged):
     others = damaged.others()
-    cases = [*others[:: len(others) // 12], *damaged.stale()]
+    cases = [*others[:: len(others) // 6], *damaged.stale()]
     all_are_found(figures, damaged, cases)
 
 

@@ -56,6 +56,7 @@ def sweep(worker, shared_ram, figures):
     return lambda name: Sweep(worker, shared_ram, name, figures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if scene.deltas])
 def test_a_scene_of_deltas_ends_with_one_unless_its_name_says_otherwise(sweep, ram, name):
     scene, url = SCENES[name], ram / "whole"

@@ -117,6 +117,7 @@ BY_A_POWER_CUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", BY_A_POWER_CUT)
 def test_a_power_cut_finds_what_keeps_to_a_rule_no_longer(worker, ram, finding, rule):
     history = History(worker, ram, BY_A_POWER_CUT[rule], rule)
@@ -124,6 +125,7 @@ def test_a_power_cut_finds_what_keeps_to_a_rule_no_longer(worker, ram, finding, 
         try_all(history, Figures(), ram, {len(history.ops) - 1}, n_random=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", BY_A_POWER_CUT.values())
 def test_a_power_cut_where_all_rules_are_kept_to_loses_nothing(worker, ram, figures, scene):
     history = History(worker, ram, scene)

@@ -54,7 +54,7 @@ def count(figures, outcome):
 @pytest.mark.parametrize("kind", READERS)
 def test_whoever_reads_a_run_that_rotates_gets_one_whole_step(url, kind, saves_of, figures):
     with writing(url, saves_of):
-        outcome = read_often(kind, url, 4)
+        outcome = read_often(kind, url, 3)
     removed = outcome["removed"]
     steps = count(figures, outcome)
     assert steps or removed
