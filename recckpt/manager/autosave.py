@@ -14,7 +14,7 @@ from recckpt.manager.run_state import EVENT_TIME, Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Kind, SaveCounts, Schedule
-from recckpt.save.arguments import as_numbers, as_scalars, check_scalars
+from recckpt.save.arguments import as_numbers, as_scalars, check_scalars, tables_in
 from recckpt.save.background_save import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
 from recckpt.saver import Saver
@@ -51,6 +51,8 @@ class Autosave:
         self._reload = reload
         self._in_flight: SaveHandle | None = None
         self._has_stepped = False
+        self._tables = tables_in(saver.model)
+        self._tell_tables()
 
     @property
     def counts(self) -> SaveCounts:
@@ -60,6 +62,8 @@ class Autosave:
     def start(self) -> None:
         """Begin to count from where the run is, as after a restore."""
         self._schedule.start(self._run.global_step, self._run.event_time)
+        self._tables = tables_in(self._saver.model)  # there may be new ones
+        self._tell_tables()
         self._has_stepped = False
 
     def step(self, state: _State, metrics: _Metrics, event_time: float | None) -> None:
@@ -72,6 +76,7 @@ class Autosave:
         self._has_stepped = True
         if event_time is not None and is_time:
             run.event_time = _latest([run.event_time, float(event_time)])
+        self._tell_tables()
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
             self.settle(timeout_sec=0)
@@ -87,6 +92,11 @@ class Autosave:
                 self._answer(number, state, metrics)
         if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
             check_scalars(state, metrics)
+
+    def _tell_tables(self) -> None:
+        """Tell the tables where the run is: what they look up next is dated with that."""
+        for table in self._tables:
+            table.step, table.event_time = self._run.global_step, self._run.event_time
 
     def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
         """Save this step now, and wait; None where it is in a checkpoint that stays."""
@@ -177,6 +187,7 @@ class Autosave:
         except Exception:
             self.counts.failed += not self._note_failure()  # this one has, unless it was the one before
             raise
+        self._tables = tables_in(self._saver.model)
         self._schedule.begun(kind, run.global_step, run.event_time)
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
         self.counts.deltas += (saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta"

@@ -32,6 +32,7 @@ class RoundTrip:
         self._tables, self._exchange, self._scales, self._what = tables, exchange, scales, what
         self._shape = tables[0].embedding_shape
         self._like: dict[str, Any] = {"dtype": tables[0].dtype, "device": tables[0].device}
+        self._counted = any(table.counts_occurrences for table in tables)
         self._n_trailer = -(-len(tables) // math.prod(self._shape))
         self._route: Route
         self._asked: Asked
@@ -81,19 +82,22 @@ class RoundTrip:
         """Send the ids to their owners."""
         problem = None
         try:
-            self._route = route(flat_batches(self._tables, ids), self._exchange.size, self._n_trailer)
+            self._route = route(
+                flat_batches(self._tables, ids), self._exchange.size, self._n_trailer, counted=self._counted
+            )
             message, lengths = self._route.message()
         except Exception as error:
             message, lengths, problem = np.empty(0, np.int64), [0] * self._exchange.size, error
         coming = agree(self._exchange, f"looking up {self._what}", lengths, problem)
         received = self._exchange.all_to_all(torch.from_numpy(message), lengths, coming)
-        self._asked = asked(received.numpy(), coming, len(self._tables))
+        self._asked = asked(received.numpy(), coming, len(self._tables), counted=self._counted)
 
     def _answer(self) -> tuple[Tensor, Exception | None]:
         """Return the rows that the ranks ask for; where they cannot be had, others, and the reason."""
         problem = None
         try:
-            rows = [table.fetch(ids) for table, ids in zip(self._tables, self._asked.ids, strict=True)]
+            batches = zip(self._tables, self._asked.ids, self._asked.occurrences, strict=True)
+            rows = [table.fetch(ids, occurrences) for table, ids, occurrences in batches]
         except Exception as error:
             problem = error
             rows = [torch.zeros((len(ids), *self._shape), **self._like) for ids in self._asked.ids]

@@ -20,15 +20,17 @@ class Route:
     """The different ids of a batch for each of several tables, in the order in which they are sent."""
 
     ids: Int64s  # in the order of owners, for each owner in the order of tables
+    occurrences: Int64s | None  # of each of them in the batch, if the owners are to know
     counts: Int64s  # shape (owners, tables): how many ids they are
     positions: tuple[Int64s, ...]  # by table: where the row of each id of the batch is among those that come back
 
     def message(self) -> tuple[Int64s, list[int]]:
-        """Return what is sent to the owners: for each its counts, then its ids; and the length of each of these."""
+        """Return what is sent to the owners, and the length for each: its counts, its ids, and their occurrences."""
         n_ids = self.counts.sum(1)
-        blocks = np.split(self.ids, np.cumsum(n_ids)[:-1])
-        parts = [part for counts, ids in zip(self.counts, blocks, strict=True) for part in (counts, ids)]
-        return np.concatenate(parts), (n_ids + self.counts.shape[1]).tolist()
+        columns = [some for some in (self.ids, self.occurrences) if some is not None]
+        blocks = [np.split(column, np.cumsum(n_ids)[:-1]) for column in columns]
+        parts = [part for of_owner in zip(self.counts, *blocks, strict=True) for part in of_owner]
+        return np.concatenate(parts), (len(columns) * n_ids + self.counts.shape[1]).tolist()
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,13 @@ class Asked:
 
     ids: tuple[Int64s, ...]  # by table, in the order of the ranks that ask
     counts: Int64s  # shape (ranks, tables): how many ids they are
+    occurrences: tuple[Int64s, ...] | tuple[None, ...]  # by table, of each id at the rank that asks, if it says so
 
 
-def route(batches: Sequence[Int64s], n_owners: int, spacing: int) -> Route:
+def route(batches: Sequence[Int64s], n_owners: int, spacing: int, *, counted: bool) -> Route:
     """Return the way of some batches, one for each table, each id of which is sent once to its owner by ``gen_slice``.
 
-    On the way back the rows of each owner are followed by ``spacing`` more.
+    On the way back the rows of each owner are followed by ``spacing`` more; ``counted`` ids go with their occurrences.
     """
     groups, different = zip(*map(_deduplicated, batches), strict=True)
     tables = np.repeat(np.arange(len(batches)), [len(ids) for ids in different])
@@ -54,19 +57,30 @@ def route(batches: Sequence[Int64s], n_owners: int, spacing: int) -> Route:
     places = np.empty(len(ids), np.int64)
     places[order] = np.arange(len(ids)) + owners[order] * spacing
     firsts = np.cumsum([0, *(len(some) for some in different[:-1])])
+    sizes = [len(some) for some in different] if counted else []
+    occurrences = [np.bincount(group, minlength=n) for group, n in zip(groups, sizes, strict=False)]
     return Route(
         ids[order],
+        np.concatenate(occurrences)[order] if counted else None,
         np.bincount(keys, minlength=n_keys).reshape(n_owners, len(batches)),
         tuple(places[first:][group] for first, group in zip(firsts, groups, strict=True)),
     )
 
 
-def asked(message: Int64s, lengths: Sequence[int], n_tables: int) -> Asked:
+def asked(message: Int64s, lengths: Sequence[int], n_tables: int, *, counted: bool) -> Asked:
     """Return what came from all ranks, of whose messages these are the lengths."""
     parts = np.split(message, np.cumsum(lengths)[:-1])
     counts = np.stack([part[:n_tables] for part in parts])
-    blocks = [np.split(part[n_tables:], np.cumsum(row)[:-1]) for part, row in zip(parts, counts, strict=True)]
-    return Asked(tuple(np.concatenate(of_table) for of_table in zip(*blocks, strict=True)), counts)
+    n_ids = counts.sum(1)
+    ids = [part[n_tables : n_tables + n] for part, n in zip(parts, n_ids, strict=True)]
+    occurrences = [part[n_tables + n :] for part, n in zip(parts, n_ids, strict=True)]
+    return Asked(_by_table(ids, counts), counts, _by_table(occurrences, counts) if counted else (None,) * n_tables)
+
+
+def _by_table(parts: Sequence[Int64s], counts: Int64s) -> tuple[Int64s, ...]:
+    """Return what several ranks sent, each table by table, as one array a table."""
+    blocks = [np.split(part, np.cumsum(row)[:-1]) for part, row in zip(parts, counts, strict=True)]
+    return tuple(np.concatenate(of_table) for of_table in zip(*blocks, strict=True))
 
 
 def _deduplicated(ids: Int64s) -> tuple[Int64s, Int64s]:

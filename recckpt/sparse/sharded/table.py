@@ -41,6 +41,7 @@ class ShardedHashTable(HashTable):
         device: where the slots of this rank live.
         initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same first
             values whatever the number of ranks; those of ``torch.nn.init`` draw from the generator of its owner.
+        track: as for a plain table; an id is counted over all ranks, and dated by its owner.
         group: the process group whose ranks share the table; None for the default one, or for one rank where there is
             none. Its backend (gloo, nccl) carries the rows, and its timeout applies.
         gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does
@@ -58,6 +59,7 @@ class ShardedHashTable(HashTable):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         initializer: InitializerLike | None = None,
+        track: Sequence[str] = (),
         group: ProcessGroup | Exchange | None = None,
         gradients: Literal["mean", "sum"] = "mean",
     ) -> None:
@@ -71,6 +73,7 @@ class ShardedHashTable(HashTable):
             device=device,
             initializer=initializer,
             slice=gen_slice(exchange.rank, exchange.size),
+            track=track,
         )
         self.exchange, self.gradients = exchange, gradients
 
@@ -218,9 +221,14 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any])
 
 def _described(tables: Sequence[ShardedHashTable], has_grad: bool) -> str:
     """Return a lookup in words that are equal on two ranks if it is."""
-    modes = (f"{table.name!r} ({'training' if table.training else 'eval'}, {table.gradients})" for table in tables)
+    modes = (f"{table.name!r} ({', '.join(_mode(table))})" for table in tables)
     shape = f"{str(tables[0].dtype).removeprefix('torch.')} {tables[0].embedding_shape}"
     return f"{', '.join(modes)} of {shape} {'with' if has_grad else 'without'} gradients"
+
+
+def _mode(table: ShardedHashTable) -> list[str]:
+    mode = "training" if table.training else "eval"
+    return [mode, table.gradients, *(["track=" + "+".join(table.track)] if table.track else [])]
 
 
 class _RoundTrip(torch.autograd.Function):

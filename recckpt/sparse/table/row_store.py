@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from recckpt.sparse.table.mark_set import MarkSet
 from recckpt.sparse.table.marks import Marks
 from recckpt.sparse.table.rows import Rows, last_occurrence
 from recckpt.sparse.table.snapshot import Log, Logs, Snapshot
+from recckpt.sparse.table.visits import Visit
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -32,8 +33,8 @@ _TRIES = 3  # of a look-up without the lock
 class RowStore:
     """The rows of a table, which any number of threads look up and change.
 
-    The door: ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which a row
-    changes. Each holds the lock, tells snapshots and marks before it changes anything, and is done or not begun
+    The door: ``visit``, ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which
+    a row changes. Each holds the lock, tells snapshots and marks before it changes anything, and is done or not begun
     whenever an exception ends it. Look-ups never wait; they are repeated when an erase has renumbered rows meanwhile,
     and take the lock when that happens again and again. For a change that depends on what was read take the ``lock``.
     """
@@ -150,6 +151,14 @@ class RowStore:
                 at = self.add(ids, embeddings)
             return take(self._rows.columns, at)
 
+    def visit(self, ids: Int64s, visit: Visit, take: Take[T], embeddings: FirstValues) -> T:
+        """Count and stamp the rows of ``ids``, those that are new added, and return what ``take`` makes of them."""
+        with self.lock:
+            at, _ = self._claim(ids, frozenset(), embeddings)
+            self._announce(np.unique(at) if self._is_watched else at, with_ids=False)
+            self._rows.visit(at, visit)
+            return take(self._rows.columns, at)
+
     def add(self, ids: Int64s, embeddings: FirstValues) -> Int64s:
         """Return the row of each id; those that are new start with these embeddings, and all initial values else."""
         return self.insert(ids, {}, embeddings)
@@ -160,20 +169,10 @@ class RowStore:
         New rows get what ``embeddings`` makes of their ids; None for what is in ``values``, or the initial value.
         """
         with self.lock:
-            rows = self._settled()
-            first = len(rows)
-            at, new_ids = rows.claim(ids)
-            end = first + len(new_ids)
-            made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # code of users
-            if rows.index.n_claimed != end or len(rows) != first or self._rows is not rows:
-                raise RuntimeError("an initializer has changed the table that it was to give values")
-            self._announce(np.arange(first, end), with_ids=True)  # of rows that were erased since
-            rows.ids.write(first, torch.from_numpy(new_ids))
-            rows.initialize(first, end, without=frozenset(values) | ({EMBEDDING} if made is not None else set()))
-            if made is not None:
-                rows.columns[EMBEDDING].write(first, made)
+            at, n_new = self._claim(ids, frozenset(values), embeddings)
+            rows = self._rows
             written = at
-            if len(new_ids) == len(ids):
+            if n_new == len(ids):
                 rows.put(at, values)
                 written, values = at[:0], {}
             elif values and (last := last_occurrence(at)) is not None:
@@ -246,6 +245,27 @@ class RowStore:
         self._rows.index.settle()
         return self._rows
 
+    def _claim(self, ids: Int64s, given: frozenset[str], embeddings: FirstValues | None) -> tuple[Int64s, int]:
+        """Return the row of each id, and how many are new: at initial values but for ``given`` slots, unpublished."""
+        rows = self._settled()
+        first = len(rows)
+        at, new_ids = rows.claim(ids)
+        end = first + len(new_ids)
+        made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # code of users
+        if rows.index.n_claimed != end or len(rows) != first or self._rows is not rows:
+            raise RuntimeError("an initializer has changed the table that it was to give values")
+        self._announce(np.arange(first, end), with_ids=True)  # of rows that were erased since
+        rows.ids.write(first, torch.from_numpy(new_ids))
+        rows.initialize(first, end, without=given | ({EMBEDDING} if made is not None else set()))
+        if made is not None:
+            rows.columns[EMBEDDING].write(first, made)
+        return at, len(new_ids)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a snapshot may copy rows aside, each of which it is told of once."""
+        return any(reference() is not None for reference in self._snapshots)
+
     def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
         """Tell snapshots and marks of rows that are about to change."""
         self._keep(rows, with_ids=with_ids)
@@ -273,25 +293,6 @@ class RowStore:
         logs.ids.forget(_SPARE_ID_BYTES)
         logs.slots.forget(_SPARE_BYTES)
         self._spare_logs = logs
-
-
-class Slots(Mapping[str, Tensor]):
-    """The optimizer slots of a store by name; reading one copies the live rows."""
-
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == EMBEDDING:
-            raise KeyError(name)
-        with self._store.lock:
-            return self._store.columns[name].to_tensor(len(self._store))
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._store.columns if name != EMBEDDING)
-
-    def __len__(self) -> int:
-        return len(self._store.columns) - 1
 
 
 def _is_still(rows: Rows, version: int) -> bool:

@@ -10,9 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.sparse.table.addresses import Addresses
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import N_CLAIMED, N_ROWS, VERSION, IdIndex, erase_ids
 from recckpt.sparse.table.kernels import compiled, copy_rows_within, fence, mark_rows, scatter_rows
+from recckpt.sparse.table.visits import Visit, visit_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -32,37 +34,18 @@ class Erasure(NamedTuple):
     holes: Int64s
 
 
-class _Layout(NamedTuple):
-    """Where the rows of columns on the CPU lie: the addresses of the blocks of one after those of the other."""
-
-    addresses: Int64s
-    starts: Int64s
-    shifts: Int64s
-    row_bytes: Int64s
-
-    @classmethod
-    def of(cls, columns: Sequence[Column]) -> _Layout:
-        addresses = [np.empty(0, np.int64), *(column.memory.addresses for column in columns)]
-        return cls(
-            np.concatenate(addresses),
-            np.cumsum([len(some) for some in addresses]),
-            np.array([column.shift for column in columns], np.int64),
-            np.array([column.spec.row_bytes for column in columns], np.int64),
-        )
-
-
 def write_rows(
     index: IdIndex, rows: Int64s, columns: Sequence[Column], values: Sequence[Tensor], flag: Int64s | None = None
 ) -> None:
     """Set ``rows`` of columns on the CPU, publish what is claimed, and set ``flag[0]`` to 1: all of it or nothing."""
     fitting = [column.fitting(tensor) for column, tensor in zip(columns, values, strict=True)]
     sources = np.array([tensor.data_ptr() for tensor in fitting], np.int64)
-    _write(_Layout.of(columns), rows, sources, index.memory[1], np.zeros(1, np.int64) if flag is None else flag)
+    _write(Addresses.of(columns), rows, sources, index.memory[1], np.zeros(1, np.int64) if flag is None else flag)
 
 
 def erase_rows(index: IdIndex, erasure: Erasure, columns: Sequence[Column]) -> None:
     """Forget ids and move rows of columns on the CPU: all of it or nothing."""
-    _erase(_Layout.of(columns), *index.memory, *erasure[1:])
+    _erase(Addresses.of(columns), *index.memory, *erasure[1:])
 
 
 def keep_rows(places: IdIndex, rows: Int64s, marks: Bytes) -> None:
@@ -71,10 +54,10 @@ def keep_rows(places: IdIndex, rows: Int64s, marks: Bytes) -> None:
 
 
 @compiled
-def _write(layout: Any, rows: Any, sources: Any, counts: Any, flag: Any) -> None:
+def _write(places: Any, rows: Any, sources: Any, counts: Any, flag: Any) -> None:
     for i in range(len(sources)):
-        addresses = layout.addresses[layout.starts[i] : layout.starts[i + 1]]
-        scatter_rows(addresses, layout.shifts[i], layout.row_bytes[i], rows, sources[i])
+        addresses = places.blocks[places.starts[i] : places.starts[i + 1]]
+        scatter_rows(addresses, places.shifts[i], places.row_bytes[i], rows, sources[i])
     fence()
     counts[N_ROWS] = counts[N_CLAIMED]
     flag[0] = 1
@@ -82,13 +65,13 @@ def _write(layout: Any, rows: Any, sources: Any, counts: Any, flag: Any) -> None
 
 @compiled
 def _erase(  # noqa: PLR0917  # compiled functions take positions only
-    layout: Any, cells: Any, counts: Any, ids: Any, moved_ids: Any, movers: Any, holes: Any
+    places: Any, cells: Any, counts: Any, ids: Any, moved_ids: Any, movers: Any, holes: Any
 ) -> None:
     counts[VERSION] |= 1
     fence()
-    for i in range(len(layout.shifts)):
-        addresses = layout.addresses[layout.starts[i] : layout.starts[i + 1]]
-        copy_rows_within(addresses, layout.shifts[i], layout.row_bytes[i], movers, holes)
+    for i in range(len(places.shifts)):
+        addresses = places.blocks[places.starts[i] : places.starts[i + 1]]
+        copy_rows_within(addresses, places.shifts[i], places.row_bytes[i], movers, holes)
     erase_ids(cells, counts, ids, moved_ids, holes)
 
 
@@ -213,6 +196,21 @@ class Rows:
                 for column, old in zip(columns, before, strict=True):
                     column.scatter(rows, old)
             raise
+
+    def visit(self, rows: Int64s, visit: Visit) -> None:
+        """Count and stamp ``rows``, of which some may be equal, and publish what is claimed: all of it or nothing."""
+        if self.device == _CPU:
+            visit_rows(self.index, rows, self.columns, visit)
+            return
+        different, groups = np.unique(rows, return_inverse=True)
+        n_rows, columns = (len(different),), self.columns
+        values = {name: torch.full(n_rows, value, dtype=columns[name].dtype) for name, value in visit.stamps.items()}
+        if visit.counter:
+            sums = np.zeros(len(different), np.int64)
+            np.add.at(sums, groups, visit.occurrences)
+            column = self.columns[visit.counter]
+            values[visit.counter] = column.gather(different) + torch.from_numpy(sums).to(self.device)
+        self.write(different, values)
 
     def find_erasure(self, ids: Int64s) -> Erasure:
         """Return what has to be done to drop those of ``ids`` that are present; the last rows move into the gaps."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
-from recckpt.sparse.table.bags import PooledTable
 from recckpt.sparse.table.checks import (
     check_owned,
     check_slot_name,
@@ -29,8 +28,9 @@ from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
-from recckpt.sparse.table.row_store import RowStore, Slots
+from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
+from recckpt.sparse.table.tracking import TrackedTable
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-class HashTable(PooledTable):
+class HashTable(TrackedTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
@@ -55,6 +55,8 @@ class HashTable(PooledTable):
             those of ``torch.nn.init``; None for ``Normal(std=1 / sqrt(values in a row))``, and for zeros in a table
             of integers. ``Constant(0)`` asks for zeros.
         slice: part of the id space that this table may hold; None for all of it.
+        track: what training look-ups keep in scalar slots of the rows, some of ``"count"`` (slot ``count``),
+            ``"step"`` (``last_step``) and ``"time"`` (``last_time``); see docs/rows.md.
 
     Raises:
         ValueError: the name, shape, dtype or device is not one that a table can have.
@@ -69,6 +71,7 @@ class HashTable(PooledTable):
         device: str | torch.device = "cpu",
         initializer: InitializerLike | None = None,
         slice: Slice | None = None,
+        track: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.name = check_table_name(name)
@@ -80,6 +83,7 @@ class HashTable(PooledTable):
         self.initializer = as_initializer(initializer, dtype, self.embedding_shape)
         self._store = RowStore(checked_device(name, device))
         self._store.add_column(self._spec)
+        self._begin_tracking(track)
         self._gradients = Gradients()
 
     @classmethod
@@ -115,11 +119,6 @@ class HashTable(PooledTable):
         """Bytes that the table holds: index, ids and slots, room for growth included."""
         return self._store.nbytes
 
-    @property
-    def slots(self) -> Mapping[str, Tensor]:
-        """The optimizer slots by name; reading one copies its rows, in the order of :meth:`ids`."""
-        return Slots(self._store)
-
     def __len__(self) -> int:
         return len(self._store)
 
@@ -151,8 +150,11 @@ class HashTable(PooledTable):
             out = self.fetch(flat)
         return out.view(*ids.shape, *self.embedding_shape)
 
-    def fetch(self, ids: Int64s) -> Tensor:
+    def fetch(self, ids: Int64s, occurrences: Int64s | None = None) -> Tensor:
         """Return the embeddings of ``ids``, shape (n,), as :meth:`forward` does, but not differentiable."""
+        if self.training and self.track:
+            visit = self._visit(ids, occurrences)
+            return self._store.visit(ids, visit, self._read, self.first_embeddings)
         if self.training:
             return self._store.look_up_or_add(ids, self._read, self.first_embeddings)
         return self._store.look_up(ids, self._read)
@@ -176,6 +178,7 @@ class HashTable(PooledTable):
         for name, tensor in values.items():
             check_values(self.name, self._spec_of(name), tensor, len(flat))
         check_owned(self.name, self.slice, flat)
+        self._date_new_rows()
         self._store.insert(flat, values)
 
     @opaque
@@ -218,35 +221,6 @@ class HashTable(PooledTable):
         with self._store.lock:
             return self._store.columns[EMBEDDING].to_tensor(len(self))
 
-    @opaque
-    def add_slot(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        initial: float | None = None,
-    ) -> None:
-        """Declare a slot whose rows start at ``initial``; declaring the same slot again keeps its rows.
-
-        Args:
-            name: name in checkpoints, such as ``sparse_adamw_exp_avg``.
-            shape: shape of one row; ``()`` is a scalar slot.
-            dtype: any that a table may have.
-            initial: what the rows of a new slot, and new rows of any, start at; None for 0, or for what was
-                declared before.
-
-        Raises:
-            ValueError: the name is taken, or the slot exists with another shape or dtype.
-        """
-        check_slot_name(self.name, name)
-        spec = SlotSpec(name, dtype_name(dtype), checked_shape(shape, scalar=True))
-        with self._store.lock:
-            self._check_spec(spec)
-            if name not in self._store.columns:
-                self._store.add_column(spec, initial or 0.0)
-            elif initial is not None:
-                self._store.set_initial(name, initial)
-
     def first_embeddings(self, new_ids: Int64s) -> Tensor:
         """Return what different new ids start with, shape (n, *embedding_shape)."""
         check_owned(self.name, self.slice, new_ids)
@@ -264,22 +238,6 @@ class HashTable(PooledTable):
         seen = np.flatnonzero(rows >= 0)
         out[torch.from_numpy(seen).to(self.device)] = column.gather(rows[seen])
         return out
-
-    def _spec_of(self, name: str) -> SlotSpec:
-        column = self._store.columns.get(name)
-        if column is None:
-            known = sorted(self.slots)
-            raise ValueError(f"table {self.name!r} has no slot {name!r}, only {known}: declare it with add_slot")
-        return column.spec
-
-    def _check_spec(self, spec: SlotSpec) -> None:
-        """Raise ValueError where the slot exists with another dtype or shape."""
-        present = self._store.columns.get(spec.name)
-        if present is not None and present.spec != spec:
-            raise ValueError(
-                f"table {self.name!r} has slot {spec.name!r} of {present.spec.dtype} {present.spec.shape}, "
-                f"cannot also be {spec.dtype} {spec.shape}; use another slot name"
-            )
 
     def _copy_rows_of(self, other: types.HashTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""

@@ -120,7 +120,24 @@ def share_between_two(rank, size, root):
     return sorted(table.ids().tolist()), grads.flatten().tolist(), outside
 
 
-SCENES = [beside_ddp, fail_and_go_on, send_all_and_nothing, share_between_two]
+def count_together(rank, size, root):
+    """Tables of which one counts, one knows the time, and one tracks nothing, looked up together."""
+    tracks = {"user": ("count", "step", "time"), "item": ("time",), "context": ()}
+    tables = [ShardedHashTable(2, name=name, track=track) for name, track in tracks.items()]
+    collection = EmbeddingCollection(tables)
+    for step in range(3):
+        for table in tables:
+            table.step, table.event_time = step, step / 2
+        ids = batch(step)[0][rank::size]
+        collection({name: ids[:, i] for i, name in enumerate(tracks)})
+    found = {}
+    for table in tables:
+        slots = [some.tolist() for some in table.slots.values()]
+        found[table.name] = dict(zip(table.ids().tolist(), zip(*slots, strict=True), strict=bool(slots)))
+    return found
+
+
+SCENES = [beside_ddp, fail_and_go_on, send_all_and_nothing, share_between_two, count_together]
 
 
 def play(rank, size, root):

@@ -124,3 +124,10 @@ def test_a_group_of_some_ranks_shares_a_table_and_no_other_rank_can(scene, size)
         assert set(pair[0][1] + pair[1][1]) == {2.0}
     for _, _, outside in ranks if size > 2 else []:
         assert "expected a process group that this process belongs to" in outside
+
+
+def test_occurrences_are_counted_over_all_ranks(scene, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    from sharded_ranks import count_together
+
+    assert merged(scene("count_together")) == count_together(0, 1, None)

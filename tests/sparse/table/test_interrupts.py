@@ -34,14 +34,17 @@ def small_blocks(monkeypatch):
 class Run:
     """A table that has been trained, and pending gradients."""
 
-    def __init__(self) -> None:
-        self.table = HashTable(2, name="t", initializer=Normal())
+    def __init__(self, operation=None) -> None:
+        track = ("count", "step", "time") if operation is _look_up_tracked else ()
+        self.table = HashTable(2, name="t", initializer=Normal(), track=track)
+        self.table.step, self.table.event_time = 7, 1.5
         self.table.add_slot("mark", (), initial=5)
         self.optim = SparseAdamW([self.table], lr=0.5)
         for _ in range(2):
             self.backward(torch.arange(45))
             self.optim.step()
         self.backward(torch.arange(0, 30, 2))
+        self.table.step = 8
 
     def backward(self, ids: torch.Tensor) -> None:
         self.table(ids).square().sum().backward()
@@ -77,6 +80,10 @@ def _look_up(run):
     run.table(torch.cat([torch.arange(40, 300), torch.arange(290, 310)]))
 
 
+def _look_up_tracked(run):
+    _look_up(run)
+
+
 def _step(run):
     run.optim.step()
 
@@ -108,7 +115,8 @@ def _add_slot(run):
     run.table.add_slot("late", (2,), initial=3)
 
 
-OPERATIONS = [_insert, _insert_new, _look_up, _step, _erase, _erase_most, _clear, _load, _reserve, _add_slot]
+LOOK_UPS = [_look_up, _look_up_tracked]
+OPERATIONS = [_insert, _insert_new, *LOOK_UPS, _step, _erase, _erase_most, _clear, _load, _reserve, _add_slot]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__[1:])
@@ -126,9 +134,9 @@ def test_an_exception_at_any_line_leaves_the_table_as_before_or_as_after(operati
 
 def raise_everywhere(operation, error, first, stride):
     """Raise at every so-manieth line."""
-    before = Run()
+    before = Run(operation)
     after = copy.deepcopy(before.state())
-    run, states, futures = Run(), [before.state()], []
+    run, states, futures = Run(operation), [before.state()], []
     operation(run)
     states.append(run.state())
     assert states[0] == after
@@ -137,7 +145,7 @@ def raise_everywhere(operation, error, first, stride):
         futures.append(some.state())
     number, outcomes = first, set()
     while True:
-        run = Run()
+        run = Run(operation)
         snapshot = run.table.store.snapshot("t")
         try:
             with RaisingAt(number, error, "sparse") as raising:
@@ -161,14 +169,14 @@ def check_snapshot(snapshot, expected, where):
     """It is of its moment; where there was no memory for it, it is lost and says so."""
     ids, values = (
         np.empty(snapshot.n_rows, np.int64),
-        [np.empty(snapshot.n_rows * spec.row_bytes // 4, np.float32) for spec in snapshot.slots],
+        [np.empty((snapshot.n_rows, *spec.shape), spec.dtype) for spec in snapshot.slots],
     )
     try:
-        snapshot.read(np.arange(snapshot.n_rows), [some.view(np.uint8) for some in (ids, *values)])
+        snapshot.read(np.arange(snapshot.n_rows), [some.reshape(-1).view(np.uint8) for some in (ids, *values)])
     except MemoryError:
         return
     for spec, some in zip(snapshot.slots, values, strict=True):
-        rows = dict(zip(ids.tolist(), some.reshape(-1, *spec.shape).tolist(), strict=True))
+        rows = dict(zip(ids.tolist(), some.tolist(), strict=True))
         assert rows == {id_: row[spec.name] for id_, row in expected.items()}, where
 
 

@@ -1,0 +1,110 @@
+"""How often and when the rows of a table were looked up in training: scalar slots that the table keeps by itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.sparse.table.slots import SlottedTable
+from recckpt.sparse.table.visits import Visit
+from recckpt.types import SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+
+COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the format
+TRACKED = {  # what ``track`` may name
+    "count": SlotSpec(COUNT, "int64", ()),
+    "step": SlotSpec(LAST_STEP, "int64", ()),
+    "time": SlotSpec(LAST_TIME, "float64", ()),
+}
+
+
+class Moment(NamedTuple):
+    """Where training is: its step, and a time in seconds since 1970."""
+
+    step: int
+    time: float
+
+
+class TrackedTable(SlottedTable):
+    """A table that knows what step it is, and keeps in its rows how often and when they were looked up in training."""
+
+    track: tuple[str, ...] = ()
+    _step: int | None = None
+    _event_time: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The steps that training has made so far, as :class:`recckpt.CheckpointManager` says, or who sets this."""
+        return self._step or 0
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+            raise ValueError(f"table {self.name!r}: step must be an int of at least 0, found {step!r}")
+        self._step = int(step)
+        self._date_new_rows()
+
+    @property
+    def event_time(self) -> float | None:
+        """The time that counts as now, in seconds since 1970: that given to the manager last; None for the clock."""
+        return self._event_time
+
+    @event_time.setter
+    def event_time(self, event_time: float | None) -> None:
+        is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
+        if event_time is not None and not (is_number and math.isfinite(event_time)):
+            raise ValueError(f"table {self.name!r}: event_time is in seconds since 1970, found {event_time!r}")
+        self._event_time = None if event_time is None else float(event_time)
+        self._date_new_rows()
+
+    @property
+    def now(self) -> Moment:
+        """The step and the time that a look-up of this moment leaves in its rows."""
+        return Moment(self.step, time.time() if self._event_time is None else self._event_time)
+
+    @property
+    def counts_occurrences(self) -> bool:
+        """Whether a look-up of this moment has to know how often each id occurs."""
+        return self.training and COUNT in self._tracked_slots
+
+    @property
+    def _tracked_slots(self) -> list[str]:
+        return [TRACKED[name].name for name in self.track]
+
+    def _begin_tracking(self, track: Sequence[str]) -> None:
+        """Declare the slots of what is tracked."""
+        self.track = checked_track(self.name, track)
+        for name in self.track:
+            self._store.add_column(TRACKED[name])
+        self._date_new_rows()
+
+    def _date_new_rows(self) -> None:
+        """Let rows that nobody looks up be as new as they are: the age of a row counts from when it was added."""
+        for name, value in self._stamps().items():
+            self._store.set_initial(name, value)
+
+    def _stamps(self) -> dict[str, int | float]:
+        now = self.now
+        slots = self._tracked_slots
+        return {name: value for name, value in ((LAST_STEP, now.step), (LAST_TIME, now.time)) if name in slots}
+
+    def _visit(self, ids: Int64s, occurrences: Int64s | None) -> Visit:
+        """Return what a look-up of these ids leaves behind; None where each of them stands for one occurrence."""
+        if occurrences is None:
+            occurrences = np.ones(len(ids), np.int64)
+        return Visit(occurrences, COUNT if COUNT in self._tracked_slots else "", self._stamps())
+
+
+def checked_track(table: str, track: Any) -> tuple[str, ...]:
+    """Return what is to be tracked, in the order of the slots, or raise ValueError where something is not known."""
+    names = [track] if isinstance(track, str) else list(track)
+    unknown = [name for name in names if name not in TRACKED]
+    if unknown or len({*names}) < len(names):
+        raise ValueError(f"table {table!r}: found track={track!r}, expected some of {tuple(TRACKED)}, each once")
+    return tuple(name for name in TRACKED if name in names)
