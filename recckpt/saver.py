@@ -105,7 +105,7 @@ class Saver(OneProcess):
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
-        self.step_now: Callable[[], int | None] = lambda: None  # of a manager: for saves that name no step
+        self.run_now: Callable[[], arguments.OfRun] = lambda: (None, {})  # of a manager, for saves of its step
 
     def __setattr__(self, name: str, value: Any) -> None:
         arguments.check_change(vars(self), name, value)
@@ -294,7 +294,7 @@ class Saver(OneProcess):
         arguments.check_save(info.ckpt_id, info.step, overwrite=overwrite, ephemeral=info.ephemeral)
         self._tables = arguments.tables_in(self.model)  # there may be new ones
         with self.turn(), self._runner.one_save():
-            info.step = self.step_now() if info.step is None else info.step
+            info.step, state = arguments.of_run(info.step, state, self.run_now())
             ranks = info.telling(self.ranks.of(shard_id, shard_num))
             job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep)
             return save(self._live, job, self._to, self._runner)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest, Scalar
-from recckpt.manager.run_state import EVENT_TIME, Run
+from recckpt.format.manifest import Manifest
+from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
+from recckpt.manager.step_arguments import Metrics, State, as_state, check_step, is_finite, latest
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.schedule import Kind, SaveCounts, Schedule
-from recckpt.save.arguments import as_numbers, as_scalars, check_scalars, tables_in
+from recckpt.policies.schedule import Kind, SaveCounts, Schedule, Trigger
+from recckpt.policies.when import Ends, Moment
+from recckpt.save.arguments import tables_in
 from recckpt.save.background_save import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
 from recckpt.saver import Saver
 
 log = logging.getLogger("recckpt")
-
-_State = Mapping[str, Scalar] | None
-_Metrics = Mapping[str, float] | None
 
 
 class Autosave:
@@ -30,7 +29,9 @@ class Autosave:
 
     Args:
         ranks: returns those that save together, as they are now.
-        reload: called after a save was begun: looks for what is new in a model bank.
+        reload: looks for what is new in a model bank.
+        reload_trigger: says when; None for after each save that was begun.
+        clock: seconds, for policies.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Autosave:
         async_save: bool,
         grace_sec: float | None,
         reload: Callable[[], object],
+        reload_trigger: Trigger | None,
+        clock: Callable[[], float],
     ) -> None:
         self._saver, self._run, self._ranks_now = saver, run, ranks
         self._schedule, self._signals = schedule, signals
         self._async_save, self._grace_sec = async_save, grace_sec
-        self._reload = reload
+        self._reload, self._reload_trigger, self._clock = reload, reload_trigger, clock
         self._in_flight: SaveHandle | None = None
         self._has_stepped = False
         self._tables = tables_in(saver.model)
@@ -61,44 +64,59 @@ class Autosave:
 
     def start(self) -> None:
         """Begin to count from where the run is, as after a restore."""
-        self._schedule.start(self._run.global_step, self._run.event_time)
+        begin = self._run.moment(self._clock())
+        self._schedule.start(begin)
+        if self._reload_trigger is not None:
+            self._reload_trigger.last = begin
         self._tables = tables_in(self._saver.model)  # there may be new ones
         self._tell_tables()
         self._has_stepped = False
 
-    def step(self, state: _State, metrics: _Metrics, event_time: float | None) -> None:
-        """Count a step, and save if it is time."""
+    def count(self, ends: Ends, state: State, metrics: Metrics, event_time: float | None) -> None:
+        """Count a step, a window or an epoch, and save if it is time."""
         run = self._run
-        is_time = event_time is not None and _is_finite(event_time)  # first: a step that is refused is not counted
+        is_time = event_time is not None and is_finite(event_time)  # first: a step that is refused is not counted
         if self._ranks.size == 1:
-            check_scalars(state, metrics)
-        run.global_step += 1
+            check_step(state, metrics)
+        run.count(ends)
         self._has_stepped = True
         if event_time is not None and is_time:
-            run.event_time = _latest([run.event_time, float(event_time)])
+            run.event_time = latest([run.event_time, float(event_time)])
         self._tell_tables()
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
             self.settle(timeout_sec=0)
-        measured = metrics or {}
-        due = self._schedule.due(run.global_step, run.event_time, measured, lambda ask: any(self._ranks.on_all(ask)))
+        now = run.moment(self._clock(), metrics, ends)
+        due = self._schedule.due(now, self._agreed)
         kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
         if kind is not None:
             self._save(kind, state, metrics, background=self._async_save)
-            self._reload()
+        self._reload_if_due(now, has_saved=kind is not None)
         if self._signals.is_watching:
             number = most_urgent(self._ranks.gather(self._signals.take()))
             if number is not None:
                 self._answer(number, state, metrics)
         if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
-            check_scalars(state, metrics)
+            check_step(state, metrics)
 
     def _tell_tables(self) -> None:
         """Tell the tables where the run is: what they look up next is dated with that."""
         for table in self._tables:
             table.step, table.event_time = self._run.global_step, self._run.event_time
 
-    def save(self, state: _State, metrics: _Metrics) -> Manifest | None:
+    def _reload_if_due(self, now: Moment, *, has_saved: bool) -> None:
+        """Look into a model bank after a save, so that nothing of what is loaded is in it."""
+        trigger = self._reload_trigger
+        if has_saved if trigger is None else trigger.is_due(now, self._agreed):
+            if trigger is not None:
+                trigger.last = now
+            self._reload()
+
+    def _agreed(self, ask: Callable[[], bool]) -> bool:
+        """Ask all ranks, of which one is enough."""
+        return any(self._ranks.on_all(ask))
+
+    def save(self, state: State, metrics: Metrics) -> Manifest | None:
         """Save this step now, and wait; None where it is in a checkpoint that stays."""
         self._settle_for_save()
         saved = self._save("regular", state, metrics, background=False)
@@ -160,19 +178,19 @@ class Autosave:
         """As :meth:`settle_on_all`, before a save that a missing rank fails."""
         settle_on_all(self.settle, self._info.telling(self._ranks_now()))
 
-    def _save(self, kind: Kind, state: _State, metrics: _Metrics, *, background: bool) -> Manifest | SaveHandle | None:
+    def _save(self, kind: Kind, state: State, metrics: Metrics, *, background: bool) -> Manifest | SaveHandle | None:
         """Save this step, unless it is in a checkpoint that stays."""
         run = self._run
         ckpt_id = layout.step_id(run.global_step)
         self._note_failure()
         found = self._ranks.on_all(
-            lambda: ({**as_numbers(metrics), **as_scalars(state)}, run.held_step == run.global_step, run.event_time)
+            lambda: (as_state(state, metrics), run.held_step == run.global_step, run.event_time, run.counted)
         )
-        if all(is_held for _, is_held, _ in found):
+        if all(is_held for _, is_held, *_ in found):
             log.info("%s is saved already", ckpt_id)
             return None
-        run.event_time = _latest([event_time for _, _, event_time in found])
-        times = {} if run.event_time is None else {EVENT_TIME: run.event_time}
+        self._check_counts([counted for *_, counted in found])
+        run.event_time = latest([event_time for _, _, event_time, _ in found])
         try:
             save = self._saver.save_async if background else self._saver.save
             saved = save(
@@ -180,7 +198,7 @@ class Autosave:
                 self._ranks.rank,
                 self._ranks.size,
                 step=run.global_step,
-                state={**times, **found[self._ranks.rank][0]},
+                state=found[self._ranks.rank][0],
                 overwrite=True,
                 ephemeral=kind == "ephemeral",
             )
@@ -188,12 +206,18 @@ class Autosave:
             self.counts.failed += not self._note_failure()  # this one has, unless it was the one before
             raise
         self._tables = tables_in(self._saver.model)
-        self._schedule.begun(kind, run.global_step, run.event_time)
+        self._schedule.begun(kind, run.moment(self._clock()))
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
         self.counts.deltas += (saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta"
         if kind == "regular":
             run.held_step = run.global_step
         return saved
+
+    def _check_counts(self, counted: Sequence[str]) -> None:
+        """Refuse a save of ranks of which one has ended another window or epoch, though their steps are the same."""
+        for rank, its in enumerate(counted):
+            if its != counted[0]:
+                raise self._info.failure(rank, f"it has counted {its}, rank 0 {counted[0]}: all count the same")
 
     @property
     def _ranks(self) -> Ranks:
@@ -218,7 +242,7 @@ class Autosave:
         self._run.held_step = None
         return True
 
-    def _answer(self, number: int, state: _State, metrics: _Metrics) -> None:
+    def _answer(self, number: int, state: State, metrics: Metrics) -> None:
         """Save for a signal, and let the process end where it asks for that."""
         log.warning("signal %d: saving step %d", number, self._run.global_step)
         if goes_on(number):
@@ -233,7 +257,7 @@ class Autosave:
         finally:
             self._signals.follow(number)
 
-    def _save_within(self, seconds: float | None, state: _State, metrics: _Metrics) -> bool:
+    def _save_within(self, seconds: float | None, state: State, metrics: Metrics) -> bool:
         """Save this step and say whether that, and the save before it, ended in time; None waits for both."""
         end = math.inf if seconds is None else time.monotonic() + seconds
 
@@ -249,16 +273,3 @@ class Autosave:
         if is_over:
             self._save("regular", state, metrics, background=True)
         return is_over and self.settle(left())
-
-
-def _is_finite(event_time: float) -> bool:
-    try:
-        return math.isfinite(event_time)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
-        raise TypeError(
-            f"event_time must be a number of seconds since 1970, found {event_time!r}; a datetime has timestamp()"
-        ) from error
-
-
-def _latest(times: Sequence[float | None]) -> float | None:
-    return max((found for found in times if found is not None), default=None)

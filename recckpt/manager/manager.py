@@ -16,7 +16,7 @@ from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run, pinned_id
 from recckpt.manager.signals import Signals, SignalWatch
 from recckpt.output_dir import rotation
-from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule
+from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule, Trigger
 from recckpt.policies.when import When, as_when, check_ephemeral
 from recckpt.saver import Saver
 from recckpt.types import flag, positive_number
@@ -47,6 +47,8 @@ class CheckpointManager(Resumable):
             save; after that the process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
         grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
         save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
+        reload_interval: when :meth:`reload_dynamic` looks for what is new in a model bank, steps or a policy; None for
+            after each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
         clock: seconds, for policies of time.
 
     Raises:
@@ -67,6 +69,7 @@ class CheckpointManager(Resumable):
         save_on_signal: Signals = (),
         grace_sec: float | None = None,
         save_at_start: bool = False,
+        reload_interval: int | When | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -81,22 +84,25 @@ class CheckpointManager(Resumable):
         self._saver, self._save_interval = saver, save_interval
         self._save_at_start = flag("save_at_start", save_at_start)
         regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
+        reload = None if reload_interval is None else as_when(reload_interval, "reload_interval")
         if between is not None:
             check_ephemeral(between, regular)
         self._run = run = Run()
-        ranks = partial(saver.ranks.of, shard_id, shard_num)
+        ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
         self._restorer = Restorer(saver.loader, self._run, ranks, lambda: saver.max_keep)
         self._autosave = Autosave(
             saver,
             self._run,
             ranks,
-            Schedule(regular, between, clock, backpressure),
+            Schedule(regular, between, backpressure, begin),
             SignalWatch(save_on_signal),
             async_save=flag("async_save", async_save),
             grace_sec=grace,
             reload=self._restorer.reload_dynamic,
+            reload_trigger=None if reload is None else Trigger(reload, begin),
+            clock=clock,
         )
-        saver.step_now = lambda: run.global_step
+        saver.run_now = lambda: (run.global_step, run.state)
 
     @property
     def saver(self) -> Saver:
@@ -112,6 +118,16 @@ class CheckpointManager(Resumable):
     def global_step(self) -> int:
         """Steps so far, those of the restored run included."""
         return self._run.global_step
+
+    @property
+    def windows(self) -> int:
+        """Windows of the data that have ended, those of the restored run included."""
+        return self._run.windows
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that have ended, those of the restored run included."""
+        return self._run.epochs
 
     @property
     def counts(self) -> SaveCounts:
@@ -142,13 +158,43 @@ class CheckpointManager(Resumable):
 
         Raises:
             TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
-            ValueError: an entry of ``state`` is neither number nor string, or a metric not a number. One rank alone has
-                not counted a step that is refused; of several, where a save is due, all raise ``SaveFailedError``.
+            ValueError: an entry of ``state`` is neither number nor string, or a metric not a number, or one of them is
+                called ``event_time``, ``windows`` or ``epochs``. One rank alone has not counted a step that is refused;
+                of several, where a save is due, all raise ``SaveFailedError``.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """
         with self._turn():
-            self._autosave.step(state, metrics, event_time)
+            self._autosave.count("step", state, metrics, event_time)
+
+    def window(self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        """Count a window of the data, and save if it is time; call it once at its end, after its last step.
+
+        Where the last step is in a checkpoint already, that does not hold the end of the window: a save that is due
+        takes its place.
+
+        Args:
+            state: as of :meth:`step`.
+            metrics: as of :meth:`step`.
+
+        Raises:
+            TypeError, ValueError, SaveFailedError, WriterFencedError: as :meth:`step`.
+        """
+        with self._turn():
+            self._autosave.count("window", state, metrics, None)
+
+    def epoch(self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None) -> None:
+        """Count an epoch, and save if it is time; call it once at its end, after its last step and window.
+
+        Args:
+            state: as of :meth:`step`.
+            metrics: as of :meth:`step`.
+
+        Raises:
+            TypeError, ValueError, SaveFailedError, WriterFencedError: as :meth:`step`.
+        """
+        with self._turn():
+            self._autosave.count("epoch", state, metrics, None)
 
     def save(
         self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None

@@ -92,7 +92,8 @@ class Resumable(OneProcess):
     def reload_dynamic(self) -> list[LoadReport]:
         """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
 
-        Called by :meth:`step` whenever it saves. An entry takes the names that it won when the bank was loaded.
+        Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or as ``reload_interval`` says. An
+        entry takes the names that it won when the bank was loaded.
 
         Raises:
             StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.

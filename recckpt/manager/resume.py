@@ -22,7 +22,7 @@ from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.rows_of_ranks import row_errors, rows_read
 from recckpt.load.source import Source, locate_bank
 from recckpt.manager.followed import Followed, followed
-from recckpt.manager.run_state import EVENT_TIME, Run
+from recckpt.manager.run_state import Run
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, chained, list_checkpoints, locate, newest_first
 from recckpt.output_dir.open_files import until_whole
@@ -211,15 +211,15 @@ class Restorer:
             raise error
 
     def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
+        has_step = checkpoint.manifest.step is not None
+        self._run.take(checkpoint.manifest.state, counts=report.global_step is not None or not has_step)
         if report.global_step is not None:
             self._run.global_step = report.global_step
-        elif checkpoint.manifest.step is None:
+        elif not has_step:
             log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
             self._run.global_step = 0
         stays = holds and not checkpoint.manifest.ephemeral
         self._run.held_step = self._run.global_step if stays else None
-        event_time = checkpoint.manifest.state.get(EVENT_TIME)
-        self._run.event_time = float(event_time) if isinstance(event_time, int | float) else None
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
 

@@ -1,8 +1,8 @@
-"""Decides whether a manager saves after a step, and what it does while a save is under way."""
+"""Decides whether a manager saves now, and what it does while a save is under way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -11,6 +11,7 @@ from recckpt.policies.when import Moment, When
 
 Backpressure = Literal["wait", "skip", "latest"]
 Kind = Literal["regular", "ephemeral"]
+Agreed = Callable[[Callable[[], bool]], bool]  # asks all ranks and returns one answer
 
 
 @dataclass
@@ -34,69 +35,78 @@ class SaveCounts:
     dropped: int = 0
 
 
+class Trigger:
+    """Something that is due time and again; touches no disk.
+
+    Args:
+        when: says when.
+        start: counts as the last time that it was done.
+    """
+
+    def __init__(self, when: When, start: Moment) -> None:
+        self._when, self.last = when, start
+
+    def see(self, now: Moment) -> None:
+        """Take note of the first event time that is known."""
+        if self.last.event_time is None and now.event_time is not None:
+            self.last = replace(self.last, event_time=now.event_time)
+
+    def is_due(self, now: Moment, agreed: Agreed) -> bool:
+        """Say whether it is due, the same on all ranks."""
+        self.see(now)
+        ask = partial(self._when.due, now, self.last)
+        return ask() if self._when.same_on_all_ranks else agreed(ask)
+
+
 class Schedule:
-    """Decides whether to save after a step; touches no disk.
+    """Decides whether to save now; touches no disk.
 
     Args:
         regular: when checkpoints are due that the keep policy chooses among.
         ephemeral: when those are due of which only the newest stays; None for never.
-        clock: seconds; only differences count.
         backpressure: what to do when a save is due while one is under way.
+        start: where the run begins.
 
     Raises:
         ValueError: ``backpressure`` is not one of the three.
     """
 
-    def __init__(
-        self, regular: When, ephemeral: When | None, clock: Callable[[], float], backpressure: Backpressure
-    ) -> None:
+    def __init__(self, regular: When, ephemeral: When | None, backpressure: Backpressure, start: Moment) -> None:
         if backpressure not in get_args(Backpressure):
             raise ValueError(f"backpressure must be one of {get_args(Backpressure)}, found {backpressure!r}")
         self._backpressure = backpressure
-        self._whens: dict[Kind, When] = {"regular": regular}
+        self._triggers: dict[Kind, Trigger] = {"regular": Trigger(regular, start)}
         if ephemeral is not None:
-            self._whens["ephemeral"] = ephemeral
-        self._clock = clock
-        self._last: dict[Kind, Moment] = {}
+            self._triggers["ephemeral"] = Trigger(ephemeral, start)
         self._pending: Kind | None = None
         self.counts = SaveCounts()
-        self.start(0, None)
 
-    def start(self, step: int, event_time: float | None) -> None:
+    def start(self, now: Moment) -> None:
         """Begin to count from here, as after a restore."""
-        self._last = dict.fromkeys(self._whens, Moment(step, self._clock(), event_time))
+        for trigger in self._triggers.values():
+            trigger.last = now
         self._pending = None
 
-    def due(
-        self,
-        step: int,
-        event_time: float | None,
-        metrics: Mapping[str, float],
-        agreed: Callable[[Callable[[], bool]], bool],
-    ) -> Kind | None:
+    def due(self, now: Moment, agreed: Agreed) -> Kind | None:
         """Return the kind of save that is due.
 
         Args:
-            step: steps so far.
-            event_time: the latest so far.
-            metrics: what the caller measured.
-            agreed: asks all ranks and returns one answer, for policies on which they may differ.
+            now: where training is.
+            agreed: for policies on which ranks may differ.
         """
-        now = Moment(step, self._clock(), event_time, metrics)
-        for kind, last in self._last.items():
-            if last.event_time is None and event_time is not None:
-                self._last[kind] = replace(last, event_time=event_time)
-        for kind, when in self._whens.items():  # where both are due, the regular one is made
-            ask = partial(when.due, now, self._last[kind])
-            if ask() if when.same_on_all_ranks else agreed(ask):
-                return kind
+        for trigger in self._triggers.values():
+            trigger.see(now)
+        for kind, trigger in self._triggers.items():  # where both are due, the regular one is made
+            if trigger.is_due(now, agreed):
+                is_saved = now.step == self._triggers["regular"].last.step  # at the end of a window or an epoch
+                return "regular" if is_saved else kind  # an ephemeral one would take the place of what is to stay
         return None
 
     def admit(self, due: Kind | None, is_running: Callable[[], bool]) -> Kind | None:
         """Return what to save now, of what is due and what was put off.
 
         Args:
-            due: the kind that is due at this step.
+            due: the kind that is due now.
             is_running: whether a save is under way, the same on all ranks.
         """
         if due is None and self._pending is None:
@@ -126,9 +136,9 @@ class Schedule:
         self.counts.dropped += had_pending
         return had_pending
 
-    def begun(self, kind: Kind, step: int, event_time: float | None) -> None:
+    def begun(self, kind: Kind, now: Moment) -> None:
         """Take note of a save; a regular one counts for the ephemeral ones too, and either for what was put off."""
         self.counts.begun += 1
         self._pending = None
-        now = Moment(step, self._clock(), event_time)
-        self._last |= dict.fromkeys(self._whens if kind == "regular" else [kind], now)
+        for made in self._triggers if kind == "regular" else [kind]:
+            self._triggers[made].last = now

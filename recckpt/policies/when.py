@@ -1,4 +1,4 @@
-"""When to save: small pure objects that say whether a save is due, by steps, seconds, event time or a predicate."""
+"""When to save: small pure objects that say whether a save is due, by steps, windows, time or a predicate."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeGuard, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
 from recckpt.types import positive_int, positive_number
+
+Ends = Literal["step", "window", "epoch"]
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,18 @@ class Moment:
         seconds: the time by the clock of the manager; only differences count.
         event_time: the latest time of an event in the data so far, in seconds since 1970 UTC; None if unknown.
         metrics: what the caller measured at this step.
+        windows: windows so far.
+        epochs: epochs so far.
+        ends: what has just ended: a step, or after the last step of it a window or an epoch.
     """
 
     step: int
     seconds: float
     event_time: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    windows: int = 0
+    epochs: int = 0
+    ends: Ends = "step"
 
 
 @runtime_checkable
@@ -34,13 +42,13 @@ class When(Protocol):
 
     @property
     def same_on_all_ranks(self) -> bool:
-        """Whether the answer follows from the step alone, so that ranks need not agree on it."""
+        """Whether the answer follows from what is counted alone, so that ranks need not agree on it."""
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Say whether to save; pure.
 
         Args:
-            now: the moment after a step.
+            now: the moment after a step, a window or an epoch.
             last: that of the last save, or of the start where this run has not saved yet.
         """
 
@@ -71,7 +79,7 @@ class EverySteps(_Joined):
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Use the step alone."""
-        return now.step % self.n == 0
+        return now.ends == "step" and now.step % self.n == 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,45 @@ class AtSteps(_Joined):
     def due(self, now: Moment, last: Moment) -> bool:
         """Use the step alone."""
         place = bisect_left(self.steps, now.step)
-        return now.step in self.steps[place : place + 1]
+        return now.ends == "step" and now.step in self.steps[place : place + 1]
+
+
+@dataclass(frozen=True)
+class EveryWindows(_Joined):
+    """At the end of every window, as ``CheckpointManager.window`` counts them, whose number is a multiple of ``n``.
+
+    Raises:
+        ValueError: ``n`` is not an int of at least 1.
+    """
+
+    n: int
+    same_on_all_ranks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        positive_int("EveryWindows: n", self.n)
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Use the number of windows alone."""
+        return now.ends == "window" and now.windows % self.n == 0
+
+
+@dataclass(frozen=True)
+class EveryEpochs(_Joined):
+    """At the end of every epoch, as ``CheckpointManager.epoch`` counts them, whose number is a multiple of ``n``.
+
+    Raises:
+        ValueError: ``n`` is not an int of at least 1.
+    """
+
+    n: int
+    same_on_all_ranks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        positive_int("EveryEpochs: n", self.n)
+
+    def due(self, now: Moment, last: Moment) -> bool:
+        """Use the number of epochs alone."""
+        return now.ends == "epoch" and now.epochs % self.n == 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +190,7 @@ class EveryEventTime(_Joined):
 
 @dataclass(frozen=True)
 class WhenTrue(_Joined):
-    """Whenever the predicate says so; it is asked after each step, by every rank.
+    """Whenever the predicate says so; it is asked after each step, window and epoch, by every rank.
 
     Raises:
         ValueError: ``predicate`` cannot be called.
@@ -223,7 +269,7 @@ def check_ephemeral(ephemeral: When, regular: When) -> None:
 
 def _period(when: When) -> float:
     """Return how often a policy is due; NaN, which compares to nothing, where that cannot be said."""
-    if isinstance(when, EverySteps):
+    if isinstance(when, EverySteps | EveryWindows | EveryEpochs):
         return when.n
     return when.seconds if isinstance(when, EverySeconds | EveryEventTime) else math.nan
 

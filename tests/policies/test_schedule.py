@@ -3,7 +3,16 @@
 import pytest
 
 from recckpt.policies.schedule import SaveCounts, Schedule
-from recckpt.policies.when import AtSteps, EveryEventTime, EverySeconds, EverySteps, WhenTrue
+from recckpt.policies.when import (
+    AtSteps,
+    EveryEpochs,
+    EveryEventTime,
+    EverySeconds,
+    EverySteps,
+    EveryWindows,
+    Moment,
+    WhenTrue,
+)
 
 
 class Clock:
@@ -35,23 +44,36 @@ class Ticks:
 
     def __init__(self, regular, ephemeral=None, backpressure="wait", agreed=alone):
         self.clock = Clock()
-        self.schedule = Schedule(regular, ephemeral, self.clock, backpressure)
-        self.agreed, self.step = agreed, 0
+        self.agreed, self.step, self.windows, self.epochs = agreed, 0, 0, 0
+        self.schedule = Schedule(regular, ephemeral, backpressure, self.moment())
+
+    def moment(self, event_time=None, metrics=None, ends="step"):
+        counts = {"windows": self.windows, "epochs": self.epochs}
+        return Moment(self.step, self.clock(), event_time, metrics or {}, **counts, ends=ends)
 
     def start(self, step, event_time=None):
         self.step = step
-        self.schedule.start(step, event_time)
+        self.schedule.start(self.moment(event_time))
 
     def due(self, event_time=None, metrics=None):
         """Go one step on and say what is due."""
         self.step += 1
-        return self.schedule.due(self.step, event_time, metrics or {}, self.agreed)
+        return self.schedule.due(self.moment(event_time, metrics), self.agreed)
 
     def tick(self, running=idle, event_time=None):
         """Go one step on, and begin what is due."""
-        kind = self.schedule.admit(self.due(event_time), running)
+        return self.begin(self.due(event_time), running, event_time)
+
+    def end(self, ends, running=idle):
+        """End a window or an epoch, and begin what is due."""
+        self.windows += ends == "window"
+        self.epochs += ends == "epoch"
+        return self.begin(self.schedule.due(self.moment(ends=ends), self.agreed), running)
+
+    def begin(self, due, running, event_time=None):
+        kind = self.schedule.admit(due, running)
         if kind is not None:
-            self.schedule.begun(kind, self.step, event_time)
+            self.schedule.begun(kind, self.moment(event_time))
         return kind
 
     def ticks(self, n_steps, running=idle):
@@ -61,7 +83,7 @@ class Ticks:
 @pytest.mark.parametrize("backpressure", ["", "Wait", None, 1, "drop"])
 def test_a_back_pressure_that_is_none_is_refused(backpressure):
     with pytest.raises(ValueError, match=f"one of .'wait', 'skip', 'latest'., found {backpressure!r}"):
-        Schedule(EverySteps(1), None, Clock(), backpressure)
+        Schedule(EverySteps(1), None, backpressure, Moment(0, 0.0))
 
 
 def test_regular_saves_are_due_at_their_steps_and_nobody_is_asked():
@@ -99,7 +121,7 @@ def test_a_regular_save_counts_for_the_ephemeral_ones_but_not_the_other_way_roun
 def test_a_save_by_hand_counts_too():
     run = Ticks(EverySeconds(60))
     run.clock.now += 59
-    run.schedule.begun("regular", 0, None)
+    run.schedule.begun("regular", run.moment())
     run.clock.now += 59
     assert run.tick() is None
     run.clock.now += 1
@@ -120,6 +142,29 @@ def test_steps_go_on_after_a_restore():
     run = Ticks(AtSteps([3, 12]))
     run.start(10)
     assert run.ticks(3) == [None, "regular", None]
+
+
+# windows and epochs
+
+
+def test_windows_and_epochs_are_due_at_their_ends_and_nobody_is_asked():
+    run = Ticks(EverySteps(3) | EveryWindows(2) | EveryEpochs(1), agreed=never)
+    assert [run.tick(), run.end("window"), run.tick(), run.end("window"), run.end("epoch")] == [
+        *(None, None, None, "regular", "regular")
+    ]
+    assert [*run.ticks(2), run.end("window")] == ["regular", None, None]
+
+
+def test_at_the_end_of_a_window_no_ephemeral_save_takes_the_place_of_the_regular_one_of_its_step():
+    run = Ticks(EverySteps(2), EveryWindows(1), agreed=never)
+    assert [run.tick(), run.end("window"), run.tick(), run.end("window")] == [None, "ephemeral", "regular", "regular"]
+
+
+def test_back_pressure_treats_the_end_of_a_window_as_that_of_a_step():
+    skip, latest = (Ticks(EveryWindows(1), backpressure=pressure) for pressure in ("skip", "latest"))
+    for run, then in ((skip, None), (latest, "regular")):
+        assert [run.end("window", busy), run.tick()] == [None, then]
+    assert (skip.schedule.counts, latest.schedule.counts) == (SaveCounts(skipped=1), SaveCounts(begun=1))
 
 
 # event time

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from recckpt.policies.when import (
     AnyOf,
     AtSteps,
+    EveryEpochs,
     EveryEventTime,
     EverySeconds,
     EverySteps,
+    EveryWindows,
     Moment,
     When,
     WhenTrue,
@@ -38,10 +40,11 @@ def saved(when: When, passed: list[Moment], start: Moment = START) -> list[int]:
     return steps
 
 
+@pytest.mark.parametrize("kind", [EverySteps, EveryWindows, EveryEpochs])
 @pytest.mark.parametrize("n", NO_COUNTS)
-def test_a_number_of_steps_that_is_none_is_refused(n):
-    with pytest.raises(ValueError, match="EverySteps: n must be an int of at least 1, found"):
-        EverySteps(n)
+def test_a_number_of_steps_windows_or_epochs_that_is_none_is_refused(kind, n):
+    with pytest.raises(ValueError, match=f"{kind.__name__}: n must be an int of at least 1, found"):
+        kind(n)
 
 
 @pytest.mark.parametrize("kind", [EverySeconds, EveryEventTime])
@@ -79,6 +82,20 @@ def test_every_steps_is_due_at_the_multiples_whatever_was_saved_between(n, last)
 def test_at_steps_is_due_at_these_and_no_others(steps):
     assert saved(AtSteps(steps), moments(60)) == sorted(set(steps))
     assert AtSteps(steps) == AtSteps(tuple(reversed(steps)))
+
+
+def test_the_ends_of_windows_and_epochs_are_told_from_the_steps_that_they_follow():
+    ends = [
+        *(Moment(3, 0.0, windows=0, epochs=0), Moment(3, 0.0, windows=1, ends="window")),
+        *(Moment(6, 0.0, windows=1), Moment(6, 0.0, windows=2, ends="window")),
+        Moment(6, 0.0, windows=2, epochs=1, ends="epoch"),
+    ]
+
+    def due(when):
+        return [number for number, now in enumerate(ends) if when.due(now, START)]
+
+    assert [due(EverySteps(3)), due(AtSteps([6])), due(EveryWindows(1))] == [[0, 2], [2], [1, 3]]
+    assert [due(EveryWindows(2)), due(EveryEpochs(1)), due(EveryWindows(2) | EveryEpochs(1))] == [[3], [4], [3, 4]]
 
 
 def test_seconds_are_counted_from_the_last_save_whatever_made_it():
@@ -151,7 +168,10 @@ def test_joining_is_flat_and_takes_objects_that_are_not_ours():
 
 
 def test_ranks_agree_by_themselves_only_where_steps_decide_alone():
-    by_step, by_rank = [EverySteps(2), AtSteps([7])], [EverySeconds(1), EveryEventTime(1), WhenTrue(bool)]
+    by_step, by_rank = (
+        [EverySteps(2), AtSteps([7]), EveryWindows(1), EveryEpochs(1)],
+        [EverySeconds(1), EveryEventTime(1), WhenTrue(bool)],
+    )
     assert all(when.same_on_all_ranks for when in [*by_step, AnyOf(*by_step)])
     assert not any(when.same_on_all_ranks for when in [*by_rank, *(when | by_step[0] for when in by_rank)])
 
@@ -194,6 +214,8 @@ def test_they_print_compare_and_pickle_as_they_were_made():
         (10, 20),
         (EverySteps(10) | EverySeconds(60), 10),
         (EverySeconds(60), EverySeconds(60)),
+        (EveryWindows(2), EveryWindows(2)),
+        (EveryEpochs(1), EveryEpochs(3)),
         (EveryEventTime(3600), EveryEventTime(7200)),
     ],
 )

@@ -1,0 +1,49 @@
+"""What a step, a window, an epoch or a save is given beside the model: numbers, strings and the time of the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from recckpt.format.manifest import Scalar
+from recckpt.manager.run_state import EPOCHS, EVENT_TIME, WINDOWS
+from recckpt.save.arguments import as_numbers, as_scalars, check_scalars
+
+State = Mapping[str, Scalar] | None
+Metrics = Mapping[str, float] | None
+
+
+def check_step(state: State, metrics: Metrics) -> None:
+    """Refuse what a save would refuse, without waiting for a device."""
+    check_scalars(state, metrics)
+    _check_names(state, metrics)
+
+
+def as_state(state: State, metrics: Metrics) -> dict[str, Scalar]:
+    """Return what is kept with a checkpoint, or raise as :func:`check_step`."""
+    found = {**as_numbers(metrics), **as_scalars(state)}
+    _check_names(state, metrics)
+    return found
+
+
+def is_finite(event_time: float) -> bool:
+    """Say whether this is a time, and not NaN or infinite; TypeError where it is no number at all."""
+    try:
+        return math.isfinite(event_time)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
+        raise TypeError(
+            f"event_time must be a number of seconds since 1970, found {event_time!r}; a datetime has timestamp()"
+        ) from error
+
+
+def latest(times: Sequence[float | None]) -> float | None:
+    """Return the latest of those that are known."""
+    return max((found for found in times if found is not None), default=None)
+
+
+def _check_names(state: State, metrics: Metrics) -> None:
+    """Refuse entries that would take the place of what the manager counts; ValueError names the first."""
+    for what, given in (("state", state or {}), ("metrics", metrics or {})):
+        name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS) if name in given), None)
+        if name is not None:
+            raise ValueError(f"{what}[{name!r}]: this is what the manager counts and resumes from: use another name")
