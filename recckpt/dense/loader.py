@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, may_be_sharded
+from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, may_be_sharded, own_boxes
 from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
@@ -181,7 +181,11 @@ def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
         from torch.distributed.tensor import DTensor
 
         mesh, kinds = of_several.device_mesh, of_several.placements
-        local = given[0] if given else of_several.to_local()  # a rank that is not of the mesh has nothing
+        boxes = own_boxes(live)
+        if boxes is not None:
+            local = type(boxes)(given, boxes.local_offsets())
+        else:
+            local = given[0] if given else of_several.to_local()  # a rank that is not of the mesh has nothing
         return DTensor.from_local(local, mesh, kinds, run_check=False, shape=live.shape, stride=live.stride())
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard

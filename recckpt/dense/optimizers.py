@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recckpt.dense.keyed_optimizer import KeyedOptimizer, is_keyed
+
 NAMES = "param_names"  # part of the format, and torch's own word for it
 SHAPES = "param_shapes"  # part of the format: moments need not have the parameter's shape, so it is kept beside
 
@@ -16,7 +18,7 @@ SHAPES = "param_shapes"  # part of the format: moments need not have the paramet
 class NamedOptimizer:
     """Wraps an optimizer for checkpoints: torch's own state dict, with ``param_names`` beside the indices.
 
-    An optimizer whose state is of another form, such as TorchRec's KeyedOptimizer, keeps that form.
+    An optimizer whose state is of another form keeps that form.
     ``named_parameters`` gives (name, parameter) of the model as it is now, of a tied parameter each of its names.
     """
 
@@ -177,6 +179,8 @@ def by_name(obj: Any, named_parameters: Callable[[], Any]) -> Any:
     """Return what stands for a registered object: dense optimizers keep their state by the names of parameters."""
     if not isinstance(obj, Optimizer):
         return obj
+    if is_keyed(obj):
+        return KeyedOptimizer(obj)
     is_zero = callable(
         getattr(obj, "consolidate_state_dict", None)
     )  # ZeroRedundancyOptimizer, and what gathers like it

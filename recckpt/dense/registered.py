@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from recckpt.dense.keyed_optimizer import KeyedOptimizer
 from recckpt.dense.optimizers import NamedOptimizer, ZeroOptimizer
 from recckpt.dense.plain_values import fill, is_filled, misfit
 from recckpt.dense.state_copy import Copy, as_it_is, portable
+from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM, is_encodable
 from recckpt.text import nearest
@@ -102,7 +104,14 @@ class Registry:
 
     def gathers(self, name: str) -> bool:
         """Say whether the object of a name takes what it needs from the states of any number of ranks."""
-        return name in self._objects and isinstance(self._adapter(self._objects[name]), ZeroOptimizer)
+        return name in self._objects and isinstance(self._adapted(name), ZeroOptimizer | KeyedOptimizer)
+
+    def gathered(
+        self, name: str, saved: Iterable[Any], stored: Callable[[str], StoredTensor]
+    ) -> tuple[Any, Any] | None:
+        """Return what :meth:`KeyedOptimizer.gathered` does, None for an object that is no such optimizer."""
+        obj = self._adapted(name)
+        return obj.gathered(name, saved, stored) if isinstance(obj, KeyedOptimizer) else None
 
     def dump(self, copy: Copy = as_it_is, *, of_ranks: bool = False) -> dict[str, Any]:
         """Return the state of all objects as portable data; or of those of which each rank has a state of its own.
@@ -124,7 +133,7 @@ class Registry:
 
     def beside(self, name: str, saved: Any) -> tuple[Any, Any]:
         """Return what of a saved state the object will take, and live state of the same form where it may be asked."""
-        obj = self._adapter(self._objects[name])
+        obj = self._adapted(name)
         try:
             if isinstance(obj, NamedOptimizer):
                 return obj.beside(saved)
@@ -200,6 +209,9 @@ class Registry:
     def _log_kept(self, name: str) -> None:
         log.warning("%s: %r keeps the state that was loaded, though the load failed: load again", self._what, name)
 
+    def _adapted(self, name: str) -> Any:
+        return self._adapter(self._objects[name])
+
     def _state(self, obj: Any) -> Any:
         obj = self._adapter(obj)
         pair = self._pair(obj)
@@ -236,10 +248,6 @@ def _refusals_named(name: str, obj: Any, method: str) -> Iterator[None]:
         yield
     except Exception as error:
         refusal = f"{type(obj).__qualname__}.{method} refused it: {type(error).__name__}: {error}"
-        if callable(
-            getattr(getattr(obj, "optimizer", None), "init_state", None)
-        ):  # TorchRec's, which fills what it has
-            refusal += "; an optimizer that fills the state it has needs init_state() before the load"
         raise StateMismatchError(f"the state of {name!r}", remedy=refusal) from error
 
 

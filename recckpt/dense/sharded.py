@@ -63,7 +63,8 @@ class Pieces:
         A ValueError names a tensor of partial sums, or one that has more or fewer values here than its layout says.
         """
         one = cast(Any, value)
-        kind = (value.shape, one.device_mesh, one.placements) if hasattr(value, "device_mesh") else None
+        is_one_box = hasattr(value, "device_mesh") and own_boxes(value) is None
+        kind = (value.shape, one.device_mesh, one.placements) if is_one_box else None
         if kind in self._known:
             known = self._known[kind]
             return [Piece(known.offsets, _checked(name, value, one.to_local(), known.values.shape))]
@@ -83,6 +84,12 @@ class Pieces:
         return pieces
 
 
+def own_boxes(value: Tensor) -> Any:
+    """Return what holds the boxes of a DTensor where TorchRec has laid it out, whose placements do not say where."""
+    local = cast(Any, value).to_local() if hasattr(value, "device_mesh") else None
+    return local if callable(getattr(local, "local_shards", None)) else None
+
+
 def is_written_here(name: str, value: Tensor, piece: Piece) -> bool:
     """Say whether this rank is the one, of those that have a piece of a sharded tensor, that writes it.
 
@@ -92,7 +99,8 @@ def is_written_here(name: str, value: Tensor, piece: Piece) -> bool:
     if mesh is None:
         return True
     replica, replicas = 0, 1
-    for dim, placement in enumerate(cast(Any, value).placements):
+    n_dims = mesh.ndim if own_boxes(value) is None else mesh.ndim - 1  # TorchRec shards tables over the last one
+    for dim, placement in enumerate(cast(Any, value).placements[:n_dims]):
         if placement.is_replicate():
             replica, replicas = replica * mesh.size(dim) + mesh.get_coordinate()[dim], replicas * mesh.size(dim)
     return replicas == 1 or xxhash.xxh3_64_intdigest(f"{name} {piece.offsets}".encode()) % replicas == replica

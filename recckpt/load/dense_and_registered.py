@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,11 +77,25 @@ def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 
 def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
     """Return the state of a registered object, its sharded tensors as they lie here."""
+    gathered = live.extra.gathered(item.name.text, _of_all(live, item, source), source.tensors.of_extra)
+    if gathered is not None:
+        return as_here(gathered[0], lambda: gathered, source)
     if item.source in source.at.extras_of_ranks:
         saved = source.own_state(layout.extra_of, item.source, live.shard)
     else:
         saved = source.value(layout.EXTRA, item.source)
     return as_here(saved, lambda: live.extra.beside(item.name.text, saved), source)
+
+
+def _of_all(live: LiveState, item: Planned, source: OpenSource) -> Iterator[Any]:
+    """Yield the states that ranks have saved of an object, that of this rank's number first."""
+    if item.source not in source.at.extras_of_ranks:
+        yield source.value(layout.EXTRA, item.source)
+        return
+    for shard in sorted(range(source.at.shards), key=lambda shard: shard != live.shard):
+        state = source.read_once(layout.extra_of(shard))
+        if item.source in state:
+            yield state[item.source]
 
 
 def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:

@@ -175,8 +175,8 @@ def stage(
             io_state=live.io_state.dump(copy),
             rng=dump_rng(),
             state=scalars,
-            sharded=sharded.staged(copy),
-            own_extra=live.extra.dump(copy, of_ranks=True),
+            own_extra=live.extra.dump(sharded.from_extra(copy), of_ranks=True),
+            sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
         )
     staged.take_tables(tables, tracker, detached=buffers is not None)

@@ -275,57 +275,6 @@ def test_a_run_resumes_with_a_layer_more(tmp_path):
     assert states(other_optimizer, other)["b.weight"] == {}
 
 
-class Keyed(torch.optim.Optimizer):
-    """As TorchRec's KeyedOptimizer is: its state goes by the names it was given, and is filled where it lies."""
-
-    def __init__(self, params, lr, *, with_groups=False):
-        self.params, self._with_groups = dict(params), with_groups
-        super().__init__(self.params.values(), {"lr": lr})
-
-    def init_state(self):
-        for parameter in self.params.values():
-            self.state[parameter]["sum"] = torch.zeros_like(parameter)
-
-    def state_dict(self):
-        keys = {parameter: key for key, parameter in self.params.items()}
-        state = {"state": {keys[parameter]: values for parameter, values in self.state.items()}}
-        groups = [{"params": sorted(self.params), "lr": group["lr"]} for group in self.param_groups]
-        return {**state, "param_groups": groups} if self._with_groups else state
-
-    def load_state_dict(self, state):
-        if len(self.state) != len(state["state"]):
-            raise ValueError(f"Different parameter count: {len(self.state)} vs {len(state['state'])}")
-        for key, values in state["state"].items():
-            self.state[self.params[key]]["sum"].copy_(values["sum"])
-        for live, group in zip(self.param_groups, state.get("param_groups", []), strict=False):
-            live["lr"] = group["lr"]
-
-
-@pytest.mark.parametrize("with_groups", [False, True])
-def test_an_optimizer_with_a_state_of_its_own_form_keeps_it(tmp_path, with_groups):
-    def run(lr):
-        model = nn.Linear(2, 1)
-        named = {f"ebc.{name}": parameter for name, parameter in model.named_parameters()}
-        optimizer = Keyed(named, lr, with_groups=with_groups)
-        saver = Saver(model, output_dir=str(tmp_path))
-        saver.register_for_checkpointing("keyed", optimizer)
-        return saver, optimizer
-
-    saver, optimizer = run(0.5)
-    optimizer.init_state()
-    for number, values in enumerate(optimizer.state.values()):
-        values["sum"].fill_(number + 1)
-    saver.save("c")
-    other, restored = run(0.1)
-    with pytest.raises(StateMismatchError, match=r"'keyed'[\s\S]*Different parameter count: 0 vs 2; .* init_state\(\)"):
-        other.load()
-    restored.init_state()
-    sums = [values["sum"] for values in restored.state.values()]
-    other.load()
-    assert [values.unique().tolist() for values in sums] == [[1], [2]]
-    assert restored.param_groups[0]["lr"] == (0.5 if with_groups else 0.1)
-
-
 def test_a_load_does_not_ask_an_optimizer_for_its_state():
     class Unasked(torch.optim.Adam):
         def state_dict(self):

@@ -6,5 +6,6 @@ NEEDS = {
     "test_lightning.py": "lightning",
     "test_transformers.py": "transformers",
     "test_accelerate.py": "accelerate",
+    "test_torchrec.py": "torchrec",
 }
 collect_ignore = [name for name, library in NEEDS.items() if find_spec(library) is None]

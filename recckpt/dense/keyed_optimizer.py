@@ -1,0 +1,94 @@
+"""TorchRec's optimizers: their state goes by names, and each rank has that of the tables of which a part lies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from recckpt.dense.sharded import STAND_IN
+from recckpt.dense.tensors import StoredTensor
+from recckpt.errors import StateMismatchError
+
+_FILLS = "an optimizer that fills the state it has needs init_state() before the load"
+_LAYOUT = (
+    "TorchRec has one value a row for each shard of columns, so that as many are needed; "
+    "leave the state out with 'exclude': [{name!r}] to start it fresh"
+)
+
+
+class KeyedOptimizer:
+    """Wraps an optimizer of the form of TorchRec's ``KeyedOptimizer``, which is known by its ``params`` and methods."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer: Any = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state, as it gives it: that of this rank's parameters."""
+        return dict(self.optimizer.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`gathered` has made."""
+        self.optimizer.load_state_dict(state)
+
+    def gathered(
+        self, name: str, saved: Iterable[Mapping[str, Any]], stored: Callable[[str], StoredTensor]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what it takes of the states that ranks have saved, and its own, which is laid out as wanted.
+
+        ``stored`` finds a sharded tensor by its name; messages call the optimizer ``name``. A StateMismatchError names
+        all that does not fit.
+        """
+        live = self.state_dict()
+        wanted, states, groups = set(self.optimizer.params), dict[str, Any](), list[Mapping[str, Any]]()
+        for state in saved:
+            states |= {key: values for key, values in state["state"].items() if key in wanted and key not in states}
+            groups += state.get("param_groups", [])
+            if states.keys() >= wanted and not groups:
+                break  # most often a rank has saved all that it needs
+        _check(name, states, live["state"], stored)
+        found: dict[str, Any] = {"state": states}
+        if "param_groups" in live:
+            found["param_groups"] = [_with_settings(group, groups) for group in live["param_groups"]]
+        return found, live
+
+
+def is_keyed(obj: Any) -> bool:
+    """Say whether an object is an optimizer of TorchRec's form."""
+    is_form = isinstance(getattr(obj, "params", None), Mapping) and callable(getattr(obj, "init_state", None))
+    return isinstance(obj, Optimizer) and is_form
+
+
+def _check(name: str, found: Mapping[str, Any], live: Mapping[str, Any], stored: Callable[[str], StoredTensor]) -> None:
+    """Check that the states are of the parameters that have one here, and of the same form."""
+    what = f"the state of {name!r}"
+    uninitialized = [key for key in found if found[key] and key not in live]
+    if uninitialized:
+        raise StateMismatchError(what, unexpected=uninitialized, remedy=_FILLS)
+    missing = [key for key in live if key not in found]
+    mismatched = dict[str, tuple[object, object]]()
+    for key in live.keys() & found.keys():
+        one, other = (dict(_described(values, stored)) for values in (found[key], live[key]))
+        differing = (place for place in {**one, **other} if one.get(place) != other.get(place))
+        mismatched |= {f"{key}{place}": (one.get(place, "nothing"), other.get(place, "nothing")) for place in differing}
+    if missing or mismatched:
+        raise StateMismatchError(what, missing=missing, mismatched=mismatched, remedy=_LAYOUT.format(name=name))
+
+
+def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the place and shape of each tensor in a state, and the place of each value that is none."""
+    if isinstance(value, Mapping) and value.keys() == {STAND_IN}:
+        yield place, tuple(stored(value[STAND_IN]).shape)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _described(item, stored, f"{place} {key}")
+    else:
+        yield place, tuple(value.shape) if isinstance(value, Tensor) else "a value"
+
+
+def _with_settings(live: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a group with the settings of the saved one that shares most parameters, which may be on other ranks."""
+    best = max(saved, key=lambda group: len(set(live["params"]) & set(group["params"])), default=live)
+    return {**(best if set(live["params"]) & set(best["params"]) else live), "params": live["params"]}
