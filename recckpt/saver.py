@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -17,14 +17,15 @@ from recckpt.load.conf import Bank
 from recckpt.load.loader import Loader
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.output_dir.fence import Fence
-from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
 from recckpt.save import arguments
 from recckpt.save.background_save import SaveHandle, SaveRunner
+from recckpt.save.choice import parse_choice
 from recckpt.save.delta_base import changes_of
 from recckpt.save.job import Destination, Job, Live, OnSave
+from recckpt.save.registration import Registration
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse.files.saver import SparseSaver
@@ -35,7 +36,7 @@ from recckpt.storage.transfers import VISIBLE_SEC, transfers_of
 _State = Mapping[str, Scalar] | None
 
 
-class Saver(OneProcess):
+class Saver(Registration):
     """Saves and loads a model: its tables, its dense state and what is registered beside them.
 
     The state is read from the model at each save. Thread-safe: saves and loads of several threads follow each other. It
@@ -60,6 +61,10 @@ class Saver(OneProcess):
         on_save: called with the :class:`recckpt.SaveInfo` of each save, once rotation is over, or once it has failed
             (``info.error``), in the thread of the save; what it raises is logged and fails nothing.
         deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
+        save_slots: patterns of the slots that are saved beside embeddings, such as ``"*@count"``; ``"!..."`` leaves out
+            what matches; ``[]`` saves embeddings alone, None all slots. See docs/saving.md, also of the next two.
+        save_where: table or pattern -> conditions of the rows that are saved, as ``where`` of a ``load_conf``.
+        store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, or ``sparse_optim`` trains other tables.
@@ -82,10 +87,13 @@ class Saver(OneProcess):
         visible_sec: float = VISIBLE_SEC,
         on_save: OnSave | None = None,
         deltas: bool | Deltas = False,
+        save_slots: Sequence[str] | None = None,
+        save_where: Mapping[str, Any] | None = None,
+        store: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save)
-        changes = changes_of(deltas)
+        changes, choice = changes_of(deltas), parse_choice(save_slots, save_where, store)
         transfers = transfers_of(
             output_dir,
             max_uploads=max_uploads,
@@ -94,14 +102,14 @@ class Saver(OneProcess):
             visible_sec=visible_sec,
             timeout_sec=timeout_sec,
         )
-        arguments.check_parts(model, sparse_optim)
+        choice.check_dtypes(arguments.check_parts(model, sparse_optim))
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
         storage.prepare()  # last of what may be refused: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
         self.loader.on_whole_restore = changes.on_whole_restore if changes else None
-        self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state), extra, io_state
+        self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state, choice), extra, io_state
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
@@ -118,40 +126,6 @@ class Saver(OneProcess):
     def output_dir(self) -> str:
         """Where checkpoints go."""
         return self.storage.url
-
-    def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
-        """Save an object beside the model, such as a dense optimizer or a scheduler.
-
-        Args:
-            name: unique name.
-            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value. A tensor, an array, a list, dict or
-                set is loaded in place; of another value :meth:`get_extra_data` gives what was loaded.
-            per_rank: whether each rank saves and gets back a state of its own, on the same number of ranks; else that
-                of rank 0 is saved, for all. A ``ZeroRedundancyOptimizer`` is saved by all ranks, for any number.
-
-        Raises:
-            ValueError: the name or the object cannot be registered; says why.
-        """
-        arguments.check_registered(name, obj, self.sparse_optim)
-        with self.turn():
-            self._extra.add(name, obj, per_rank=per_rank)
-
-    def register_io_state(self, name: str, obj: Any) -> None:
-        """Save the position of a dataset, one state a shard.
-
-        Args:
-            name: unique name.
-            obj: has ``dump_io_state`` and ``load_io_state``, or ``state_dict`` and ``load_state_dict``.
-
-        Raises:
-            ValueError: as :meth:`register_for_checkpointing`.
-        """
-        with self.turn():
-            self._io_state.add(name, obj)
-
-    def get_extra_data(self, name: str) -> Any:
-        """Return the object of a name, a plain value as last loaded; else the state last loaded, or None and warn."""
-        return self._extra.get(name)
 
     def save(
         self,

@@ -12,6 +12,7 @@ from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.reduced import reduced_json, said_of
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
@@ -91,7 +92,8 @@ def _data(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> di
 def _table_data(table: TableEntry) -> dict[str, Any]:
     slots = [{"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)} for slot in table.slots]
     data = {"name": table.name, "rows": table.rows, "bytes": table.rows * table.row_bytes, "slots": slots}
-    return data if table.delta is None else {**data, "delta": asdict(table.delta)}
+    data |= {} if table.delta is None else {"delta": asdict(table.delta)}
+    return data if table.reduced is None else {**data, "reduced": reduced_json(table.reduced)}
 
 
 def _link_data(link: Checkpoint) -> dict[str, Any]:
@@ -121,6 +123,8 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
     )
     lines += _section("links", _link_lines(checkpoint.links) if checkpoint.below else [])
     lines += _section("tables", _lines_of_tables(manifest) if manifest.tables else [])
+    reduced = {table.name: table.reduced for table in manifest.tables if table.reduced is not None}
+    lines += _section("not as they were", [one_line(said) for said in said_of(reduced)])
     lines += _section("dense tensors", grid(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",)) if dense else [])
     return lines + _section("training state", pairs(state))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
@@ -132,6 +133,14 @@ class Fields:
     def maybe_count(self, key: str) -> int | None:
         """Return an int field that may be null."""
         return None if self._values.get(key) is None else self.count(key)
+
+    def number(self, key: str) -> float:
+        """Return a field that is a number of at least 0."""
+        value: Any = self._values.get(key)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= sys.float_info.max:
+            raise self.wrong(key, repr(value), "a number of at least 0")
+        return float(value)
 
     def counts(self, key: str, low: int = 0) -> tuple[int, ...]:
         """Return a field that is a list of ints."""

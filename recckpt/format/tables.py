@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recckpt.format.json_fields import Fields
+from recckpt.format.reduced import Reduced, parse_reduced, reduced_json
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
 
@@ -26,6 +27,7 @@ class TableEntry:
     rows: int  # of the checkpoint, not of the delta
     slots: tuple[SlotSpec, ...]
     delta: DeltaRows | None = None
+    reduced: Reduced | None = None  # what the table had more; None where it was saved as it was
 
     @property
     def row_bytes(self) -> int:
@@ -49,6 +51,8 @@ def table_json(table: TableEntry) -> dict[str, Any]:
     if table.delta is not None:
         held = table.delta
         entry["delta"] = {"upserts": held.upserts, "deletes": held.deletes, "replaced": held.replaced}
+    if table.reduced is not None:
+        entry["reduced"] = reduced_json(table.reduced)
     return entry
 
 
@@ -69,7 +73,9 @@ def parse_table(fields: Fields, *, of_delta: bool) -> TableEntry:
     rows = fields.count("rows")
     if not of_delta and fields.has("delta"):
         raise fields.wrong("delta", "rows of a delta", "no such field in a full checkpoint")
-    return TableEntry(name, rows, slots, _delta_rows(fields.mapping("delta"), rows) if of_delta else None)
+    delta = _delta_rows(fields.mapping("delta"), rows) if of_delta else None
+    reduced = parse_reduced(fields.mapping("reduced"), slots) if fields.has("reduced") else None
+    return TableEntry(name, rows, slots, delta, reduced)
 
 
 def _delta_rows(fields: Fields, rows: int) -> DeltaRows:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
+from recckpt.format.reduced import Reduced
 from recckpt.load.conf import Entry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.text import escaped
@@ -43,6 +44,7 @@ class Offer:
     entry: Entry  # of the model bank
     label: str  # the checkpoint's path
     inventory: Inventory  # its names
+    reduced: Mapping[str, Reduced] = field(default_factory=dict)  # of tables that were not saved as they were
 
     @property
     def called(self) -> str:
@@ -57,8 +59,10 @@ def checkpoint_inventory(
     manifest = checkpoint.manifest
     things: dict[Name, Thing] = {}
     for table in manifest.tables:
+        dtypes = table.reduced.dtypes if table.reduced is not None else {}
         for slot in (SlotSpec(ID, "int64", ()), *table.slots):
-            thing = Thing(slot.dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
+            dtype = dtypes.get(slot.name, slot.dtype)  # of the table, which stored it narrower
+            thing = Thing(dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
             things[slot_name(table.name, slot.name)] = thing
     dense = dict.fromkeys(manifest.names.dense, Thing(PLAIN))
     here = names_here(dense, model_dense)
@@ -73,6 +77,11 @@ def checkpoint_inventory(
     if manifest.step is not None:
         things[Name(GLOBAL_STEP, GLOBAL_STEP)] = Thing(PLAIN)
     return things
+
+
+def reduced_tables(checkpoint: Checkpoint) -> dict[str, Reduced]:
+    """Return what was left out of the tables that were not saved as they were."""
+    return {table.name: table.reduced for table in checkpoint.manifest.tables if table.reduced is not None}
 
 
 def registered_names(checkpoint: Checkpoint) -> list[Name]:

@@ -15,7 +15,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Part
 from recckpt.format.names import Name
-from recckpt.load.inventory import Inventory, Offer, checkpoint_inventory, names_here
+from recckpt.load.inventory import Inventory, Offer, checkpoint_inventory, names_here, reduced_tables
 from recckpt.load.source import Source
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
@@ -154,7 +154,8 @@ class OpenSource:
     def offer(self, model: Inventory) -> Offer:
         """Return what it has of the names of a model."""
         dense = [name.text for name in model if name.group == "dense"]
-        return Offer(self.at.entry, self.at.label, checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense))
+        inventory = checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense)
+        return Offer(self.at.entry, self.at.label, inventory, reduced_tables(self.at.checkpoint))
 
     def rows(self, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int) -> list[LinkLoad]:
         """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import ID, Name, slot_name, state_name
+from recckpt.format.reduced import said_of
 from recckpt.load.conf import Entry
 from recckpt.load.inventory import PLAIN, Inventory, Offer, Thing
 from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
@@ -197,6 +198,10 @@ class Match:
         others += [n.text for n in left if n.slot not in ("", ID, EMBEDDING) and slot_name(n.table, ID) in self._known]
         if others:
             problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
+        taken = {source.table for source in self.there.values() if source in inventory}
+        for said in said_of({table: found for table, found in self.offer.reduced.items() if table in taken}):
+            what = "training that goes on from there is not, bit for bit, the training that was saved"
+            problems.warn(entry, f"{label} was saved with {said}: {what}")
 
     def _is_explicit(self, name: Name) -> bool:
         """Say whether somebody asked for just this; of a whole table the embedding is what must be there."""

@@ -22,8 +22,8 @@ from recckpt.types import HashTable, flag, positive_int, positive_number
 OfRun = tuple[int | None, Mapping[str, Scalar]]  # the step of a run, and what its manager counts besides
 
 
-def check_parts(model: object, sparse_optim: object) -> None:
-    """Refuse a model and an optimizer that a save or load would only stumble over, or leave out.
+def check_parts(model: object, sparse_optim: object) -> dict[str, HashTable]:
+    """Refuse a model and an optimizer that a save or load would only stumble over, or leave out; return the tables.
 
     Raises:
         TypeError: one of them is of another kind.
@@ -33,7 +33,7 @@ def check_parts(model: object, sparse_optim: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     tables = state_of(model)[0]
     if sparse_optim is None:
-        return
+        return tables
     if not isinstance(sparse_optim, Optimizer):
         raise TypeError(f"sparse_optim must be an optimizer of tables or None, found a {type(sparse_optim).__name__}")
     trained = {id(parameter) for group in sparse_optim.param_groups for parameter in group["params"]}
@@ -44,6 +44,7 @@ def check_parts(model: object, sparse_optim: object) -> None:
             f"{name!r}; save it by register_for_checkpointing"
         )
     check_trained(sparse_optim, tables)
+    return tables
 
 
 def check_options(max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_bytes: Any, on_save: Any) -> None:

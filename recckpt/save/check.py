@@ -15,6 +15,7 @@ from recckpt.errors import RecckptError
 from recckpt.format.buckets import Slice
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.arguments import check_trained
+from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse.files.table_rows import source_of
@@ -41,12 +42,17 @@ class Need:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others before a save; whether it writes deltas, and its base is to be confirmed."""
+    """What a rank tells the others before a save; whether it writes deltas, and its base is to be confirmed.
+
+    ``unmatched`` is what its options say of nothing that it has.
+    """
 
     ckpt_id: str
     step: int | None
     owned: _Owned
     need: Need
+    choice: Choice
+    unmatched: frozenset[str]
     writes_deltas: bool
     has_candidate: bool
 
@@ -66,20 +72,23 @@ def check(live: Live, job: Job, to: Destination) -> Checked:
     Where there are deltas, only staging shows how much room a save needs.
 
     Raises:
-        ValueError: two tables share a name, several ranks own the same ids of one, or the optimizer trains others.
+        ValueError: two tables share a name, several ranks own the same ids of one, the optimizer trains others, or
+            options say of nothing, or of what they cannot be said of, what is to be saved.
         SaveFailedError: the ranks are not at the same save, or it does not fit, or another rank failed.
         WriterFencedError: another writer has taken the output dir over since a checkpoint was restored.
     """
     info, ranks, work_dir, changes = job.info, job.ranks, to.transfers.work_dir, to.changes
 
     def tell(parts: tuple[dict[str, HashTable], dict[str, Any]]) -> _Told:
-        need = Need(estimated_bytes(*parts, ranks.rank), work_dir.device if work_dir else None)
+        need = Need(estimated_bytes(*parts, ranks.rank, live.choice), work_dir.device if work_dir else None)
         deltas = changes is not None, changes is not None and changes.has_candidate
-        return _Told(info.ckpt_id, info.step, _owned(parts[0]), need, *deltas)
+        said = live.choice, live.choice.unmatched(parts[0])
+        return _Told(info.ckpt_id, info.step, _owned(parts[0]), need, *said, *deltas)
 
     def take() -> tuple[dict[str, HashTable], dict[str, Any]]:
         parts = state_of(live.model)
         check_trained(live.sparse_optim, parts[0])  # tables may be others than when the saver was made
+        live.choice.check(parts[0])
         return parts
 
     parts, told = agreed(take, info, ranks, tell)
@@ -134,6 +143,12 @@ def _check_same_save(told: Sequence[_Told], info: SaveInfo) -> None:
         if (each.ckpt_id, each.step) != (first.ckpt_id, first.step):
             cause = f"it saves {each.ckpt_id!r} of step {each.step}, rank 0 {first.ckpt_id!r} of step {first.step}"
             raise info.failure(rank, f"{cause}: all ranks save the same")
+        if each.choice != first.choice:
+            cause = "its save_slots, save_where or store is not that of rank 0"
+            raise info.failure(rank, f"{cause}: give all ranks the same")
+    unmatched = frozenset.intersection(*(each.unmatched for each in told))
+    if unmatched:
+        raise ValueError("; ".join(sorted(unmatched)))
 
 
 def check_rooms(needs: Sequence[Need], to: Destination) -> None:
@@ -166,17 +181,22 @@ def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:
         )
 
 
-def estimated_bytes(tables: Mapping[str, HashTable], dense: Mapping[str, Any], rank: int) -> int:
+def estimated_bytes(tables: Mapping[str, HashTable], dense: Mapping[str, Any], rank: int, choice: Choice) -> int:
     """Return about how many bytes a rank writes: its rows, its pieces, and as rank 0 the dense state.
 
     0 where nothing can be said, of a state that staging refuses.
     """
     try:
-        sources = [source_of(table) for table in tables.values()]
-        rows = sum(source.n_rows * (8 + sum(slot.row_bytes for slot in source.slots)) for source in sources)
+        rows = sum(source_of(table).n_rows * _row_bytes(table, choice) for table in tables.values())
         return rows + sum(_written_bytes(value, rank) for value in dense.values() if isinstance(value, Tensor))
     except Exception:
         return 0
+
+
+def _row_bytes(table: HashTable, choice: Choice) -> int:
+    slots = slots_of_table(table)
+    wanted = choice.of(table.name, slots)
+    return 8 + sum(slot.row_bytes for slot in slots) if wanted is None else wanted.row_bytes
 
 
 def _written_bytes(value: Tensor, rank: int) -> int:

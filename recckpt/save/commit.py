@@ -49,6 +49,11 @@ def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination
             info.path = path if error.is_in_place else ""
             raise
     info.time, info.n_bytes = record.time, record.n_bytes
+    info.largest_errors = {
+        f"{table.name}@{narrowed.slot}": narrowed.error
+        for table in record.tables
+        for narrowed in (table.reduced.narrowed if table.reduced else ())
+    }
     info.metrics = {name: float(v) for name, v in record.state.items() if isinstance(v, int | float)}
     info.path = path
     return record
@@ -80,7 +85,15 @@ def _standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
     """Name in the manifest of a delta what it stands on: never a form of it, wherever that is read."""
     chain = tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in links)
     parent = Parent(chain[0].ckpt_id, chain[0].save_id, chain[0].directory, links[0].manifest.origin_xxh3)
-    return replace(record, parent=parent, chain=chain)
+    tables = tuple(_with_errors_below(table, links[0].manifest.table(table.name)) for table in record.tables)
+    return replace(record, parent=parent, chain=chain, tables=tables)
+
+
+def _with_errors_below(table: TableEntry, below: TableEntry | None) -> TableEntry:
+    """Say of the narrowed slots of a table by how much any of its rows is off, those of the links below included."""
+    if table.is_whole or table.reduced is None or below is None or below.reduced is None:
+        return table
+    return replace(table, reduced=table.reduced.no_better(below.reduced))
 
 
 def _tables_of_all(records: Sequence[ShardRecord]) -> tuple[TableEntry, ...]:
@@ -105,7 +118,8 @@ def _sum(one: TableEntry, other: TableEntry) -> TableEntry:
     if one.delta is not None and other.delta is not None:
         counts = (one.delta.upserts + other.delta.upserts, one.delta.deletes + other.delta.deletes)
         delta = DeltaRows(*counts, one.delta.replaced)
-    return replace(one, rows=one.rows + other.rows, delta=delta)
+    both = one.reduced.plus(other.reduced) if one.reduced and other.reduced else one.reduced
+    return replace(one, rows=one.rows + other.rows, delta=delta, reduced=both)
 
 
 def rotate(job: Job, to: Destination) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
+from recckpt.format.reduced import Reduced
 from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
@@ -27,6 +28,7 @@ class Origin:
     save_id: str  # its name
     place: tuple[int, int]  # where it stands in the order of commits
     slots: Mapping[str, tuple[SlotSpec, ...]]  # those of its tables
+    reduced: Mapping[str, Reduced]  # what was left out of those that were not saved as they were
     is_candidate: bool = False  # whether it was restored, and is yet to be confirmed
 
 
@@ -54,8 +56,13 @@ class Changes:
         return self.base is not None and self.base.is_candidate
 
     def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[HashTable]) -> None:
-        """Count from a checkpoint of the own output dir, which the rows of these tables are exactly those of."""
+        """Count from a checkpoint of the own output dir, which the rows of these tables are exactly those of.
+
+        Not where the tables cannot tell which of their rows were saved: rows that are not touched would be otherwise.
+        """
         found = _origin(checkpoint.manifest)
+        if any(reduced.forgets_why for reduced in found.reduced.values()):
+            return
         if self.base is None or self.base.save_id != found.save_id:
             self.base = replace(found, is_candidate=True)
         for table in tables:
@@ -102,7 +109,9 @@ def changes_of(deltas: bool | Deltas) -> Changes | None:
 
 
 def _origin(record: Manifest) -> Origin:
-    return Origin(record.origin, record.place, {table.name: table.slots for table in record.tables})
+    slots = {table.name: table.slots for table in record.tables}
+    reduced = {table.name: table.reduced for table in record.tables if table.reduced is not None}
+    return Origin(record.origin, record.place, slots, reduced)
 
 
 def _sync(storage: Storage, link: Checkpoint) -> None:

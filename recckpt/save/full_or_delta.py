@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from recckpt.policies.deltas import Chain, Deltas
 from recckpt.save.delta_base import Changes
+from recckpt.sparse.files.reduced_rows import Wanted
 from recckpt.sparse.files.table_rows import TableSource
 from recckpt.sparse.table.marks import Frozen
 
@@ -19,6 +20,7 @@ class TableChanges:
     n_rows: int
     row_bytes: int
     is_replaced: bool
+    is_saved_otherwise: bool  # than in the base, by what the saver was asked to save
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,27 @@ class Kind:
 FULL = Kind()
 
 
-def tell(changes: Changes, chain: Chain | None, tables: Sequence[TableSource], frozen: Mapping[str, Frozen]) -> Told:
-    """Say what a rank has to write."""
+def tell(
+    changes: Changes,
+    chain: Chain | None,
+    tables: Sequence[TableSource],
+    frozen: Mapping[str, Frozen],
+    wanted: Mapping[str, Wanted],
+) -> Told:
+    """Say what a rank has to write, of the tables by name that are not saved as they are what is wanted of them."""
     base = changes.base
 
     def changes_of(table: TableSource) -> TableChanges:
-        row_bytes = 8 + sum(slot.row_bytes for slot in table.slots)
+        slots, reduced = table.slots, None
+        if table.name in wanted:
+            slots, reduced = wanted[table.name].slots, wanted[table.name].reduced
+        row_bytes = 8 + sum(slot.row_bytes for slot in slots)
+        is_otherwise = base is not None and table.name in base.slots and base.reduced.get(table.name) != reduced
         marks = frozen.get(table.name)  # a table of the user's own has none
         is_replaced = base is None or marks is None or marks.is_replaced(base.save_id)
-        if base is None or marks is None or is_replaced or base.slots.get(table.name) != table.slots:
-            return TableChanges(table.n_rows, table.n_rows, row_bytes, is_replaced=True)
-        return TableChanges(marks.n_changed, table.n_rows, row_bytes, is_replaced=False)
+        is_replaced = is_replaced or marks is None or base is None or base.slots.get(table.name) != slots
+        n_changed = table.n_rows if is_replaced or marks is None else marks.n_changed
+        return TableChanges(n_changed, table.n_rows, row_bytes, is_replaced, is_otherwise)
 
     told = {table.name: changes_of(table) for table in tables}
     return Told(changes.policy, base.save_id if base else None, chain, told)
@@ -74,6 +86,9 @@ def agreed_kind(told: Sequence[Told | None]) -> Kind:
     if others:
         return Kind(why_full=f"rank {others[0]} counts changes from another checkpoint, or none")
     tables = [(name, table) for each in told if each for name, table in each.tables.items()]
+    otherwise = next((name for name, table in tables if table.is_saved_otherwise), None)
+    if otherwise is not None:
+        return Kind(why_full=f"table {otherwise!r} is not saved as before: other save_slots, save_where or store")
     replaced = frozenset(name for name, table in tables if table.is_replaced)
     n_changed = sum(table.n_rows if name in replaced else table.n_changed for name, table in tables)
     why_full = first.policy.why_full(first.chain, n_changed, sum(table.n_rows for _, table in tables))

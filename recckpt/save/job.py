@@ -15,6 +15,7 @@ from recckpt.format.manifest import Scalar
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
+from recckpt.save.choice import Choice
 from recckpt.save.delta_base import Changes
 from recckpt.save.offer_thread import OfferThread
 from recckpt.save.save_info import SaveInfo
@@ -27,12 +28,13 @@ OnSave = Callable[[SaveInfo], object]
 
 @dataclass(frozen=True)
 class Live:
-    """What is saved: a model, the optimizer of its tables, and what is registered beside them."""
+    """What is saved: a model, the optimizer of its tables, what is registered beside them; and what of the tables."""
 
     model: nn.Module
     sparse_optim: Optimizer | None
     extra: Registry
     io_state: Registry
+    choice: Choice
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
 from recckpt.save.arguments import as_scalars
 from recckpt.save.check import Checked, agreed, check_rooms
+from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.full_or_delta import FULL, Kind, Told, agreed_kind, spared_bytes, tell
 from recckpt.save.job import Destination, Job, Live
+from recckpt.sparse.files.reduced_rows import ReducedSource, Wanted
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
 from recckpt.sparse.table.table import HashTable as OurTable
@@ -45,6 +47,7 @@ class Staged:
     digest: RankDigest | None = None  # what other ranks compare with theirs; None where there are none
     frozen: dict[str, Frozen] = field(default_factory=dict)  # tables by name whose changes are counted
     kind: Kind = FULL  # whether it is written as a delta
+    wanted: dict[str, Wanted] = field(default_factory=dict)  # of tables by name that are not saved as they are
 
     @property
     def sparse_bytes(self) -> int:
@@ -56,21 +59,33 @@ class Staged:
         """``parameter@name`` of the dense optimizers among the registered objects."""
         return state_names({**self.extra, **self.own_extra})
 
-    def take_tables(self, tables: Mapping[str, HashTable], tracker: Tracker | None, *, detached: bool) -> None:
+    def take_tables(
+        self, tables: Mapping[str, HashTable], tracker: Tracker | None, choice: Choice, *, detached: bool
+    ) -> None:
         """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
         for table in tables.values():
-            if tracker is not None and isinstance(table, OurTable):
-                self.frozen[table.name] = tracker.freeze(table)
-                self.tables.append(self.frozen[table.name].snapshot)
-            else:
-                self.tables.append(source_to_save(table, detached=detached))
+            with table.store.lock if isinstance(table, OurTable) else nullcontext():  # slots and rows of one moment
+                wanted = None if choice.is_everything else choice.of(table.name, slots_of_table(table))
+                slots = None if wanted is None else wanted.read
+                if tracker is not None and isinstance(table, OurTable):
+                    self.frozen[table.name] = tracker.freeze(table, slots)
+                    self.tables.append(self.frozen[table.name].snapshot)
+                else:
+                    self.tables.append(source_to_save(table, slots, detached=detached))
+            if wanted is not None:
+                self.wanted[table.name] = wanted
 
     def written_as(self, kind: Kind) -> Staged:
         """Return what is to be written: of a delta, only the rows that have changed; the others are let go."""
-        if kind.base is None:
-            return replace(self, kind=kind)
-        tables = [t if t.name in kind.replaced else self.frozen[t.name].delta(kind.base) for t in self.tables]
-        return replace(self, kind=kind, tables=tables)
+        return replace(self, kind=kind, tables=[self._written(table, kind) for table in self.tables])
+
+    def _written(self, table: TableSource, kind: Kind) -> TableSource:
+        wanted = self.wanted.get(table.name)
+        if kind.base is not None and table.name not in kind.replaced:
+            frozen = self.frozen[table.name]
+            is_filtered = wanted is not None and wanted.where is not None  # then other rows are counted, and let go
+            table = frozen.changes(kind.base) if is_filtered else frozen.delta(kind.base)
+        return table if wanted is None else ReducedSource(table, wanted)
 
     def let_go(self) -> None:
         """Let go of the tables: training need not copy rows aside for them."""
@@ -118,7 +133,9 @@ def stage_on_all(live: Live, checked: Checked, job: Job, to: Destination) -> Sta
         return closed_on_error.enter_context(closing(staged))
 
     def told(staged: Staged) -> Told | None:
-        return tell(changes, changes.chain(to.fence), staged.tables, staged.frozen) if changes else None
+        if changes is None:
+            return None
+        return tell(changes, changes.chain(to.fence), staged.tables, staged.frozen, staged.wanted)
 
     with ExitStack() as closed_on_error:
         staged, of_ranks = agreed(take, info, ranks, told)
@@ -179,7 +196,7 @@ def stage(
             sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
         )
-    staged.take_tables(tables, tracker, detached=buffers is not None)
+    staged.take_tables(tables, tracker, live.choice, detached=buffers is not None)
     return staged
 
 

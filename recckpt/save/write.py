@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt.dense.saver import save_state, save_tensors
@@ -13,14 +13,15 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import FileEntry, Names, ShardEntry
+from recckpt.format.reduced import Reduced
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
 from recckpt.save.job import Destination, Job
-from recckpt.save.save_info import RankTimes, SaveInfo
 from recckpt.save.stage import Staged
+from recckpt.sparse.files.reduced_rows import ReducedSource
 from recckpt.sparse.files.table_rows import TableSource
 from recckpt.storage import HashingSink, NewFiles
 from recckpt.storage.staged_upload import Outbox
@@ -35,8 +36,8 @@ class ShardRecord:
     shard: ShardEntry  # its catalog
     tables: tuple[TableEntry, ...]  # its rows
     files: tuple[FileEntry, ...]  # all its files
-    times: RankTimes  # how long it took
-    n_kept: int  # rows that were copied aside because training changed them meanwhile
+    seconds: float = 0.0  # how long it took
+    n_kept: int = 0  # rows that were copied aside because training changed them meanwhile
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,14 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
         progress.n_rows = staged.n_rows
         names = _compared(staged, ranks)
         writer = ShardWriter(intent, to, ranks.rank, ranks.size)
-        records = ranks.on_all(lambda: writer.write(staged, progress, info))
-        info.take_maxima([record.times for record in records])
-        info.agree_sec = max(0.0, progress.seconds - records[ranks.rank].times.write_sec)
+        records = ranks.on_all(lambda: writer.write(staged, progress))
+        seconds = [record.seconds for record in records]
+        info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
+        info.agree_sec = max(0.0, progress.seconds - seconds[ranks.rank])
     tables = [table for record in records for table in record.tables]
     info.n_rows, info.n_upserts = sum(table.rows for table in tables), sum(table.held for table in tables)
     info.n_deletes = sum(table.delta.deletes for table in tables if table.delta)
+    info.n_left_out = sum(table.reduced.rows for table in tables if table.reduced)
     info.kept_rows = sum(record.n_kept for record in records)
     return Written(intent, records, names)
 
@@ -120,7 +123,7 @@ class ShardWriter:
     def __init__(self, intent: Intent, to: Destination, rank: int, ranks: int) -> None:
         self._intent, self._to, self._rank, self._ranks = intent, to, rank, ranks
 
-    def write(self, staged: Staged, progress: Progress, info: SaveInfo) -> ShardRecord:
+    def write(self, staged: Staged, progress: Progress) -> ShardRecord:
         """Write dense beside sparse, and the catalog last.
 
         Raises:
@@ -131,17 +134,12 @@ class ShardWriter:
         if self._rank:
             Lookout(to.storage, to.transfers.visible).check_intent(self._intent)
         with Outbox(to.storage, to.transfers) as outbox:
-            shard, tables, files = self._write_to(outbox, staged, progress)
+            record = self._write_to(outbox, staged, progress)
             staged.let_go()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
-        n_bytes, write_sec = sum(file.n_bytes for file in files), time.perf_counter() - begin
-        times = RankTimes(info.stage_sec, info.blocked_sec, write_sec, n_bytes)
-        n_kept = sum(table.n_kept for table in staged.tables)
-        return ShardRecord(self._intent.save_id, shard, tables, files, times, n_kept)
+        return replace(record, seconds=time.perf_counter() - begin)
 
-    def _write_to(
-        self, outbox: NewFiles, staged: Staged, progress: Progress
-    ) -> tuple[ShardEntry, tuple[TableEntry, ...], tuple[FileEntry, ...]]:
+    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardRecord:
         catalogs_written: list[Catalog] = []
         files: list[FileEntry] = []
         states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
@@ -159,8 +157,12 @@ class ShardWriter:
         files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
         files += [self._write_catalog(outbox, catalog)]
         alike = {t.slots: t.slots for t in staged.tables}  # all ranks are sent this: what is one object is sent once
-        tables = tuple(TableEntry(t.name, t.n_all, alike[t.slots], _held(t, staged, catalog)) for t in staged.tables)
-        return ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files)
+        tables = tuple(
+            TableEntry(t.name, t.n_all, alike[t.slots], _held(t, staged, catalog), _reduced(t)) for t in staged.tables
+        )
+        shard = ShardEntry(files[-1].name, catalog.buckets)
+        n_kept = sum(table.n_kept for table in staged.tables)
+        return ShardRecord(self._intent.save_id, shard, tables, tuple(files), n_kept=n_kept)
 
     def _write_states(self, to: NewFiles, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
         return [save_state(state, to, self._intent.directory, name) for name, state in states.items()]
@@ -193,6 +195,10 @@ class ShardWriter:
             hashing = HashingSink(sink)
             hashing.write(catalogs.encode(catalog))
         return FileEntry(name, sink.n_bytes, hashing.xxh3)
+
+
+def _reduced(table: TableSource) -> Reduced | None:
+    return table.reduced if isinstance(table, ReducedSource) else None
 
 
 def _held(table: TableSource, staged: Staged, catalog: Catalog) -> DeltaRows | None:

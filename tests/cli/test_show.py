@@ -142,3 +142,20 @@ def test_a_damaged_newest_is_passed_over_and_named(recckpt, tmp_path, caplog):
     assert answer.code == 0
     assert ["checkpoint", "ckpt_10"] in answer.lines
     assert "ckpt_20" in caplog.text
+
+
+def test_what_was_left_out_of_a_table_or_made_narrower_is_said(recckpt, tmp_path):
+    run = Run(
+        tmp_path, save_slots=["!*@*_sq"], save_where={"item": {"sample": 0.5}}, store={"item@embedding": "bfloat16"}
+    )
+    run.train(10)
+    said, shown = recckpt("show", tmp_path), recckpt("show", tmp_path, "--json").json
+    item, user = sorted(shown["tables"], key=lambda table: table["name"])
+    assert item["rows"] + item["reduced"]["rows"] == len(run.model.items)
+    assert item["reduced"]["slots"] == user["reduced"]["slots"] == ["sparse_adamw_exp_avg_sq"]
+    [narrowed] = item["reduced"]["narrowed"]
+    assert (narrowed["slot"], narrowed["dtype"]) == ("embedding", "float32")
+    assert f"'item' without sparse_adamw_exp_avg_sq; without {item['reduced']['rows']} rows (saved: in a" in said.out
+    assert f"embedding narrower than float32, by {narrowed['error']:.3g} at most" in said.out
+    assert "'user/1' without sparse_adamw_exp_avg_sq\n" in said.out
+    assert "embedding bfloat16[4]" in said.out

@@ -11,6 +11,7 @@ from torch import nn
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
 from recckpt.save.check import check_room, estimated_bytes
+from recckpt.save.choice import Choice
 from recckpt.sparse import HashTable
 from recckpt.sparse.split import state_of
 from recckpt.storage import open_storage
@@ -44,19 +45,19 @@ def test_what_a_save_needs_is_estimated_from_rows_and_dense_state():
     table = HashTable(2, name="t")
     table(torch.arange(100))
     model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1, bias=False)})
-    assert estimated_bytes(*state_of(model), 0) == 100 * (8 + 2 * 4) + 3 * 4
+    assert estimated_bytes(*state_of(model), 0, Choice()) == 100 * (8 + 2 * 4) + 3 * 4
 
 
 def test_ranks_write_their_own_rows_each_but_the_dense_state_once():
     table = HashTable(2, name="t")
     table(torch.arange(100))
     model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1)})
-    assert estimated_bytes(*state_of(model), 1) == 100 * (8 + 2 * 4)
+    assert estimated_bytes(*state_of(model), 1, Choice()) == 100 * (8 + 2 * 4)
 
 
 def test_of_a_state_that_staging_refuses_nothing_is_estimated():
     ids, of_no_slot = torch.arange(3), torch.ones(3, 2, dtype=torch.complex64)
-    assert estimated_bytes({"foreign": ForeignTable("foreign", ids, of_no_slot)}, {}, 0) == 0
+    assert estimated_bytes({"foreign": ForeignTable("foreign", ids, of_no_slot)}, {}, 0, Choice()) == 0
 
 
 def test_a_save_that_does_not_fit_writes_nothing_and_the_next_that_does_lands(storage, monkeypatch, tmp_path):

@@ -8,7 +8,8 @@ POLICY = Deltas(full_every=3)
 
 def told(base="b", chain=None, **tables):
     """Return what a rank tells, of tables as (changed, rows), or (changed, rows, True) where it has to hold all."""
-    counts = {name: TableChanges(changed, rows, 10, bool(rest)) for name, (changed, rows, *rest) in tables.items()}
+    said = tables.items()
+    counts = {name: TableChanges(changed, rows, 10, bool(rest), False) for name, (changed, rows, *rest) in said}
     return Told(POLICY, base, chain, counts)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.dense.state_copy import DenseBuffers
 from recckpt.errors import StateMismatchError
+from recckpt.save.choice import Choice
 from recckpt.save.job import Live
 from recckpt.save.stage import stage
 from recckpt.sparse import HashTable
@@ -18,7 +19,7 @@ from recckpt.sparse.split import state_of
 
 
 def staged(model, sparse_optim=None, *, extra=None, state=None, buffers=None, rank=0):
-    live = Live(model, sparse_optim, extra or extra_registry(), io_registry())
+    live = Live(model, sparse_optim, extra or extra_registry(), io_registry(), Choice())
     return stage(live, *state_of(model), state=state, buffers=buffers, rank=rank, digest=None, tracker=None)
 
 

@@ -1,4 +1,4 @@
-"""``where``: which rows of a table a load takes."""
+"""``where``: which rows of a table a load takes, or a save."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from recckpt.format.buckets import mix64
+from recckpt.format.reduced import Where
 from recckpt.types import is_list
 
 _SAMPLE_SALT = np.uint64(0x9E3779B97F4A7C15)  # a sample must not be a range of buckets
@@ -45,6 +47,14 @@ class RowFilter:
         if self.sample < 1.0:
             kept &= mix64(ids.view(np.uint64) ^ _SAMPLE_SALT) < np.uint64(self.sample * 2**64)
         return kept
+
+    @property
+    def said(self) -> Where:
+        """What a manifest says of the rows that were saved."""
+        if self.ids is None:
+            return Where(tuple(sorted(self.minimum)), sample=self.sample)
+        xxh3 = xxhash.xxh3_64_intdigest(self._ids.tobytes())
+        return Where(tuple(sorted(self.minimum)), len(self.ids), xxh3, self.sample)
 
     @cached_property
     def _ids(self) -> npt.NDArray[np.int64]:

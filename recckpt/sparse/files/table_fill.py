@@ -191,7 +191,11 @@ class Filler:
             self.n_rows += len(rows)
 
     def _fill_foreign(self, table: AnyTable, ids: Int64s, values: dict[str, Tensor]) -> None:
-        slots = {name: tensor.clone() for name, tensor in values.items()}
+        wide = self.load.entry.reduced.dtypes if self.load.entry.reduced else {}
+        slots = {
+            name: tensor.to(getattr(torch, wide[there])) if (there := self.load.slots[name]) in wide else tensor.clone()
+            for name, tensor in values.items()
+        }
         embeddings = slots.pop(EMBEDDING)
         with self._lock:
             table.insert(torch.from_numpy(ids.copy()), embeddings, slots)

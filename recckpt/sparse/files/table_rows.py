@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -167,6 +167,11 @@ class StillTable:
         for column, target in zip((self.ids, *self.columns.values()), targets, strict=True):
             column.gather_into(rows, target)
 
+    def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+        """Copy rows of some columns into a target each."""
+        for name, target in targets.items():
+            self.columns[name].gather_into(rows, target)
+
     def close(self) -> None:
         """Do nothing: memory goes with the last reference."""
 
@@ -207,15 +212,19 @@ def deleted_from(source: TableSource) -> StillTable:
     return StillTable(source.name, len(ids), Column.over(_ID_SPEC, torch.from_numpy(ids)), {}, source.n_all)
 
 
-def source_to_save(table: AnyTable, *, detached: bool) -> TableSource:
+def source_to_save(table: AnyTable, slots: Collection[str] | None = None, *, detached: bool) -> TableSource:
     """Return a snapshot of a table of ours, or the rows of a foreign one, copied where it is to be ``detached``.
+
+    ``slots`` are those that are read; None for all.
 
     Raises:
         StateMismatchError, ValueError: as :func:`source_of`; or an id is there twice in a foreign table.
     """
     if isinstance(table, HashTable):
-        return table.store.snapshot(table.name)
+        return table.store.snapshot(table.name, slots)
     source = source_of(table)
+    if slots is not None:
+        source = replace(source, columns={name: column for name, column in source.columns.items() if name in slots})
     ids = np.sort(source.ids.to_tensor(source.n_rows).numpy())
     repeats = ids[1:][ids[1:] == ids[:-1]]
     if len(repeats):

@@ -17,7 +17,7 @@ Thread-safe; but not to be called in the middle of a change by the same thread, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,9 +47,9 @@ class Tracker:
         """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
         self._of(table).begin(base)
 
-    def freeze(self, table: HashTable) -> Frozen:
-        """Return the rows as they are now, and which of them have changed."""
-        return self._of(table).freeze(table.store, table.name)
+    def freeze(self, table: HashTable, slots: Collection[str] | None = None) -> Frozen:
+        """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
+        return self._of(table).freeze(table.store, table.name, slots)
 
     def is_unchanged(self, table: HashTable, base: str) -> bool:
         """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
@@ -92,11 +92,11 @@ class Marks:
         with self._lock:
             return self._since.base == base and not any(some.has_changes for some in self.sets)
 
-    def freeze(self, store: RowStore, name: str) -> Frozen:
+    def freeze(self, store: RowStore, name: str, slots: Collection[str] | None) -> Frozen:
         """Return what has changed until now, and begin a second set."""
         with self._lock:
             (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)
-            frozen = Frozen(self, base, first, second, store.snapshot(name))
+            frozen = Frozen(self, base, first, second, store.snapshot(name, slots))
             self._since = _Since(base, (first, second))
             return frozen
 
@@ -128,9 +128,14 @@ class Frozen:
 
     def delta(self, base: str) -> DeltaSource:
         """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
+        found = self.changes(base)
+        found.narrow()
+        return found
+
+    def changes(self, base: str) -> DeltaSource:
+        """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
-        self.snapshot.narrow(self._bits)
         return DeltaSource(self.snapshot, self._bits, self._erased)
 
     def committed(self, save_id: str) -> None:
@@ -151,27 +156,31 @@ class DeltaSource:
 
     def __init__(self, snapshot: Snapshot, bits: Bytes, erased: Sequence[Int64s]) -> None:
         self.name, self.slots, self.n_all = snapshot.name, snapshot.slots, snapshot.n_rows
-        self._snapshot, self._bits, self._erased = snapshot, bits, erased
+        self.snapshot, self._bits, self._erased = snapshot, bits, erased
+
+    def narrow(self) -> None:
+        """Let the other rows go: they are protected no longer, and cannot be read."""
+        self.snapshot.narrow(self._bits)
 
     @cached_property
-    def _rows(self) -> Int64s:
-        """The rows that have changed."""
+    def rows(self) -> Int64s:
+        """The rows of the snapshot that have changed."""
         return marked_rows(self._bits, self.n_all)
 
     @property
     def n_rows(self) -> int:
         """Their number."""
-        return len(self._rows)
+        return len(self.rows)
 
     @property
     def ids(self) -> SnapshotIds:
         """Their ids."""
-        return SnapshotIds(lambda rows, target: self._snapshot.read_ids(self._rows[rows], target))
+        return SnapshotIds(lambda rows, target: self.snapshot.read_ids(self.rows[rows], target))
 
     @property
     def n_kept(self) -> int:
         """Rows that were copied aside so far."""
-        return self._snapshot.n_kept
+        return self.snapshot.n_kept
 
     def deletes(self) -> Int64s:
         """Return the ids that were erased and are not there again, all different, in bucket order."""
@@ -186,8 +195,8 @@ class DeltaSource:
 
     def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
         """Copy rows, each of which is read once, into a target each for id and slots."""
-        self._snapshot.read(self._rows[rows], targets)
+        self.snapshot.read(self.rows[rows], targets)
 
     def close(self) -> None:
         """Let the table go."""
-        self._snapshot.close()
+        self.snapshot.close()

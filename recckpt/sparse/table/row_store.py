@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -79,17 +79,17 @@ class RowStore:
         """Another object once all rows have been dropped or replaced; gradients end with it."""
         return self._rows.era
 
-    def snapshot(self, name: str) -> Snapshot:
-        """Return the rows of the table ``name`` as they are now, which stay so while the store goes on changing."""
+    def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
+        """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
         with self.lock:
             rows = self._rows
-            columns = {slot: rows.columns[slot] for slot in sorted(rows.columns, key=lambda s: (s != EMBEDDING, s))}
+            names = sorted(rows.columns, key=lambda s: (s != EMBEDDING, s))
+            columns = {slot: rows.columns[slot] for slot in names if slots is None or slot in slots}
             specs = tuple(column.spec for column in columns.values())
             logs, self._spare_logs = self._spare_logs, None
             if logs is None or logs.slots.specs != specs:
                 logs = Logs(Log([rows.ids.spec]), Log(specs))
-            on_close = partial(self._take_back, logs)
-            snapshot = Snapshot(name, len(rows), rows.ids, columns, logs=logs, on_close=on_close)
+            snapshot = Snapshot(name, len(rows), rows.ids, columns, logs=logs, on_close=partial(self._take_back, logs))
             self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
             return snapshot
 

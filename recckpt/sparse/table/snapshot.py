@@ -88,14 +88,14 @@ class PreImages:
                 self._failure, self._open = error, None
             self.n_kept = len(log.places)
 
-    def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes], *, for_good: bool) -> None:
-        """Copy rows into a target a column; those read for good may change from now on, and are not read again.
+    def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, for_good: bool) -> None:
+        """Copy rows of columns into a target each; those read for good may change from now on, and are not read again.
 
         Raises RuntimeError where they were read for good, or this is closed; MemoryError where keeping rows failed.
         """
         columns, _ = self._opened()
-        for column, target in zip(columns.values(), targets, strict=True):
-            column.gather_into(rows, target)
+        for name, target in targets.items():
+            columns[name].gather_into(rows, target)
         with self._lock:  # what is not copied aside by now has not been written either
             _, log = self._opened()
             if not (for_good or len(log.places)):
@@ -104,11 +104,11 @@ class PreImages:
             if len(at) == 0:  # as nearly always, where few rows change meanwhile
                 return
             places = log.places.find(rows[at].astype(np.int64))
-            kept = [column.frozen() for column in log.columns.values()]
+            kept = {name: log.columns[name].frozen() for name in targets}
         if places.min() < 0:
             raise RuntimeError(f"row {rows[at[places.argmin()]]} of a snapshot is read for the second time")
-        for column, target in zip(kept, targets, strict=True):
-            column.lay_over(places, at, target)
+        for name, target in targets.items():
+            kept[name].lay_over(places, at, target)
         self._opened()  # once this is closed, the memory of the log is another's
 
     def narrow(self, bits: Bytes) -> None:
@@ -158,7 +158,8 @@ class Snapshot:
         self.name, self.n_rows = name, n_rows
         self.slots: tuple[SlotSpec, ...] = tuple(column.spec for column in columns.values())
         self._slots = PreImages(n_rows, columns, logs.slots)
-        self._ids = PreImages(n_rows, {ids.spec.name: ids}, logs.ids)
+        self._id_name = ids.spec.name
+        self._ids = PreImages(n_rows, {self._id_name: ids}, logs.ids)
         self._on_close = weakref.finalize(self, on_close)
         self._on_close.atexit = False
 
@@ -192,11 +193,16 @@ class Snapshot:
     def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
         """Copy rows, each of which is read once in the life of a snapshot, into a target each for id and slots."""
         self.read_ids(rows, targets[0])
-        self._slots.read(rows, targets[1:], for_good=True)
+        by_name = {spec.name: target for spec, target in zip(self.slots, targets[1:], strict=True)}
+        self._slots.read(rows, by_name, for_good=True)
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows; as often as one likes."""
-        self._ids.read(rows, [target], for_good=False)
+        self._ids.read(rows, {self._id_name: target}, for_good=False)
+
+    def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
+        """Copy rows of some slots into a target each; as often as one likes, as long as none is read for good."""
+        self._slots.read(rows, targets, for_good=False)
 
     def narrow(self, bits: Bytes) -> None:
         """Protect from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""

@@ -365,16 +365,16 @@ class RemembersNoIds(MarkSet):
 
 
 def with_second_set(kind):
-    def freeze(marks, store, name):
-        frozen = FREEZE(marks, store, name)
+    def freeze(marks, store, name, slots):
+        frozen = FREEZE(marks, store, name, slots)
         frozen.second.__class__ = kind
         return frozen
 
     return freeze
 
 
-def cleared_at_staging(marks, store, name):
-    frozen = FREEZE(marks, store, name)
+def cleared_at_staging(marks, store, name, slots):
+    frozen = FREEZE(marks, store, name, slots)
     if not marks._since.sets[0].is_replaced:
         marks._since = marks._since._replace(sets=(MarkSet(is_replaced=False), frozen.second))
     return frozen

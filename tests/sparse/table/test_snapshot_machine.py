@@ -276,10 +276,10 @@ def marked_before_gathered(images, rows, targets, *, for_good):
     with images._lock:
         at = pick_marked(rows, images._marks, images._wanted, for_good)
         places = log.places.find(rows[at].astype(np.int64))
-    for column, target in zip(columns.values(), targets, strict=True):
-        column.gather_into(rows, target)
-    for column, target in zip(log.columns.values(), targets, strict=True):
-        column.lay_over(places, at, target)
+    for name, target in targets.items():
+        columns[name].gather_into(rows, target)
+    for name, target in targets.items():
+        log.columns[name].lay_over(places, at, target)
 
 
 def laid_over_before_gathered(images, rows, targets, *, for_good):
@@ -288,10 +288,10 @@ def laid_over_before_gathered(images, rows, targets, *, for_good):
     with images._lock:
         at = pick_marked(rows, images._marks, images._wanted, False)
         places = log.places.find(rows[at].astype(np.int64))
-    for column, target in zip(columns.values(), targets, strict=True):
-        column.gather_into(rows, target)
-    for column, target in zip(log.columns.values(), targets, strict=True):
-        column.lay_over(places, at, target)
+    for name, target in targets.items():
+        columns[name].gather_into(rows, target)
+    for name, target in targets.items():
+        log.columns[name].lay_over(places, at, target)
     with images._lock:
         pick_marked(rows, images._marks, images._wanted, for_good)
 
@@ -319,8 +319,8 @@ def cleared_in_place(store):
     store.rows.index.clear()
 
 
-def shared_log(store, name):
-    snapshot = SNAPSHOT(store, name)
+def shared_log(store, name, slots=None):
+    snapshot = SNAPSHOT(store, name, slots)
     store._spare_logs = Logs(snapshot._ids._opened()[1], snapshot._slots._opened()[1])
     return snapshot
 

@@ -1,0 +1,206 @@
+"""What of the tables a saver saves: ``save_slots``, ``save_where`` and ``store``, by patterns as in a ``load_conf``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recckpt.format.names import GROUPS, ID, Pattern, slot_name, wildcards
+from recckpt.format.reduced import FLOATS, Narrowed, Reduced, is_narrower
+from recckpt.sparse.files.reduced_rows import Wanted, file_order
+from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
+from recckpt.sparse.files.table_rows import source_of
+from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.text import nearest
+from recckpt.types import EMBEDDING, HashTable, SlotSpec, is_list
+
+_GROUPS = ("sparse", "sparse_opt")  # that slots of tables are in
+_Slots = Mapping[str, Sequence[SlotSpec]]  # by table
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which slots and rows of which tables are saved, and in which dtypes.
+
+    Attributes:
+        slots: what is saved beside ids and embeddings; None for all ...
+        without: ... but for these.
+        where: the rows of tables; a name goes before patterns.
+        store: the dtype of slots; a name goes before patterns.
+    """
+
+    slots: tuple[Pattern, ...] | None = None
+    without: tuple[Pattern, ...] = ()
+    where: tuple[tuple[Pattern, RowFilter], ...] = ()
+    store: tuple[tuple[Pattern, str], ...] = ()
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether tables are saved as they are."""
+        return self == Choice()
+
+    def of(self, table: str, slots: Iterable[SlotSpec]) -> Wanted | None:
+        """Return what is to be saved of a table with these slots, None for all of it as it is."""
+        if self.is_everything:
+            return None
+        kept = [slot for slot in slots if slot.name == EMBEDDING or self._keeps(table, slot.name)]
+        left_out = tuple(sorted({slot.name for slot in slots} - {slot.name for slot in kept}))
+        dtypes = {slot.name: self._stored(table, slot) for slot in kept}
+        narrowed = tuple(Narrowed(slot.name, slot.dtype) for slot in kept if dtypes[slot.name] != slot.dtype)
+        where = self._where(table)
+        if not left_out and not narrowed and where is None:
+            return None
+        stored = [SlotSpec(slot.name, dtypes[slot.name], slot.shape) for slot in kept]
+        said = None if where is None else where.said
+        return Wanted(file_order(stored), where, Reduced(left_out, said, 0, tuple(sorted(narrowed, key=str))))
+
+    def check(self, tables: Mapping[str, HashTable]) -> None:
+        """Refuse what tables cannot be saved as.
+
+        Raises:
+            ValueError: a slot cannot be stored so, or rows are chosen by a slot that a table does not have; all of it.
+        """
+        if self.is_everything:
+            return
+        problems = [problem for name, slots in slots_of(tables).items() for problem in self._problems(name, slots)]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def check_dtypes(self, tables: Mapping[str, HashTable]) -> None:
+        """Refuse what slots that are there already cannot be stored as; others may come until the first save."""
+        problems = [
+            problem
+            for name, slots in (slots_of(tables) if self.store else {}).items()
+            for problem in self._store_problems(name, slots)
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def unmatched(self, tables: Mapping[str, HashTable]) -> frozenset[str]:
+        """Return what is said of nothing that there is, each with the nearest name that there is."""
+        if self.is_everything:
+            return frozenset()
+        slots = slots_of(tables)
+        names = [slot_name(table, slot.name) for table, found in slots.items() for slot in found]
+        patterns = [("save_slots", pattern) for pattern in (*(self.slots or ()), *self.without)]
+        patterns += [("store", pattern) for pattern, _ in self.store]
+        known = [*slots, *(name.text for name in names)]
+        lost = [(what, p) for what, p in patterns if not any(map(p.matches, names))]
+        lost += [("save_where", p) for p, _ in self.where if not any(_is_of(p, table) for table in slots)]
+        return frozenset(f"{what}: {p.text!r} is nothing that the model has{_hint(p.text, known)}" for what, p in lost)
+
+    def _keeps(self, table: str, slot: str) -> bool:
+        name = slot_name(table, slot)
+        is_asked = self.slots is None or any(pattern.matches(name) for pattern in self.slots)
+        return is_asked and not any(pattern.matches(name) for pattern in self.without)
+
+    def _where(self, table: str) -> RowFilter | None:
+        found = [(not p.is_explicit, where) for p, where in self.where if _is_of(p, table)]
+        return min(found, key=lambda said: said[0])[1] if found else None
+
+    def _stored(self, table: str, slot: SlotSpec) -> str:
+        name = slot_name(table, slot.name)
+        found = [(not p.is_explicit, dtype) for p, dtype in self.store if p.matches(name)]
+        return min(found, key=lambda said: said[0])[1] if found else slot.dtype
+
+    def _problems(self, table: str, slots: Sequence[SlotSpec]) -> Iterator[str]:
+        yield from self._store_problems(table, slots)
+        where, by_name = self._where(table), {slot.name: slot for slot in slots}
+        for name in sorted(where.slots if where else ()):
+            if name not in by_name:
+                yield f"save_where: table {table!r} has no slot {name!r}{nearest(name, by_name)}"
+            elif math.prod(by_name[name].shape) != 1:
+                yield f"save_where: {table}@{name} is of shape {by_name[name].shape}, expected one number a row"
+
+    def _store_problems(self, table: str, slots: Sequence[SlotSpec]) -> Iterator[str]:
+        for slot in slots:
+            dtype = self._stored(table, slot)
+            is_saved = slot.name == EMBEDDING or self._keeps(table, slot.name)
+            if is_saved and dtype != slot.dtype and not is_narrower(dtype, slot.dtype):
+                expected = [narrower for narrower in FLOATS if is_narrower(narrower, slot.dtype)]
+                can = f"it can be stored as {' or '.join(expected)}" if expected else "it can be stored as it is only"
+                yield f"store: {table}@{slot.name} is {slot.dtype}, found {dtype!r}: {can}; name those that are meant"
+
+
+def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
+    """Return what the options of a saver ask for.
+
+    Raises:
+        TypeError, ValueError: one of them is not what it can be; says which.
+    """
+    kept, without = _parse_slots(save_slots)
+    rows, dtypes = _pairs("save_where", save_where), _pairs("store", store)
+    where = tuple((_pattern("save_where", name), _row_filter(name, said)) for name, said in rows)
+    return Choice(kept, without, where, tuple((_pattern("store", name), _dtype(name, said)) for name, said in dtypes))
+
+
+def slots_of(tables: Mapping[str, HashTable]) -> _Slots:
+    """Return the slots of tables."""
+    return {name: slots_of_table(table) for name, table in tables.items()}
+
+
+def slots_of_table(table: HashTable) -> Sequence[SlotSpec]:
+    """Return the slots of a table, of our own or a user's."""
+    if isinstance(table, OurTable):
+        return [column.spec for column in table.store.columns.values()]
+    return source_of(table).slots
+
+
+def _parse_slots(value: Any) -> tuple[tuple[Pattern, ...] | None, tuple[Pattern, ...]]:
+    if value is None:
+        return None, ()
+    if not is_list(value) or not all(isinstance(name, str) and name.removeprefix("!") for name in value):
+        raise TypeError(
+            "save_slots must be a list of patterns such as ['*@count'] or ['!*@*exp_avg*'], [] for embeddings alone, "
+            f"or None for all, found {value!r:.200}"
+        )
+    kept = tuple(_pattern("save_slots", name) for name in value if not name.startswith("!"))
+    without = tuple(_pattern("save_slots", name[1:]) for name in value if name.startswith("!"))
+    for pattern in without:
+        if pattern.text.rpartition("@")[2] in (ID, EMBEDDING) and "@" in pattern.text:
+            raise ValueError(f"save_slots: found '!{pattern.text}', but ids and embeddings are always saved")
+    return (None if without and not kept else kept), without
+
+
+def _pairs(what: str, value: Any) -> list[tuple[str, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
+        raise TypeError(f"{what} must be a dict, name or pattern -> what is said of it, found {value!r:.200}")
+    return list(value.items())
+
+
+def _pattern(what: str, text: str) -> Pattern:
+    if text in GROUPS and text not in _GROUPS:
+        raise ValueError(f"{what}: found the group {text!r}, expected {' or '.join(_GROUPS)}, or names of slots")
+    return Pattern(text)
+
+
+def _row_filter(name: str, said: Any) -> RowFilter:
+    try:
+        return parse_row_filter(said)
+    except ValueError as error:
+        raise ValueError(f"save_where[{name!r}]: {error}") from error
+
+
+def _dtype(name: str, dtype: Any) -> str:
+    text = str(dtype).removeprefix("torch.")
+    if text not in FLOATS:
+        expected = f"one of {', '.join(FLOATS)}{nearest(text, FLOATS)}"
+        raise ValueError(f"store[{name!r}]: found {dtype!r:.100}, expected {expected}")
+    return text
+
+
+def _is_of(pattern: Pattern, table: str) -> bool:
+    """Say whether a pattern of tables means this one."""
+    return pattern.matches(slot_name(table, EMBEDDING))
+
+
+def _hint(text: str, known: Sequence[str]) -> str:
+    """Say what may have been meant by a name."""
+    slots = {name.rpartition("@")[2] for name in known if "@" in name}
+    if text in slots:
+        return f"; '*@{text}' is that slot of all tables"
+    return "" if wildcards(text) else nearest(text, known)

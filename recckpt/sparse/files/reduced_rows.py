@@ -1,0 +1,189 @@
+"""The rows of a table that are to be saved, where that is not all of them, not all slots, or not in their dtypes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.format.reduced import Narrowed, Reduced
+from recckpt.sparse.files.narrowed import narrow
+from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.sparse.files.table_rows import StillTable, TableSource
+from recckpt.sparse.table.marks import DeltaSource
+from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
+from recckpt.types import EMBEDDING, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+_PIECE_ROWS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be saved of a table.
+
+    Attributes:
+        slots: as they are stored, in the order of their columns: ``embedding`` first, the others by name.
+        where: the rows; None for all.
+        reduced: what the table has more, without counts and errors.
+    """
+
+    slots: tuple[SlotSpec, ...]
+    where: RowFilter | None
+    reduced: Reduced
+
+    @property
+    def read(self) -> frozenset[str]:
+        """The slots that have to be read."""
+        return frozenset(slot.name for slot in self.slots) | (self.where.slots if self.where else frozenset())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, the id included."""
+        return 8 + sum(slot.row_bytes for slot in self.slots)
+
+
+class ReducedSource:
+    """What is wanted of a source, as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
+
+    Which rows those are is found when somebody asks, as with those that have changed: the conditions are looked at for
+    all rows of the table then, since a checkpoint says how many rows it has. A changed row that does not meet them is
+    a deleted id of a delta: the checkpoint below may have it. A row that has not changed meets them as it did then.
+    """
+
+    def __init__(self, source: TableSource, wanted: Wanted) -> None:
+        self.name, self.slots = source.name, wanted.slots
+        self._source, self._wanted = source, wanted
+        self._errors = dict.fromkeys(wanted.reduced.dtypes, 0.0)
+        self._lock, self._scratch = threading.Lock(), threading.local()
+
+    @cached_property
+    def _rows(self) -> _Rows | None:
+        """The rows of the source that are wanted; None for all."""
+        if self._wanted.where is None:
+            return None
+        changed = self._source if isinstance(self._source, DeltaSource) else None
+        whole = self._source if changed is None else changed.snapshot
+        assert isinstance(whole, Snapshot | StillTable)
+        mask = _mask(whole, self._wanted.where)
+        n_all, kind = int(np.count_nonzero(mask)), np.uint32 if len(mask) < 1 << 32 else np.int64
+        if changed is None:
+            pieces = range(0, len(mask), _PIECE_ROWS)
+            kept = [(np.flatnonzero(mask[at : at + _PIECE_ROWS]) + at).astype(kind) for at in pieces]
+            return _Rows(np.concatenate([np.empty(0, kind), *kept]), np.empty(0, np.int64), n_all, len(mask) - n_all)
+        changed.narrow()
+        is_kept = mask[changed.rows]
+        ids = changed.ids.gather(np.flatnonzero(~is_kept)).numpy()
+        return _Rows(np.flatnonzero(is_kept), ids, n_all, len(mask) - n_all)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return self._source.n_rows if self._rows is None else len(self._rows.kept)
+
+    @property
+    def n_all(self) -> int:
+        """Rows of the table in the checkpoint, those that have not changed included."""
+        return self._source.n_all if self._rows is None else self._rows.n_all
+
+    @property
+    def ids(self) -> SnapshotIds:
+        """The ids of the rows."""
+        return SnapshotIds(self._read_ids)
+
+    @property
+    def n_kept(self) -> int:
+        """Rows that were copied aside because training changed them meanwhile."""
+        return self._source.n_kept
+
+    @property
+    def reduced(self) -> Reduced:
+        """What was left out, as far as rows have been read."""
+        dtypes = self._wanted.reduced.dtypes
+        narrowed = tuple(Narrowed(slot, dtype, self._errors[slot]) for slot, dtype in dtypes.items())
+        n_left_out = 0 if self._rows is None else self._rows.n_left_out
+        return replace(self._wanted.reduced, rows=n_left_out, narrowed=narrowed)
+
+    def deletes(self) -> Int64s:
+        """Return the ids, all different, that a delta deletes: those of changed rows that are not wanted are among."""
+        deleted = self._source.deletes()
+        return deleted if self._rows is None else np.concatenate([deleted, self._rows.gone])
+
+    def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
+        """Copy rows, each of which is read once, into a target each for id and slots.
+
+        Raises:
+            ValueError: a number is beyond the dtype that it is stored in.
+        """
+        by_name = {slot.name: target for slot, target in zip(self.slots, targets[1:], strict=True)}
+        own = [self._own_target(slot, by_name.get(slot.name), len(rows)) for slot in self._source.slots]
+        self._source.read(self._of_source(rows), [targets[0], *own])
+        for slot, values in zip(self._source.slots, own, strict=True):
+            if slot.name in self._errors:
+                stored = next(other for other in self.slots if other.name == slot.name)
+                error = narrow(self.name, values, slot, by_name[slot.name], stored)
+                with self._lock:
+                    self._errors[slot.name] = max(self._errors[slot.name], error)
+
+    def close(self) -> None:
+        """Let the table go."""
+        self._source.close()
+
+    def _of_source(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return rows if self._rows is None else self._rows.kept[rows]
+
+    def _read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
+        target[:] = self._source.ids.gather(self._of_source(rows).astype(np.int64)).numpy().view(np.uint8)
+
+    def _own_target(self, slot: SlotSpec, target: Bytes | None, n_rows: int) -> Bytes:
+        """Return where a slot of the source goes: to memory of this thread, where it is not stored as it is."""
+        if target is not None and slot.name not in self._errors:
+            return target
+        n_bytes = n_rows * slot.row_bytes
+        kept: dict[str, Bytes] = self._scratch.__dict__
+        if slot.name not in kept or len(kept[slot.name]) < n_bytes:
+            kept[slot.name] = np.empty(n_bytes, np.uint8)
+        return kept[slot.name][:n_bytes]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a source that meet the conditions, the ids of changed ones that do not, and what that makes in all."""
+
+    kept: npt.NDArray[Any]
+    gone: Int64s
+    n_all: int
+    n_left_out: int
+
+
+def _mask(table: Snapshot | StillTable, where: RowFilter) -> npt.NDArray[np.bool_]:
+    """Return a mask of the rows that meet the conditions."""
+    specs = [slot for slot in table.slots if slot.name in where.slots]
+    mask = np.empty(table.n_rows, np.bool_)
+    for begin in range(0, table.n_rows, _PIECE_ROWS):
+        rows = np.arange(begin, min(table.n_rows, begin + _PIECE_ROWS))
+        read = {slot.name: np.empty(len(rows) * slot.row_bytes, np.uint8) for slot in specs}
+        table.peek(rows, read)
+        values = {slot.name: _numbers(read[slot.name], slot) for slot in specs}
+        mask[begin : begin + len(rows)] = where.keeps(table.ids.gather(rows).numpy(), values)
+    return mask
+
+
+def _numbers(values: Bytes, slot: SlotSpec) -> npt.NDArray[np.float64]:
+    """Return the values of a slot of one number a row."""
+    found: Tensor = torch.from_numpy(values).view(getattr(torch, slot.dtype))
+    numbers: npt.NDArray[np.float64] = found.to(torch.float64).numpy()
+    return numbers
+
+
+def file_order(slots: Sequence[SlotSpec]) -> tuple[SlotSpec, ...]:
+    """Return slots in the order of their columns in the file: ``embedding`` first, the others by name."""
+    return tuple(sorted(slots, key=lambda slot: (slot.name != EMBEDDING, slot.name)))
