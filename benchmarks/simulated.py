@@ -188,7 +188,7 @@ def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardR
     """Write what a rank writes, its rows aside, and return what it would send."""
     with Progress("", 0) as progress:
         writer = ShardWriter(intent, _destination(job, storage, Fence(storage)), rank, job.ranks)
-        return writer.write(staged(job), progress)
+        return writer.write(staged(job), progress, SaveInfo("simulated"))
 
 
 def _destination(job: Job, storage: Storage, fence: Fence) -> Destination:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.compaction.compact import compact
+    from recckpt.compaction.forget import forget
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
     from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.manager.manager import CheckpointManager
@@ -35,6 +36,7 @@ _HOMES = {
     "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
     "compact": "compaction.compact",
+    "forget": "compaction.forget",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "filter_out_sparse_param",
     "is_hashtable",
     "compact",
+    "forget",
 ]
 
 logging.getLogger("recckpt").addHandler(logging.NullHandler())

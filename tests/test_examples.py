@@ -211,6 +211,15 @@ def test_the_page_on_deltas_runs_as_it_stands(tmp_path: Path, monkeypatch: pytes
     assert names["manager"].counts.deltas == 2  # type: ignore[attr-defined]
 
 
+def test_the_page_on_forgetting_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    exec(python_of(ROOT / "docs/forget.md"), {})
+
+    [audit] = Path("runs/forget/forgotten.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(audit)["n_ids"] == 2
+
+
 def test_the_page_on_saving_less_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

@@ -27,12 +27,14 @@ _MODULES = {
     "consolidate": "consolidate",
     "repair": "repair",
     "compact": "compact",
+    "forget": "forget",
     "plan": "plan",
     "import": "import_source",
     "export": "export",
 }
 _FUNCTIONS = {"import": "import_source"}  # of those whose name Python keeps for itself
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
+_IDS = "a text file with an id a line, .npy or .parquet"
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 
 
@@ -119,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     depth.add_argument("--quick", dest="deep", action="store_false", help="look at manifests and file sizes only")
     threads_help = "files to read at once (default: 8, locally at most one a core)"
     verify.add_argument("--threads", type=_positive, metavar="N", help=threads_help)
+    absent_help = f"look for these ids instead, in every file that is there, and list what holds them; {_IDS}"
+    verify.add_argument("--absent", metavar="FILE", help=absent_help)
+    verify.add_argument("--table", metavar="TABLE", help="with --absent: the table that is meant (default: all)")
+    verify.add_argument("--print-ids", action="store_true", help="with --absent: print the ids that were found")
     _add_mending(command)
     convert_options.add_import(command)
     convert_options.add_export(command)
@@ -142,6 +148,10 @@ def _add_mending(command: Callable[[str, str], argparse.ArgumentParser]) -> None
     repair.add_argument("--clean", action="store_true", help="remove what no writer can still be writing")
     repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
     _add_compact(command)
+    forget = command("forget", "remove ids from a table in all that lies in an output dir; takes it over")
+    forget.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
+    forget.add_argument("--table", metavar="TABLE", help="without it and --ids, end what was begun earlier")
+    forget.add_argument("--ids", metavar="FILE", help=_IDS)
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
     plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from recckpt.cli.result import CommandError, Outcome, usage_checked
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
+from recckpt.format.manifest import Scalar
 from recckpt.output_dir.at_path import open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.rotation import pinned_ids
@@ -17,6 +18,7 @@ from recckpt.text import count, escaped, grid, one_line, plural, size
 
 _HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
+_LABEL = 40  # characters of a text that are shown
 
 
 def ls(args: argparse.Namespace) -> Outcome:
@@ -122,13 +124,14 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
         "bytes": manifest.n_bytes,
         "tables": len(manifest.tables),
         "marks": marks,
+        "state": dict(manifest.state),
     }
 
 
 def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple[str, ...]:
     manifest = checkpoint.manifest
     moved = checkpoint.directory != layout.encode_id(manifest.ckpt_id)
-    said = [*marks, *_link_of(kept_for), *([f"in {checkpoint.directory}/"] if moved else [])]
+    said = [*marks, *_labels(manifest.state), *_link_of(kept_for), *([f"in {checkpoint.directory}/"] if moved else [])]
     return (
         escaped(manifest.ckpt_id),
         "-" if manifest.step is None else str(manifest.step),
@@ -144,6 +147,11 @@ def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple
 def _kind(checkpoint: Checkpoint) -> str:
     parent = checkpoint.manifest.parent
     return "full" if parent is None else f"delta on {escaped(parent.ckpt_id)}"
+
+
+def _labels(state: Mapping[str, Scalar]) -> list[str]:
+    """Return what a checkpoint was labelled with: the texts of its state, each cut where it is long."""
+    return [f"{escaped(name)}={escaped(value[:_LABEL])}" for name, value in state.items() if isinstance(value, str)]
 
 
 def _link_of(ids: list[str]) -> list[str]:

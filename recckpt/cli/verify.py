@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.result import Outcome, usage_checked
+from recckpt.cli.absent import absent
+from recckpt.cli.result import Outcome, UsageError, usage_checked
 from recckpt.format import layout
 from recckpt.inspect.verify import Report, find_checkpoints, verify_found
 from recckpt.text import count, escaped, grid, one_line, plural, size
@@ -14,7 +15,11 @@ _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
 
 
 def verify(args: argparse.Namespace) -> Outcome:
-    """Check one checkpoint, or all of an output dir, and list all that is wrong."""
+    """Check one checkpoint, or all of an output dir, and list all that is wrong; or look for ids there."""
+    if args.absent is not None:
+        return absent(args)
+    if args.table is not None or args.print_ids:
+        raise UsageError("--table and --print-ids go with --absent")
     with usage_checked():
         found = find_checkpoints(args.path)
     url, reports = found.storage.url, sorted(verify_found(found, deep=args.deep, threads=args.threads), key=_age)

@@ -26,15 +26,21 @@ DENSE_DIR = "dense"
 OWN_DIR = ".recckpt"  # encode_id never gives a name with a leading dot
 OWNER_DIR = f"{OWN_DIR}/owner"
 PINS_DIR = f"{OWN_DIR}/pins"
+FORGET_DIR = f"{OWN_DIR}/forget"
+FORGET_KEY = f"{FORGET_DIR}/key"
+FORGOTTEN = "forgotten.jsonl"
 
 MAX_ID_BYTES = 200
 _MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
 _SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, MANIFEST})  # with a manifest, an output dir would be a checkpoint
+_RESERVED_IDS = frozenset(
+    {INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST}
+)  # with a manifest, an output dir would be a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
+_FORGET_REQUEST = re.compile(r"([0-9a-f]{32})(\.done)?\.json", re.ASCII)
 _OF_ATTEMPT = re.compile(r"(\.[1-9]\d*){0,2}|\.[0-9a-f]{32}", re.ASCII)
 _OFFER_DIR = re.compile(r".+\.[0-9a-f]{32}", re.ASCII)
 _OURS = re.compile(
@@ -43,7 +49,7 @@ _OURS = re.compile(
 )
 
 _TEMPORARY = re.compile(
-    r"(checkpoint|timeline\.jsonl|\.recckpt/(owner|pins)/[^/]+\.json)\.[0-9a-f]{16}\.tmp"
+    r"(checkpoint|(timeline|forgotten)\.jsonl|\.recckpt/((owner|pins|forget)/[^/]+\.json|forget/key))\.[0-9a-f]{16}\.tmp"
     r"|\.probe-[0-9a-f]{16}(\.tmp)?(\.[0-9a-f]{16}\.tmp)?"
 )
 
@@ -136,6 +142,17 @@ def pin(ckpt_id: str) -> str:
 def parse_pin(name: str) -> str | None:
     """Return the checkpoint id that a file in the pins' directory pins, None for any other name."""
     return decode_id(name.removesuffix(".json")) if name.endswith(".json") else None
+
+
+def forget_request(request: str, *, is_done: bool = False) -> str:
+    """Return the name of a request to forget ids, or of the file that says that it is done."""
+    return f"{FORGET_DIR}/{request}{'.done' if is_done else ''}.json"
+
+
+def parse_forget_request(name: str) -> tuple[str, bool] | None:
+    """Return the request that a file in the directory of requests is of, and whether it says that it is done."""
+    found = _FORGET_REQUEST.fullmatch(name)
+    return (found[1], found[2] is not None) if found else None
 
 
 def step_id(step: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from recckpt.format import layout
@@ -39,7 +39,22 @@ class FormOf:
     offer: str  # the save id that catalogs and indexes of the form repeat
 
 
-def links_json(parent: Parent | None, chain: Sequence[Link], form_of: FormOf | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RevisionOf:
+    """What a checkpoint without forgotten ids was committed in place of."""
+
+    save_id: str  # of that one
+    directory: str  # where that was
+    epoch: int  # its place in the order of commits, and so that of the revision
+    seq: int
+    number: int  # how many times ids were forgotten in it; readers take the greatest of one place
+    request: str  # because of which it was made
+    rows: int  # how many rows that one has had more
+
+
+def links_json(
+    parent: Parent | None, chain: Sequence[Link], form_of: FormOf | None, revision_of: RevisionOf | None
+) -> dict[str, Any]:
     """Return the fields of a manifest that name other checkpoints."""
     fields: dict[str, Any] = {"parent": None}
     if parent is not None:
@@ -49,6 +64,8 @@ def links_json(parent: Parent | None, chain: Sequence[Link], form_of: FormOf | N
         checksum = f"{form_of.manifest:016x}"
         order = {"epoch": form_of.epoch, "seq": form_of.seq}
         fields["form_of"] = {"save_id": form_of.save_id, "manifest": checksum, **order, "offer": form_of.offer}
+    if revision_of is not None:
+        fields["revision_of"] = asdict(revision_of)
     return fields
 
 
@@ -62,13 +79,17 @@ def parse_parent(fields: Fields) -> Parent:
     return Parent(link.ckpt_id, link.save_id, link.directory, fields.checksum("manifest"))
 
 
-def parse_links(fields: Fields) -> tuple[Parent | None, tuple[Link, ...], FormOf | None]:
+_Links = tuple[Parent | None, tuple[Link, ...], FormOf | None, RevisionOf | None]
+
+
+def parse_links(fields: Fields) -> _Links:
     """Return what a manifest says of other checkpoints; CorruptCheckpointError where it contradicts its kind."""
     if fields.text("kind") == "full":
         for key in ("parent", "chain"):
             if fields.has(key):
                 raise fields.wrong(key, "one", "none of a full checkpoint")
-        return None, (), _form_of(fields.mapping("form_of")) if fields.has("form_of") else None
+        form_of = _form_of(fields.mapping("form_of")) if fields.has("form_of") else None
+        return None, (), form_of, _revision_of(fields)
     parent, chain = parse_parent(fields.mapping("parent")), tuple(_link(entry) for entry in fields.objects("chain"))
     if not chain or chain[0] != Link(parent.ckpt_id, parent.save_id, parent.directory):
         raise fields.wrong("chain", f"{len(chain)} links, the first not the parent", "the parent first")
@@ -76,7 +97,7 @@ def parse_links(fields: Fields) -> tuple[Parent | None, tuple[Link, ...], FormOf
         raise fields.wrong("chain", f"{len(chain)} links below", f"at most {MAX_LINKS - 1}")
     if fields.has("form_of"):
         raise fields.wrong("form_of", "one", "none of a delta")
-    return parent, chain, None
+    return parent, chain, None, _revision_of(fields)
 
 
 def _link(fields: Fields) -> Link:
@@ -96,3 +117,12 @@ def _form_of(fields: Fields) -> FormOf:
         fields.count("seq"),
         fields.text("offer"),
     )
+
+
+def _revision_of(fields: Fields) -> RevisionOf | None:
+    if not fields.has("revision_of"):
+        return None
+    of = fields.mapping("revision_of")
+    directory = layout.checked_name(of.text("directory"), fields.path)
+    order = of.count("epoch"), of.count("seq"), of.count("number", low=1)
+    return RevisionOf(of.text("save_id"), directory, *order, of.text("request"), of.count("rows"))

@@ -11,7 +11,7 @@ from typing import Any
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, seal
-from recckpt.format.links import FormOf, Link, Parent, links_json, parse_links
+from recckpt.format.links import FormOf, Link, Parent, RevisionOf, links_json, parse_links
 from recckpt.format.tables import TableEntry, parse_table, table_json
 from recckpt.text import nearest
 
@@ -93,6 +93,7 @@ class Manifest(Content):
     parent: Parent | None = None  # of a delta
     chain: tuple[Link, ...] = ()  # of a delta: hints where the links below are, the parent first
     form_of: FormOf | None = None  # of a form
+    revision_of: RevisionOf | None = None  # of one made to forget ids, and of the forms of such a delta
     xxh3: int = field(default=0, compare=False)  # its checksum, by which a delta names it; of what was read only
 
     @property
@@ -102,8 +103,9 @@ class Manifest(Content):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where it stands in the order of commits; a form stands where its delta does."""
-        return (self.epoch, self.seq) if self.form_of is None else (self.form_of.epoch, self.form_of.seq)
+        """Where it stands in the order of commits; a form, or a revision, stands where that does which it is of."""
+        of = self.form_of or self.revision_of or self
+        return of.epoch, of.seq
 
     @property
     def origin(self) -> str:
@@ -180,7 +182,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "ckpt_id": manifest.ckpt_id,
         "save_id": manifest.save_id,
         "kind": manifest.kind,
-        **links_json(manifest.parent, manifest.chain, manifest.form_of),
+        **links_json(manifest.parent, manifest.chain, manifest.form_of, manifest.revision_of),
         "epoch": manifest.epoch,
         "seq": manifest.seq,
         "step": manifest.step,
@@ -216,7 +218,7 @@ def _check_header(fields: Fields) -> None:
 
 
 def _from_fields(fields: Fields, xxh3: int) -> Manifest:
-    parent, chain, form_of = parse_links(fields)
+    parent, chain, form_of, revision_of = parse_links(fields)
     manifest = Manifest(
         ckpt_id=fields.text("ckpt_id"),
         save_id=fields.text("save_id"),
@@ -228,6 +230,7 @@ def _from_fields(fields: Fields, xxh3: int) -> Manifest:
         parent=parent,
         chain=chain,
         form_of=form_of,
+        revision_of=revision_of,
         xxh3=xxh3,
     )
     try:

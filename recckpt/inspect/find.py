@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,7 @@ from recckpt.policies.keep import Best, best_id
 from recckpt.storage import Storage, open_parent, open_storage
 
 Place = str | os.PathLike[str]
+State = Mapping[str, Scalar]
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,29 @@ class CheckpointInfo:
     state: dict[str, Scalar]
 
 
-def list_checkpoints(path: Place) -> list[CheckpointInfo]:
+def list_checkpoints(path: Place, state: State | None = None) -> list[CheckpointInfo]:
     """Return the checkpoints of an output dir that can be used, oldest first; [] of an empty one. Needs no torch.
 
     Damaged ones are left out, with an error in the log.
 
     Args:
         path: an output dir; any fsspec URL.
+        state: only those that were saved with these entries, such as the label ``{"day": "2026-11-22"}``; None for all.
 
     Raises:
+        TypeError: ``state`` is not a mapping.
         CheckpointNotFoundError: the path is that of a checkpoint itself, or no directory.
         FormatVersionError: a newer recckpt wrote one.
         CorruptCheckpointError: there are only damaged ones.
     """
+    _check_mapping(state)
     storage = open_storage(os.fspath(path))
     found = newest_first(storage)
     if not found and storage.why_empty():
         raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty()}, expected an output dir")
     if not found and is_checkpoint(path):
         raise CheckpointNotFoundError(f"{storage.url}: is a checkpoint itself, expected an output dir; name its parent")
-    return [_info(storage, each) for each in reversed(found)]
+    return [_info(storage, each) for each in reversed(_labelled(found, state))]
 
 
 def find_checkpoint(
@@ -69,6 +74,8 @@ def find_checkpoint(
     which: int | Literal["latest", "best"] | str,
     metric: str | None = None,
     mode: Literal["max", "min"] = "max",
+    *,
+    state: State | None = None,
 ) -> CheckpointInfo:
     """Return one checkpoint of an output dir. Needs no torch.
 
@@ -77,8 +84,10 @@ def find_checkpoint(
         which: a step, ``"latest"``, ``"best"``, or an id such as ``"ckpt_300"``.
         metric: for ``"best"``: name of the number that was given with the saves.
         mode: for ``"best"``: whether the greatest or the least is best; of equal ones the newer is.
+        state: look only among those that were saved with these entries, such as the label ``{"day": "2026-11-22"}``.
 
     Raises:
+        TypeError: ``state`` is not a mapping.
         ValueError: ``"best"`` without a metric, or a metric without ``"best"``.
         CheckpointNotFoundError: there is no such checkpoint; says which there are.
         FormatVersionError, CorruptCheckpointError: as :func:`list_checkpoints`.
@@ -86,8 +95,12 @@ def find_checkpoint(
     if isinstance(which, bool) or not isinstance(which, int | str) or (which == "best") != (metric is not None):
         said = f"which={which!r} and metric={metric!r}"
         raise ValueError(f"found {said}, expected a step, 'latest' or an id alone, or 'best' with the name of a metric")
+    _check_mapping(state)
     storage = open_storage(os.fspath(path))
-    found = newest_first(storage)
+    present = newest_first(storage)
+    found = _labelled(present, state)
+    if state and present and not found:
+        raise CheckpointNotFoundError(f"{storage.url}: {_no_such_label(state, present)}")
     wanted = layout.step_id(which) if isinstance(which, int) else which
     if metric is not None:
         wanted = best_id([checkpoint.manifest for checkpoint in reversed(found)], Best(1, metric, mode), storage.url)
@@ -103,6 +116,25 @@ def is_checkpoint(path: Place) -> bool:
         return read_checkpoint(*open_parent(os.fspath(path))) is not None
     except (CheckpointNotFoundError, CorruptCheckpointError, ValueError):
         return False
+
+
+def _check_mapping(state: State | None) -> None:
+    if not isinstance(state, Mapping | None):
+        raise TypeError(f"state must be a mapping of names to values, or None, found {state!r:.200}")
+
+
+def _labelled(found: Sequence[Checkpoint], state: State | None) -> list[Checkpoint]:
+    """Return those that were saved with these entries."""
+    wanted = dict(state or {})
+    return [each for each in found if wanted == {name: v for name, v in each.manifest.state.items() if name in wanted}]
+
+
+def _no_such_label(state: State, present: Sequence[Checkpoint]) -> str:
+    """Say that no checkpoint was saved with these entries, and which others of their names there are."""
+    entries = [item for checkpoint in present for item in checkpoint.manifest.state.items() if item[0] in state]
+    there = sorted({f"{name}={value!r}" for name, value in entries})
+    found = f"found no checkpoint that was saved with {dict(state)}, expected one"
+    return f"{found}; of these names there are {', '.join(there) or 'none'}"
 
 
 def _info(storage: Storage, found: Checkpoint) -> CheckpointInfo:

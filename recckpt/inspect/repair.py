@@ -13,10 +13,12 @@ from recckpt.format import layout
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_intent, read_manifest
 from recckpt.output_dir.claims import last_takeover, read_claim
+from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.index_file import index_problem, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.output_dir.offers import Found, clock, look_at, may_go
 from recckpt.storage import Storage, open_storage
+from recckpt.text import plural
 
 _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that runs has one for an instant
 
@@ -111,6 +113,9 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
             Leftover(directory, what, is_dead),
             partial(rotation.remove_leftover, storage, directory, rotation.THREADS),
         )
+    for request in pending(storage):
+        what = f"a request to forget {plural(len(request.ids), 'id')}, not ended: `recckpt forget DIR` goes on"
+        yield Leftover(layout.forget_request(request.request), what, False), lambda: None
     for name in filter(layout.is_temporary, storage.list_files("")):
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
 

@@ -13,9 +13,10 @@ from recckpt.format.tables import TableEntry
 Damage = CorruptCheckpointError | FormatVersionError | OSError
 
 
-def preference(directory: str, record: Manifest) -> tuple[bool, str, bool]:
-    """Return the key by which the greatest of one checkpoint and its forms is the one that readers take."""
-    return record.kind == "full", record.save_id, layout.is_attempt(directory, record.ckpt_id)
+def preference(directory: str, record: Manifest) -> tuple[int, bool, str, bool]:
+    """Return the key by which the greatest of one checkpoint, its revisions and forms is the one that readers take."""
+    revised = record.revision_of.number if record.revision_of else 0
+    return revised, record.kind == "full", record.save_id, layout.is_attempt(directory, record.ckpt_id)
 
 
 class Chains:

@@ -30,6 +30,7 @@ class Claim:
     host: str  # where the writer runs
     pid: int  # its process
     time: str  # when it made the claim, UTC; for people only
+    purpose: str = ""  # the command that made it; "" of one that trains
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,15 @@ def read_claim(storage: Storage, epoch: int) -> Claim:
     newer format wrote it.
     """
     fields = _read(storage, layout.claim(epoch), epoch)
-    return Claim(epoch, fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time"))
+    purpose = fields.text("purpose") if fields.has("purpose") else ""
+    return Claim(epoch, fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time"), purpose)
 
 
 @lru_cache(maxsize=64)
 def encode_claim(claim: Claim) -> bytes:
     """Return the bytes of a claim's file."""
     own = {"nonce": claim.nonce, "host": claim.host, "pid": claim.pid, "time": claim.time}
+    own |= {"purpose": claim.purpose} if claim.purpose else {}
     return seal({**_head(claim.epoch), **own}, _SEAL)
 
 

@@ -49,6 +49,7 @@ class Fence:
     Args:
         storage: the output dir.
         made_at: where in the program the writer was made, for a later one of this process that takes over from it.
+        purpose: the command that it is of, for the error of the one that it takes over from; "" of one that trains.
 
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
@@ -60,8 +61,8 @@ class Fence:
     is_resumed = True
     newest_at_takeover = (0, 0)
 
-    def __init__(self, storage: Storage, made_at: str | None = None) -> None:
-        self._storage, self._made_at = storage, made_at
+    def __init__(self, storage: Storage, made_at: str | None = None, purpose: str = "") -> None:
+        self._storage, self._made_at, self._purpose = storage, made_at, purpose
         self._known = Manifests()
         self._claim: Claim | None = None
         self._takeover = NO_TAKEOVER
@@ -100,7 +101,7 @@ class Fence:
 
     def _take_over(self) -> None:
         is_first = self._claim is None
-        claim = _claim_next(self._storage, self._known, self.epoch)
+        claim = _claim_next(self._storage, self._known, self.epoch, self._purpose)
         listing = list_checkpoints(self._storage, self._known)
         left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
         self._takeover = _publish(self._storage, claim, listing)
@@ -185,7 +186,7 @@ class Fence:
         return WriterFencedError(f"{self._storage.url}: {what}; this process writes nothing more there")
 
 
-def _claim_next(storage: Storage, known: Manifests, above: int) -> Claim:
+def _claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> Claim:
     for directory in (layout.OWN_DIR, layout.OWNER_DIR):
         with suppress(FileExistsError):
             storage.make_dir(directory)
@@ -196,7 +197,7 @@ def _claim_next(storage: Storage, known: Manifests, above: int) -> Claim:
             remedy = "remove what no recckpt wrote, or give this run another output dir"
             raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
         time = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-        claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time)
+        claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time, purpose)
         try:
             storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
         except FileExistsError:
@@ -232,6 +233,9 @@ def _fenced(storage: Storage, own: Claim, epoch: int) -> WriterFencedError:
     with suppress(FileNotFoundError, CorruptCheckpointError, FormatVersionError):
         claim = read_claim(storage, epoch)
         by, since = f"process {claim.pid} on {claim.host}", claim.time
+        if claim.purpose:
+            by = f"`{claim.purpose}`, {by},"
+            remedy = f"restart it from the newest checkpoint, in which `{claim.purpose}` has done its work"
         if claim.nonce in _made_at:
             by, writes = f"another Saver of this process, made at {_made_at[claim.nonce]},", "Saver"
             remedy = "use one Saver for an output dir, or give each one of its own"

@@ -167,7 +167,8 @@ def _form(said: Offer, delta: Manifest, fence: Fence) -> Manifest:
         step=said.step,
         time=delta.time,  # by which a policy says how old the checkpoint is
         **said.content,
-        form_of=FormOf(delta.save_id, delta.xxh3, delta.epoch, delta.seq, said.save_id),
+        form_of=FormOf(delta.save_id, delta.xxh3, *delta.place, said.save_id),
+        revision_of=delta.revision_of,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time as clock
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,16 @@ class Outcome:
         return "nothing was committed and older checkpoints are untouched: restart the job"
 
 
+@dataclass(frozen=True)
+class RankTimes:
+    """What a rank tells of its part of a save; ``blocked_sec`` up to where it had written, of a blocking one."""
+
+    stage_sec: float
+    blocked_sec: float
+    write_sec: float
+    n_bytes: int
+
+
 @dataclass
 class SaveInfo:
     """One save, as it went so far.
@@ -64,7 +74,9 @@ class SaveInfo:
         n_left_out: rows of the tables that ``save_where`` leaves out.
         largest_errors: slots that ``store`` makes narrower -> by how much a value of the checkpoint is off at most.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
-        slowest_shard: the shard that wrote longest.
+        slowest_shard: the shard that wrote longest, the number of its rank.
+        max_stage_sec: ``stage_sec`` of the slowest rank.
+        max_rank_bytes: what the rank that wrote most has written.
         path: where the checkpoint lies, a path or URL; empty until it is committed.
         metrics: the numbers of its ``state``, once it is committed.
         error: why it failed, None where it has not. A save may be committed and fail all the same: it has a path then.
@@ -89,6 +101,8 @@ class SaveInfo:
     n_left_out: int = 0
     kept_rows: int = 0
     slowest_shard: int = 0
+    max_stage_sec: float = 0.0
+    max_rank_bytes: int = 0
     time: str = ""
     path: str = ""
     largest_errors: dict[str, float] = field(default_factory=dict)
@@ -97,6 +111,7 @@ class SaveInfo:
     _outcome: Outcome = field(default_factory=Outcome, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
+    _others_blocked_sec: float = field(default=0.0, repr=False)
 
     @property
     def outcome(self) -> Outcome:
@@ -137,6 +152,19 @@ class SaveInfo:
         return self.seconds if self._blocked_sec is None else self._blocked_sec
 
     @property
+    def max_blocked_sec(self) -> float:
+        """``blocked_sec`` of the rank that waited longest, known once all have written; of a blocking save its own."""
+        return max(self.blocked_sec, self._others_blocked_sec)
+
+    def take_maxima(self, of_ranks: Sequence[RankTimes]) -> None:
+        """Note which ranks took longest, and what the largest wrote."""
+        seconds = [each.write_sec for each in of_ranks]
+        self.write_sec, self.slowest_shard = max(seconds), seconds.index(max(seconds))
+        self.max_stage_sec = max(each.stage_sec for each in of_ranks)
+        self.max_rank_bytes = max(each.n_bytes for each in of_ranks)
+        self._others_blocked_sec = max(each.blocked_sec for each in of_ranks)
+
+    @property
     def seconds(self) -> float:
         """Seconds since the save was asked for."""
         return clock.perf_counter() - self._begin
@@ -146,6 +174,7 @@ class SaveInfo:
         values = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _UNSAID}
         seconds = self.seconds
         values |= {"blocked_sec": min(self.blocked_sec, seconds), "total_sec": seconds}
+        values["max_blocked_sec"] = max(values["blocked_sec"], self._others_blocked_sec)
         values["gb_per_sec"] = self.n_bytes / 1e9 / max(seconds, 1e-9)
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
         return json.dumps(rounded, allow_nan=False) + "\n"

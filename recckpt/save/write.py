@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from recckpt.dense.saver import save_state, save_tensors
@@ -20,6 +20,7 @@ from recckpt.output_dir.commit import Lookout
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
 from recckpt.save.job import Destination, Job
+from recckpt.save.save_info import RankTimes, SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.reduced_rows import ReducedSource
 from recckpt.sparse.files.table_rows import TableSource
@@ -36,8 +37,8 @@ class ShardRecord:
     shard: ShardEntry  # its catalog
     tables: tuple[TableEntry, ...]  # its rows
     files: tuple[FileEntry, ...]  # all its files
-    seconds: float = 0.0  # how long it took
-    n_kept: int = 0  # rows that were copied aside because training changed them meanwhile
+    times: RankTimes  # how long it took
+    n_kept: int  # rows that were copied aside because training changed them meanwhile
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,9 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
         progress.n_rows = staged.n_rows
         names = _compared(staged, ranks)
         writer = ShardWriter(intent, to, ranks.rank, ranks.size)
-        records = ranks.on_all(lambda: writer.write(staged, progress))
-        seconds = [record.seconds for record in records]
-        info.write_sec, info.slowest_shard = max(seconds), seconds.index(max(seconds))
-        info.agree_sec = max(0.0, progress.seconds - seconds[ranks.rank])
+        records = ranks.on_all(lambda: writer.write(staged, progress, info))
+        info.take_maxima([record.times for record in records])
+        info.agree_sec = max(0.0, progress.seconds - records[ranks.rank].times.write_sec)
     tables = [table for record in records for table in record.tables]
     info.n_rows, info.n_upserts = sum(table.rows for table in tables), sum(table.held for table in tables)
     info.n_deletes = sum(table.delta.deletes for table in tables if table.delta)
@@ -123,7 +123,7 @@ class ShardWriter:
     def __init__(self, intent: Intent, to: Destination, rank: int, ranks: int) -> None:
         self._intent, self._to, self._rank, self._ranks = intent, to, rank, ranks
 
-    def write(self, staged: Staged, progress: Progress) -> ShardRecord:
+    def write(self, staged: Staged, progress: Progress, info: SaveInfo) -> ShardRecord:
         """Write dense beside sparse, and the catalog last.
 
         Raises:
@@ -134,12 +134,17 @@ class ShardWriter:
         if self._rank:
             Lookout(to.storage, to.transfers.visible).check_intent(self._intent)
         with Outbox(to.storage, to.transfers) as outbox:
-            record = self._write_to(outbox, staged, progress)
+            shard, tables, files = self._write_to(outbox, staged, progress)
             staged.let_go()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
-        return replace(record, seconds=time.perf_counter() - begin)
+        n_bytes, write_sec = sum(file.n_bytes for file in files), time.perf_counter() - begin
+        times = RankTimes(info.stage_sec, info.blocked_sec, write_sec, n_bytes)
+        n_kept = sum(table.n_kept for table in staged.tables)
+        return ShardRecord(self._intent.save_id, shard, tables, files, times, n_kept)
 
-    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardRecord:
+    def _write_to(
+        self, outbox: NewFiles, staged: Staged, progress: Progress
+    ) -> tuple[ShardEntry, tuple[TableEntry, ...], tuple[FileEntry, ...]]:
         catalogs_written: list[Catalog] = []
         files: list[FileEntry] = []
         states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
@@ -160,9 +165,7 @@ class ShardWriter:
         tables = tuple(
             TableEntry(t.name, t.n_all, alike[t.slots], _held(t, staged, catalog), _reduced(t)) for t in staged.tables
         )
-        shard = ShardEntry(files[-1].name, catalog.buckets)
-        n_kept = sum(table.n_kept for table in staged.tables)
-        return ShardRecord(self._intent.save_id, shard, tables, tuple(files), n_kept=n_kept)
+        return ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files)
 
     def _write_states(self, to: NewFiles, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
         return [save_state(state, to, self._intent.directory, name) for name, state in states.items()]

@@ -135,3 +135,10 @@ def test_an_odd_id_does_not_break_the_line(recckpt, tmp_path):
     assert len(answer.lines) == 3
     assert answer.lines[2][0] == '"a\\nb/\\u00fc"'
     assert recckpt("ls", tmp_path, "--json").json["checkpoints"][1]["id"] == "a\nb/ü"
+
+
+def test_labels_are_among_the_marks_and_the_whole_state_in_json(recckpt, tmp_path):
+    saved(tmp_path, 10, state={"day": "2026-11-22", "auc": 0.5, "why": "x" * 99})
+    assert f"newest, day=2026-11-22, why={'x' * 40}\n" in recckpt("ls", tmp_path).out
+    [found] = recckpt("ls", tmp_path, "--json").json["checkpoints"]
+    assert found["state"] == {"day": "2026-11-22", "auc": 0.5, "why": "x" * 99}

@@ -121,3 +121,21 @@ def test_listing_imports_no_torch(tmp_path):
         f"recckpt.find_checkpoint({str(tmp_path)!r}, 'latest'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_checkpoints_are_found_by_the_labels_they_were_saved_with(url):
+    saver = Saver(nn.ModuleDict({"t": HashTable(1, name="t")}), output_dir=url, max_keep=None)
+    for step, day in enumerate(("mon", "tue", "tue"), 1):
+        saver.save(f"ckpt_{step}", step=step, state={"day": day, "auc": step / 10, "final": step == 2})
+    assert [c.step for c in list_checkpoints(url, state={"day": "tue"})] == [2, 3]
+    assert list_checkpoints(url, state={"day": "tue", "final": True})[0].step == 2
+    assert find_checkpoint(url, "latest", state={"day": "mon"}).step == 1
+    assert find_checkpoint(url, "best", "auc", "min", state={"day": "tue"}).step == 2
+    assert list_checkpoints(url, state={"day": "sun"}) == []
+    with pytest.raises(CheckpointNotFoundError, match=r"saved with {'day': 'sun'}.* there are day='mon', day='tue'"):
+        find_checkpoint(url, "latest", state={"day": "sun"})
+    with pytest.raises(CheckpointNotFoundError, match="found no checkpoint 1; "):
+        find_checkpoint(url, 1, state={"day": "tue"})
+    for call in (list_checkpoints, lambda url, state: find_checkpoint(url, "latest", state=state)):
+        with pytest.raises(TypeError, match="state must be a mapping of names to values, or None, found 'day'"):
+            call(url, state="day")

@@ -15,6 +15,7 @@ from recckpt.format.manifest import ShardEntry
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.save.commit import _tables_of_all
+from recckpt.save.save_info import RankTimes
 from recckpt.save.write import ShardRecord
 from recckpt.sparse import HashTable
 from recckpt.storage.local import LocalStorage
@@ -195,7 +196,8 @@ def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplo
 def test_ranks_that_disagree_on_a_table_are_refused_by_name():
     def record(shape):
         slot = SlotSpec("embedding", "float32", shape)
-        return ShardRecord("id", ShardEntry("x", (0, 1)), (TableEntry("t", 3, (slot,)),), ())
+        shard = ShardEntry("x", (0, 1))
+        return ShardRecord("id", shard, (TableEntry("t", 3, (slot,)),), (), RankTimes(0.0, 0.0, 0.0, 0), n_kept=0)
 
     assert _tables_of_all([record((2,)), record((2,))])[0].rows == 6
     with pytest.raises(StateMismatchError, match="table 't' of rank 1"):

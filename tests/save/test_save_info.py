@@ -1,9 +1,11 @@
 """Where the time of a save went: a line for each that was committed."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from rank_processes import results, run_script
 from torch import nn
 
 from recckpt import Saver
@@ -16,6 +18,7 @@ from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 
 SECONDS = [f"{phase}_sec" for phase in ("stage", "write", "agree", "commit", "rotate", "blocked", "total")]
+SECONDS += ["max_stage_sec", "max_blocked_sec"]
 
 
 def build(url, **options):
@@ -35,7 +38,7 @@ def test_a_save_leaves_a_line_that_says_what_it_was_and_where_its_time_went(url)
     [line] = lines(url)
     assert line.keys() == {
         *("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows", "kept_rows", "slowest_shard"),
-        *("kind", "why_full", "n_links", "n_upserts", "n_deletes", "gb_per_sec", *SECONDS),
+        *("kind", "why_full", "n_links", "n_upserts", "n_deletes", "gb_per_sec", "max_rank_bytes", *SECONDS),
         *("n_left_out", "largest_errors"),
     }
     said = {name: line[name] for name in ("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows")}
@@ -44,6 +47,8 @@ def test_a_save_leaves_a_line_that_says_what_it_was_and_where_its_time_went(url)
         **{"time": manifest.time, "n_bytes": manifest.n_bytes, "n_rows": 50},
     }
     assert (line["slowest_shard"], line["kept_rows"]) == (0, 0)
+    own = (line["stage_sec"], line["blocked_sec"], line["n_bytes"])
+    assert (line["max_stage_sec"], line["max_blocked_sec"], line["max_rank_bytes"]) == own
     assert all(line[name] >= 0 for name in SECONDS)
     assert line["stage_sec"] + line["write_sec"] + line["commit_sec"] + line["rotate_sec"] <= line["total_sec"]
     assert line["gb_per_sec"] == pytest.approx(manifest.n_bytes / 1e9 / line["total_sec"], abs=1e-5)
@@ -150,3 +155,18 @@ def test_seconds_of_a_phase_add_up_also_where_it_fails():
 
 def fail(*args, **kwargs):
     raise OSError(5, "broken")
+
+
+def test_the_maxima_are_those_of_the_slowest_and_of_the_largest_of_real_ranks(tmp_path):
+    run_script(Path(__file__).with_name("save_info_ranks.py"), tmp_path, 2)
+    [first, second] = results(tmp_path, 2)
+    assert first == second, "all ranks know the same"
+    maxima, write_sec, slowest, of_all = first
+    for name in ("stage_sec", "blocked_sec"):
+        assert maxima[name] == max(own[name] for own in of_all), name
+    assert maxima["stage_sec"] == of_all[1]["stage_sec"] > of_all[0]["stage_sec"], "rank 1 takes longer"
+    assert maxima["n_bytes"] >= of_all[1]["n_bytes"] > of_all[0]["n_bytes"]
+    [line] = lines(str(tmp_path / "run"))
+    assert (line["write_sec"], line["slowest_shard"]) == (round(write_sec, 6), slowest)
+    assert line["max_rank_bytes"] == maxima["n_bytes"]
+    assert line["max_stage_sec"] == round(maxima["stage_sec"], 6)

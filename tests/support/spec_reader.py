@@ -41,8 +41,14 @@ class Checkpoint:
     @property
     def place(self) -> tuple[int, int]:
         """Where it stands in the order of commits."""
-        by = self.form_of or self.manifest
+        by = self.form_of or self.manifest.get("revision_of") or self.manifest
         return by["epoch"], by["seq"]
+
+    @property
+    def preference(self) -> tuple[int, bool, str]:
+        """The greatest of one place is the one that readers take."""
+        revised = (self.manifest.get("revision_of") or {"number": 0})["number"]
+        return revised, self.manifest["kind"] == "full", self.manifest["save_id"]
 
     @property
     def checksum(self) -> str:
@@ -94,7 +100,7 @@ def _has_size(path: Path, n_bytes: int) -> bool:
 def representations(origin: str, among: list[Checkpoint]) -> list[Checkpoint]:
     """Return a checkpoint and its forms, those that readers prefer first (section 12.3)."""
     found = [c for c in among if c.origin == origin]
-    return sorted(found, key=lambda c: (c.manifest["kind"] == "full", c.manifest["save_id"]), reverse=True)
+    return sorted(found, key=lambda c: c.preference, reverse=True)
 
 
 def chain(checkpoint: Checkpoint, among: list[Checkpoint], n_above: int = 0) -> list[Checkpoint] | None:
@@ -120,7 +126,7 @@ def read(output_dir: Path, ckpt_id: str, table: str) -> Rows:
         DamagedError: the chain, a link or a checksum is not as it is to be.
     """
     among = counting(output_dir)
-    newest = max((c for c in among if c.manifest["ckpt_id"] == ckpt_id), key=lambda c: c.place)
+    newest = max((c for c in among if c.manifest["ckpt_id"] == ckpt_id), key=lambda c: (c.place, c.preference))
     same = representations(newest.origin, among)
     links = next((links for c in same if (links := chain(c, among)) is not None), None)
     if links is None:

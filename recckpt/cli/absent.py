@@ -1,0 +1,75 @@
+"""``recckpt verify --absent``: whether ids are anywhere in an output dir; says which only where asked."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from recckpt.cli.result import Outcome, usage_checked
+from recckpt.inspect.absent import Absence, Holding, look_for
+from recckpt.inspect.ids_file import read_ids
+from recckpt.text import count, escaped, grid, one_line, plural
+
+_HEAD = ("DIRECTORY", "CHECKPOINT", "TABLE", "ROWS", "DELETES")
+
+
+def absent(args: argparse.Namespace) -> Outcome:
+    """List which checkpoints and leftovers still hold any of the ids."""
+    with usage_checked():
+        ids = np.unique(read_ids(args.absent))
+        found = look_for(args.path, ids, args.table)
+    url, where = one_line(found.url), "any table" if args.table is None else f"table {escaped(args.table)}"
+    lines = grid(_HEAD, map(_row, found.holding), ("ROWS", "DELETES")) if found.holding else []
+    if args.print_ids:
+        lines += [f"{escaped(each.directory)}, {escaped(each.table)}: {_ids(each)}" for each in found.holding]
+    if not _problems(found, len(ids), where):
+        lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(found.n_parts, 'file')}")
+    if found.n_asked:
+        lines.append(f"{url}: {found.n_asked} of them were asked to be forgotten, by the audit")
+    return Outcome(_data(found, len(ids), args), lines, _problems(found, len(ids), where))
+
+
+def _row(each: Holding) -> tuple[str, ...]:
+    name = "-" if each.ckpt_id is None else escaped(each.ckpt_id)
+    return escaped(each.directory), name, escaped(each.table), count(each.n_rows), count(each.n_deletes)
+
+
+def _problems(found: Absence, n_ids: int, where: str) -> list[str]:
+    problems = []
+    if found.holding:
+        n_places = len({each.directory for each in found.holding})
+        what = "1 directory holds" if n_places == 1 else f"{n_places} directories hold"
+        problems.append(f"{found.url}: {what} some of {plural(n_ids, 'id')} in {where}")
+    for path, why in found.unread.items():
+        problems.append(f"{found.url}/{path}: found {why}, so nobody can say what it holds: `recckpt verify`")
+    for table, n_named in found.pending.items():
+        what = f"a request to forget ids of table {table!r}, {n_named} of these among them, is not ended"
+        problems.append(f"{found.url}: {what}: `recckpt forget DIR` goes on")
+    return problems
+
+
+def _ids(each: Holding) -> str:
+    return ", ".join(map(str, np.unique(np.concatenate(each.ids))))
+
+
+def _data(found: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, Any]:
+    holding = []
+    for each in found.holding:
+        said: dict[str, Any] = {"directory": each.directory, "id": each.ckpt_id, "table": each.table}
+        said |= {"rows": each.n_rows, "deletes": each.n_deletes}
+        if args.print_ids:
+            said["ids"] = np.unique(np.concatenate(each.ids)).tolist()
+        holding.append(said)
+    return {
+        "url": found.url,
+        "table": args.table,
+        "n_ids": n_ids,
+        "absent": not holding and not found.unread and not found.pending,
+        "holding": holding,
+        "unread": found.unread,
+        "pending": found.pending,
+        "files": found.n_parts,
+        "asked": found.n_asked,
+    }

@@ -1,0 +1,91 @@
+"""``recckpt.forget``: the rows of some ids go from all checkpoints of an output dir."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from recckpt.compaction.forgetting import Forgotten, check_readable, finish_pending, forget_as_owner, scan
+from recckpt.compaction.held_ids import Ids
+from recckpt.errors import CheckpointNotFoundError
+from recckpt.format.forget_request import MAX_IDS
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Listing, list_checkpoints
+from recckpt.storage import Storage, open_storage
+from recckpt.text import nearest
+
+_PURPOSE = "recckpt forget"
+
+
+def forget(
+    path: str | os.PathLike[str], table: str, ids: Iterable[int], *, by: str = "recckpt.forget"
+) -> list[Forgotten]:
+    """Remove ids from a table in all that lies in an output dir, and note that in ``forgotten.jsonl``.
+
+    The output dir is taken over: a trainer that still saves there is told so at its next save, and saves no more. What
+    an earlier call has begun and not ended is ended first. All rows of other ids keep their bytes.
+
+    Args:
+        path: an output dir; a path or any fsspec URL.
+        table: name of the table.
+        ids: int64, in any order; at most 67 million.
+        by: what the audit says asked for it.
+
+    Returns:
+        What was done, for each request that was carried out; that of this call is the last.
+
+    Raises:
+        CheckpointNotFoundError: it is not an output dir.
+        TypeError, ValueError: there is no such table, or the ids are none; nothing was changed.
+        CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds.
+        WriterFencedError: another writer took the output dir over meanwhile; it ends what was begun.
+        OSError: the storage failed; call it again.
+    """
+    wanted, storage = checked_ids(ids), open_storage(os.fspath(path))
+    listing = _listing(storage)
+    check_readable(listing)
+    check_table(listing, table, storage.url)
+    scan(storage, listing, table, wanted)  # so that damage is found before anything is changed
+    fence = Fence(storage, purpose=_PURPOSE)
+    fence.hold()
+    return forget_as_owner(storage, fence, table, wanted, by)
+
+
+def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
+    """End what earlier calls of :func:`forget` have begun; errors as there."""
+    storage = open_storage(os.fspath(path))
+    check_readable(_listing(storage))
+    fence = Fence(storage, purpose=_PURPOSE)
+    fence.hold()
+    return finish_pending(storage, fence)
+
+
+def checked_ids(ids: Any) -> Ids:
+    """Return ids in order, each once; TypeError or ValueError where they are not int64, none, or too many."""
+    found = np.asarray(list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids)
+    if found.ndim != 1 or not found.size:
+        raise ValueError(f"expected ids to forget, one at least, found {'none' if not found.size else found.shape}")
+    if found.dtype == np.dtype(object) or (found.dtype.kind == "u" and int(found.max()) >= 2**63):
+        raise ValueError("expected ids that are int64, found one that is beyond it or no number")
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"expected ids that are int64, found {found.dtype}")
+    if found.size > MAX_IDS:
+        raise ValueError(f"expected at most {MAX_IDS} ids at once, found {found.size}: forget them in several calls")
+    return np.unique(found.astype(np.int64))
+
+
+def check_table(listing: Listing, table: str, url: str) -> None:
+    """Raise ValueError where no checkpoint has such a table."""
+    names: Collection[str] = {entry.name for c in listing.committed for entry in c.manifest.tables}
+    if table not in names:
+        raise ValueError(f"{url}: found no table {table!r} in any checkpoint{nearest(table, sorted(names))}")
+
+
+def _listing(storage: Storage) -> Listing:
+    listing = list_checkpoints(storage)
+    if listing.is_empty:
+        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no checkpoint'}")
+    return listing

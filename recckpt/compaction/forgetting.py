@@ -1,0 +1,191 @@
+"""The owner of an output dir carries out requests to forget ids, and takes up those that a crash has left.
+
+Every checkpoint that holds one of the ids, or stands on one that does, is committed again at its place without them;
+then what it replaces goes, with all leftovers. At each moment every checkpoint is there, whole, with the ids or
+without (docs/format.md, section 14).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from recckpt.compaction.held_ids import Held, Ids, held_in
+from recckpt.compaction.revised_part import Erasure
+from recckpt.compaction.revision import Revising, revise
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.format import layout
+from recckpt.format.forget_request import Request
+from recckpt.output_dir import rotation
+from recckpt.output_dir.checkpoint_dir import read_manifest
+from recckpt.output_dir.commit import time_now
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import close_request, pending, put_request, remove_drafts
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.storage import Storage
+from recckpt.text import plural
+
+log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What was done about one request.
+
+    Attributes:
+        table: the table.
+        n_ids: how many ids were to be forgotten.
+        revised: directory of a checkpoint -> that of the one without the ids that has taken its place.
+        n_rows: id of a checkpoint -> how many of the ids had a row in it.
+        removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
+        is_resumed: whether an earlier process had made the request.
+    """
+
+    table: str
+    n_ids: int
+    revised: dict[str, str]
+    n_rows: dict[str, int]
+    removed: tuple[str, ...]
+    is_resumed: bool = False
+
+
+def forget_as_owner(storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
+    """Make a request and carry it out, after those that are pending; the caller owns the output dir.
+
+    Raises:
+        CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds; the request stays.
+        OSError: the storage failed; the request stays, and the next owner takes it up.
+        WriterFencedError: another writer has taken the output dir over, and takes the request up.
+    """
+    done = finish_pending(storage, fence)
+    request = Request(secrets.token_hex(16), table, ids, time_now(), by, _version())
+    put_request(storage, request)
+    return [*done, _carry_out(storage, fence, request, is_resumed=False)]
+
+
+def finish_pending(storage: Storage, fence: Fence) -> list[Forgotten]:
+    """Carry out what earlier owners were asked and have not ended; errors as of :func:`forget_as_owner`."""
+    remove_drafts(storage)
+    done = []
+    for request in pending(storage):
+        log.warning(
+            "%s: going on to forget %s of table %r, as %s was asked at %s",
+            storage.url,
+            plural(len(request.ids), "id"),
+            request.table,
+            request.by,
+            request.asked,
+        )
+        done.append(_carry_out(storage, fence, request, is_resumed=True))
+    return done
+
+
+def check_readable(listing: Listing) -> None:
+    """Raise where a checkpoint is damaged: nobody could say whether it holds the ids."""
+    for directory, error in listing.damaged.items():
+        if isinstance(error, FormatVersionError):
+            raise error
+        remedy = "mend it, or remove its directory, and forget again: nobody can say whether it holds the ids"
+        path = error.path or directory
+        raise CorruptCheckpointError(path, error.where, found=error.found, expected=error.expected, remedy=remedy)
+
+
+def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, Held]:
+    """Return what each committed checkpoint holds in its own files; CorruptCheckpointError where one is damaged."""
+    return {c.directory: held_in(storage, c, table, ids) for c in listing.committed}
+
+
+def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: bool) -> Forgotten:
+    fence.check()
+    fence.look_again()
+    listing = fence.listing
+    check_readable(listing)
+    held = scan(storage, listing, request.table, request.ids)
+    touched = [c for c in listing.committed if any(held[link.directory].is_any for link in c.links)]
+    needed = {link.directory for c in listing.current for link in c.links}
+    revised: dict[str, Checkpoint] = {c.directory: r for c in touched if (r := _revision(c, listing, request))}
+    removed: list[str] = []
+    for base in dict.fromkeys(c.links[-1].directory for c in touched):  # a chain at a time: room for one twice
+        family = [c for c in touched if c.links[-1].directory == base]
+        for checkpoint in (c for c in family if c.directory in needed - revised.keys()):  # oldest first
+            revising = _revising(checkpoint, held, revised, request)
+            revised[checkpoint.directory] = revise(storage, fence, revising, rotation.THREADS)
+        removed += fence.remove(_newest_first(family), rotation.THREADS)
+    removed += _remove_leftovers(storage, fence)
+    fence.check()
+    fence.write_index()
+    made = [
+        (c, of) for c in fence.listing.committed if (of := c.manifest.revision_of) and of.request == request.request
+    ]
+    names, n_rows = {of.directory: c.directory for c, of in made}, {c.ckpt_id: of.rows for c, of in made}
+    removed = list(dict.fromkeys([*names, *removed]))
+    _check_gone(storage, list(dict.fromkeys([*removed, *(c.directory for c in touched)])))
+    finished = {"finished": time_now(), "revised": names, "removed": removed, "rows": n_rows}
+    fence.check()
+    close_request(storage, request, finished)
+    return Forgotten(request.table, len(request.ids), names, n_rows, tuple(removed), is_resumed)
+
+
+def _revision(checkpoint: Checkpoint, listing: Listing, request: Request) -> Checkpoint | None:
+    """Return what an owner that died has committed in place of a checkpoint for this request."""
+    meant = (checkpoint.manifest.save_id, request.request)
+    of = ((c, c.manifest.revision_of) for c in listing.committed)
+    return next((c for c, made in of if made and (made.save_id, made.request) == meant), None)
+
+
+def _revising(
+    checkpoint: Checkpoint, held: dict[str, Held], revised: dict[str, Checkpoint], request: Request
+) -> Revising:
+    below: Sequence[Checkpoint] = ()
+    if checkpoint.below:
+        parent = revised.get(checkpoint.below[0].directory)
+        below = checkpoint.below if parent is None else parent.links
+    of_links = [held[link.directory] for link in checkpoint.links]
+    return Revising(checkpoint, of_links, below, Erasure(request.table, request.ids), request.request)
+
+
+def _newest_first(gone: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints in the order in which they may go: what stands on others before those."""
+    return sorted(gone, key=lambda c: (c.manifest.place, c.manifest.kind == "delta"), reverse=True)
+
+
+def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
+    """Remove late commits, attempts and offers: nobody reads them, and they may hold the ids."""
+    fence.look_again()
+    removed = []
+    for directory in fence.listing.fenced:
+        record = read_manifest(storage, directory)
+        if record is not None:
+            fence.check()
+            rotation.remove(storage, Checkpoint(directory, record), rotation.THREADS)
+            removed.append(directory)
+    for directory in fence.listing.uncommitted:
+        names = storage.list_files(directory)
+        if layout.MANIFEST not in names and any(map(layout.is_ours, names)):
+            fence.check()
+            rotation.remove_leftover(storage, directory, rotation.THREADS)
+            removed.append(directory)
+    fence.look_again()
+    return removed
+
+
+def _check_gone(storage: Storage, directories: Sequence[str]) -> None:
+    """Raise where a file with rows is left in a directory that was removed; make the removals durable."""
+    storage.sync_dir("")
+    for directory in directories:
+        left = [name for name in storage.list_files(directory) if layout.is_part(name)]
+        if left:
+            raise RecckptError(
+                f"{storage.url}/{directory}: found {left[0]}, which could not be removed and may hold the ids; the "
+                "log says why: mend that, and run `recckpt forget DIR` to go on"
+            )
+
+
+def _version() -> str:
+    try:
+        return version("recckpt")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,93 @@
+"""Which of some ids each checkpoint of an output dir holds in a table, as rows and as deletes (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format.buckets import bucket_of
+from recckpt.format.catalog import Catalog
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import HeldFiles
+from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.sparse.files.catalogs import read_catalogs
+from recckpt.sparse.files.table_reader import TableReader
+from recckpt.storage import Storage
+
+Ids = npt.NDArray[np.int64]  # ascending, all different
+_Flags = npt.NDArray[np.bool_]  # one an id
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What the files of one checkpoint hold of the ids, what it stands on apart."""
+
+    rows: _Flags  # of which ids there are rows
+    n_deletes: int  # deletes of them, each counted as often as it is there
+    deletes: _Flags  # of which ids there are deletes
+    parts: frozenset[str]  # the files in which they are
+
+    @property
+    def is_any(self) -> bool:
+        """Whether any of the ids is there, be it as a delete."""
+        return bool(self.parts)
+
+
+@dataclass(frozen=True)
+class OpenedLink:
+    """A checkpoint by itself, whose catalogs have been read."""
+
+    checkpoint: Checkpoint
+    files: HeldFiles
+    catalogs: Sequence[Catalog]
+
+
+def open_link(storage: Storage, checkpoint: Checkpoint) -> OpenedLink:
+    """Read the catalogs of a checkpoint; CorruptCheckpointError where one is damaged."""
+    sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
+    files = HeldFiles(storage, checkpoint.directory, sizes, first=())
+    return OpenedLink(checkpoint, files, read_catalogs(checkpoint, files))
+
+
+def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> Held:
+    """Look for ids in the files of one checkpoint; batches that cannot hold them are not read.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged.
+    """
+    rows, deletes = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
+    n_deletes, parts = 0, set[str]()
+    entry = checkpoint.manifest.table(table)
+    if entry is not None:
+        link, buckets = open_link(storage, checkpoint), np.unique(bucket_of(ids))
+        reader = TableReader(link.files, checkpoint.directory, link.catalogs, entry, ())
+        for catalog in link.catalogs:
+            for part, _, batch in reader.batches(catalog, "rows", buckets):
+                parts.update([part.file] if _mark(rows, ids, ids_in(batch)) else ())
+            for part, _, batch in reader.batches(catalog, "deletes", buckets):
+                n_found = _mark(deletes, ids, ids_in(batch))
+                n_deletes += n_found
+                parts.update([part.file] if n_found else ())
+    return Held(rows, n_deletes, deletes, frozenset(parts))
+
+
+def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
+    """Mark the ids that are there, and return how many."""
+    found = there[np.isin(there, ids)]
+    flags[np.searchsorted(ids, found)] = True
+    return len(found)
+
+
+def rows_in_chain(links: Sequence[tuple[Checkpoint, Held]], table: str) -> int:
+    """Return how many of the ids have a row in the checkpoint whose links these are, newest first; pure."""
+    alive: _Flags = np.zeros(len(links[0][1].rows), np.bool_)
+    for checkpoint, held in reversed(links):
+        entry = checkpoint.manifest.table(table)
+        if entry is None:
+            alive = np.zeros_like(alive)
+        else:
+            alive = held.rows if entry.is_whole else (alive & ~held.deletes) | held.rows
+    return int(np.count_nonzero(alive))

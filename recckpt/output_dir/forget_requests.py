@@ -1,0 +1,132 @@
+"""The requests to forget ids in an output dir: asked for, done, and the audit of them (docs/format.md, section 14)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import forget_request, layout
+from recckpt.format.forget_request import Request
+from recckpt.storage import ABSENT, NotPlainError, Storage, missing
+
+_AUDIT_BYTES = 1 << 30
+_DIGEST_BYTES = 16
+_KEY_BYTES = 32
+_TMP = ".tmp"
+
+
+def put_request(storage: Storage, request: Request) -> None:
+    """Make a request durable; from now on whoever owns the output dir has to carry it out."""
+    for directory in (layout.OWN_DIR, layout.FORGET_DIR):
+        with suppress(FileExistsError):
+            storage.make_dir(directory)
+    with suppress(FileExistsError):
+        storage.put_if_absent(layout.FORGET_KEY, secrets.token_hex(_KEY_BYTES).encode())
+    storage.put_if_absent(layout.forget_request(request.request), forget_request.encode(request))
+    for directory in (layout.OWN_DIR, ""):
+        storage.sync_dir(directory)
+
+
+def requests(storage: Storage) -> dict[str, bool]:
+    """Return all requests of an output dir: what each is called, and whether it is done."""
+    found: dict[str, bool] = {}
+    for name in storage.list_files(layout.FORGET_DIR):
+        parsed = layout.parse_forget_request(name)
+        if parsed is not None:
+            found[parsed[0]] = found.get(parsed[0], False) or parsed[1]
+    return found
+
+
+def pending(storage: Storage) -> list[Request]:
+    """Return the requests that have not been carried out to their end, oldest first.
+
+    Raises:
+        CorruptCheckpointError: one of them is damaged.
+    """
+    found = []
+    for name in storage.list_files(layout.FORGET_DIR):
+        parsed = layout.parse_forget_request(name)
+        if parsed is not None and not parsed[1]:
+            found.append(_read(storage, layout.join(layout.FORGET_DIR, name)))
+    return sorted((request for request in found if request is not None), key=lambda r: (r.asked, r.request))
+
+
+def _read(storage: Storage, path: str) -> Request | None:
+    try:
+        return forget_request.decode(storage.read(path, forget_request.MAX_BYTES), path)
+    except ABSENT:
+        return None  # done meanwhile
+    except NotPlainError as error:
+        raise missing(path, error, "a request to forget ids") from error
+
+
+def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -> None:
+    """Note in the audit what was done, and remove the request, which is the last file with its ids."""
+    lines = audit(storage)
+    if not any(line.get("request") == request.request for line in lines):
+        said: dict[str, Any] = {
+            "request": request.request,
+            "table": request.table,
+            "asked": request.asked,
+            "by": request.by,
+        }
+        said |= {"version": request.version, **done, "n_ids": len(request.ids)}
+        line = {**said, "digests": digests(key(storage), request.ids)}
+        storage.replace(layout.FORGOTTEN, b"".join(_line(each) for each in (*lines, line)))
+    with suppress(FileExistsError):
+        storage.put_if_absent(layout.forget_request(request.request, is_done=True), b"{}\n")
+    storage.remove(layout.forget_request(request.request))
+    storage.sync_dir(layout.FORGET_DIR)
+
+
+def remove_drafts(storage: Storage) -> None:
+    """Remove what a crash left of a request that was not made: it has ids in it; the owner does so."""
+    for name in storage.list_files(layout.FORGET_DIR):
+        if name.endswith(_TMP):
+            storage.remove(layout.join(layout.FORGET_DIR, name))
+
+
+def audit(storage: Storage) -> list[dict[str, Any]]:
+    """Return the lines of the audit, [] where nothing was ever forgotten."""
+    try:
+        data = storage.read(layout.FORGOTTEN, _AUDIT_BYTES)
+    except FileNotFoundError:
+        return []
+    try:
+        lines = [json.loads(line) for line in data.splitlines()]
+    except ValueError as error:
+        raise _damaged(str(error)) from error
+    if not all(isinstance(line, dict) for line in lines):
+        raise _damaged("a line that is no object")
+    return lines
+
+
+def _damaged(found: str) -> CorruptCheckpointError:
+    remedy = "move the file away, and keep it: it says what was forgotten"
+    return CorruptCheckpointError(layout.FORGOTTEN, "", found=found, expected="JSON objects, one a line", remedy=remedy)
+
+
+def key(storage: Storage) -> bytes:
+    """Return the key of the digests of this output dir; b"" where it has none, or none any more."""
+    try:
+        return bytes.fromhex(storage.read(layout.FORGET_KEY, 2 * _KEY_BYTES + 1).decode())
+    except (*ABSENT, ValueError):
+        return b""
+
+
+def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list[str]:
+    """Return a keyed digest of each id, in the order of the digests, which says nothing of the order of the ids."""
+    each = (int(one).to_bytes(8, "little", signed=True) for one in ids)
+    return sorted(hashlib.blake2b(id_bytes, key=with_key, digest_size=_DIGEST_BYTES).hexdigest() for id_bytes in each)
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, allow_nan=False).encode() + b"\n"

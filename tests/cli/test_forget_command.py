@@ -1,0 +1,193 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from builders import tree
+from delta_runs import rows_of, run_with_chain
+
+from recckpt.output_dir.fence import Fence
+
+
+@pytest.fixture
+def run(tmp_path):
+    return run_with_chain(tmp_path / "runs")
+
+
+@pytest.fixture
+def gone(tmp_path):
+    path = tmp_path / "gone.txt"
+    path.write_text("5\n\n 9 \n-3\n")
+    return path
+
+
+def test_the_ids_of_a_file_go_and_absence_is_proven(recckpt, run, gone):
+    before = recckpt("verify", run.url, "--absent", gone)
+    assert before.code == 1
+    assert before.lines[0] == ["DIRECTORY", "CHECKPOINT", "TABLE", "ROWS", "DELETES"]
+    assert before.lines[1:] == [
+        ["ckpt_1", "ckpt_1", "item", "2", "0"],
+        ["ckpt_2", "ckpt_2", "item", "1", "0"],
+        ["ckpt_3", "ckpt_3", "item", "1", "1"],
+    ]
+    assert "3 directories hold some of 3 ids in any table" in before.err
+    answer = recckpt("forget", run.url, "--table", "item", "--ids", gone)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith("forgot 3 ids of table item: 3 checkpoints written again\n  ckpt_1: 2 rows\n")
+    assert "noted in forgotten.jsonl" in answer.out
+    after = recckpt("verify", run.url, "--absent", gone, "--table", "item")
+    assert (after.code, after.err) == (0, "")
+    assert "none of 3 ids is in table item of " in after.out
+    assert "3 of them were asked to be forgotten" in after.out
+    assert not {5, 9, -3} & set(rows_of(run, "ckpt_3"))
+    assert recckpt("verify", run.url).code == 0
+
+
+def test_ids_are_printed_only_where_asked(recckpt, run, tmp_path):
+    (tmp_path / "ids").write_text("500\n")
+    quiet = recckpt("verify", run.url, "--absent", tmp_path / "ids", "--json")
+    assert quiet.json["holding"] == [{"directory": "ckpt_2", "id": "ckpt_2", "table": "item", "rows": 1, "deletes": 0}]
+    assert not quiet.json["absent"]
+    assert "500" not in quiet.out + quiet.err
+    loud = recckpt("verify", run.url, "--absent", tmp_path / "ids", "--print-ids")
+    assert "ckpt_2, item: 500" in loud.out
+    assert recckpt("verify", run.url, "--absent", tmp_path / "ids", "--print-ids", "--json").json["holding"][0][
+        "ids"
+    ] == [500]
+
+
+def test_one_checkpoint_is_looked_at_with_what_it_stands_on(recckpt, run, tmp_path):
+    (tmp_path / "ids").write_text("500\n")
+    assert recckpt("verify", f"{run.url}/ckpt_1", "--absent", tmp_path / "ids").code == 0
+    assert recckpt("verify", f"{run.url}/ckpt_3", "--absent", tmp_path / "ids").code == 1
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "ids.parquet", "one.parquet"])
+def test_numpy_and_parquet_files_will_do(recckpt, run, tmp_path, name):
+    ids, path = np.array([5, 9], np.int32), tmp_path / name
+    if name == "ids.npy":
+        np.save(path, ids)
+    else:
+        pq.write_table(pa.table({"id": ids, "why": ["a", "b"]} if name == "ids.parquet" else {"uid": ids}), path)
+    said = recckpt("forget", run.url, "--table", "item", "--ids", path, "--json").json
+    assert said["requests"][0]["rows"] == {"ckpt_1": 2, "ckpt_2": 2, "ckpt_3": 2}
+
+
+def test_what_was_begun_is_told_by_repair_and_ended_without_ids(recckpt, run, gone, monkeypatch):
+    def die(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Fence, "remove", die)
+        assert recckpt("forget", run.url, "--table", "item", "--ids", gone).code == 130
+    told = recckpt("repair", run.url, "--clean")
+    assert "a request to forget 3 ids, not ended: `recckpt forget DIR` goes on" in told.out
+    said = recckpt("verify", run.url, "--absent", gone)
+    assert said.code == 1
+    assert "a request to forget ids of table 'item', 3 of these among them, is not ended" in said.err
+    answer = recckpt("forget", run.url)
+    assert answer.code == 0
+    assert answer.out.startswith("forgot 3 ids of table item, which was begun earlier: 3 checkpoints written again")
+    assert recckpt("verify", run.url, "--absent", gone).code == 0
+    assert "nothing was begun" in recckpt("forget", run.url).out
+    assert json.loads(run.read("forgotten.jsonl", 1 << 20))["by"] == "recckpt forget"
+
+
+WRONG = {
+    "": "found no ids",
+    "\n\n": "found no ids",
+    "1\nx\n": "line 2: found 'x', expected an int64",
+    "1.5\n": "line 1: found '1.5', expected an int64",
+    f"{2**63}\n": "expected an int64",
+    "1 2\n": "line 1: found '1 2'",
+    "--1\n": "line 1: found '--1'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_file_is_refused_before_anything_changes(recckpt, run, tmp_path, text):
+    (tmp_path / "wrong").write_text(text)
+    before = tree(tmp_path / "runs")
+    for command in (
+        ("forget", run.url, "--table", "item", "--ids", tmp_path / "wrong"),
+        ("verify", run.url, "--absent", tmp_path / "wrong"),
+    ):
+        answer = recckpt(*command)
+        assert answer.code == 2
+        assert WRONG[text] in answer.err
+    assert tree(tmp_path / "runs") == before
+
+
+def wrong_files(tmp_path):
+    np.save(tmp_path / "floats.npy", np.ones(3))
+    np.save(tmp_path / "square.npy", np.ones((2, 2), np.int64))
+    np.save(tmp_path / "large.npy", np.array([2**63], np.uint64))
+    np.save(tmp_path / "pickled.npy", np.array([{}]), allow_pickle=True)
+    (tmp_path / "bytes.npy").write_bytes(b"no array")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    pq.write_table(pa.table({"a": [1], "b": [2]}), tmp_path / "two.parquet")
+    pq.write_table(pa.table({"id": [1, None]}), tmp_path / "nulls.parquet")
+    pq.write_table(pa.table({"id": ["1"]}), tmp_path / "text.parquet")
+    (tmp_path / "bytes.parquet").write_bytes(b"no parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("floats.npy", "found float64[3]"),
+        ("square.npy", "found int64[2, 2]"),
+        ("large.npy", "beyond int64"),
+        ("pickled.npy", "no array of numbers"),
+        ("bytes.npy", "no array of numbers"),
+        ("bytes.txt", "found no text"),
+        ("two.parquet", "found the columns ['a', 'b']"),
+        ("nulls.parquet", "1 nulls"),
+        ("text.parquet", "found string"),
+        ("bytes.parquet", "no Parquet file"),
+    ],
+)
+def test_files_that_hold_no_ids_are_refused_by_what_they_are(recckpt, run, tmp_path, name, said):
+    wrong_files(tmp_path)
+    answer = recckpt("forget", run.url, "--table", "item", "--ids", tmp_path / name)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_wrong_options_and_places_are_refused(recckpt, run, gone, tmp_path):
+    (tmp_path / "other").mkdir()
+    for code, said, command in [
+        (2, "--table and --ids go together", ("forget", run.url, "--table", "item")),
+        (2, "--table and --ids go together", ("forget", run.url, "--ids", gone)),
+        (
+            2,
+            "no table 'itme' in any checkpoint; did you mean 'item'",
+            ("forget", run.url, "--table", "itme", "--ids", gone),
+        ),
+        (1, "found no checkpoint", ("forget", tmp_path / "other", "--table", "item", "--ids", gone)),
+        (1, "found no checkpoint", ("forget", tmp_path / "other")),
+        (1, "No such file", ("forget", run.url, "--table", "item", "--ids", tmp_path / "none")),
+        (2, "--table and --print-ids go with --absent", ("verify", run.url, "--table", "item")),
+        (1, "found no checkpoint", ("verify", tmp_path / "other", "--absent", gone)),
+    ]:
+        answer = recckpt(*command)
+        assert (answer.code, said in answer.err) == (code, True), answer.err
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_part_that_cannot_be_read_is_no_proof(recckpt, run, gone, tmp_path):
+    recckpt("forget", run.url, "--table", "item", "--ids", gone)
+    (tmp_path / "runs" / "left" / "sparse").mkdir(parents=True)
+    (tmp_path / "runs" / "left" / "sparse" / "00000-of-00001.g0.00.arrow").write_bytes(b"ARROW1\0\0 cut")
+    answer = recckpt("verify", run.url, "--absent", gone)
+    assert answer.code == 1
+    assert "nobody can say what it holds" in answer.err
+
+
+def test_a_fence_of_a_trainer_says_nothing_of_forgetting(run):
+    first, second = Fence(run), Fence(run)
+    first.hold()
+    second.hold()
+    with pytest.raises(Exception, match="stop one of the two") as caught:
+        first.check()
+    assert "forget" not in str(caught.value)
