@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recckpt.compaction.compact import compact
     from recckpt.compaction.forget import forget
+    from recckpt.inspect.diff.diff import diff
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
     from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.manager.manager import CheckpointManager
@@ -37,6 +38,7 @@ _HOMES = {
     "is_hashtable": "types",
     "compact": "compaction.compact",
     "forget": "compaction.forget",
+    "diff": "inspect.diff.diff",
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "is_hashtable",
     "compact",
     "forget",
+    "diff",
 ]
 
 logging.getLogger("recckpt").addHandler(logging.NullHandler())

@@ -226,6 +226,17 @@ def test_the_page_on_saving_less_runs_as_it_stands(tmp_path: Path, monkeypatch: 
     exec(python_of(ROOT / "docs/saving.md"), {})
 
 
+def test_the_page_on_looking_into_checkpoints_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+
+    exec(python_of(ROOT / "docs/look.md"), names)
+
+    assert (names["item"].added, names["item"].changed) == (100, 100)  # type: ignore[attr-defined]
+
+
 def test_every_link_of_the_documents_leads_to_a_file() -> None:
     for document in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
         prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import cast
 
-from recckpt.cli import convert_options
+from recckpt.cli import convert_options, look_options
 from recckpt.cli.result import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError
 from recckpt.errors import RecckptError
 from recckpt.text import one_line
@@ -29,6 +29,7 @@ _MODULES = {
     "compact": "compact",
     "forget": "forget",
     "plan": "plan",
+    "diff": "diff",
     "import": "import_source",
     "export": "export",
 }
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--absent", metavar="FILE", help=absent_help)
     verify.add_argument("--table", metavar="TABLE", help="with --absent: the table that is meant (default: all)")
     verify.add_argument("--print-ids", action="store_true", help="with --absent: print the ids that were found")
+    look_options.add_diff(command)
     _add_mending(command)
     convert_options.add_import(command)
     convert_options.add_export(command)

@@ -212,8 +212,8 @@ def values_of_other_rows(batch):
 
 @pytest.mark.parametrize("fault", [values_of_other_rows, lambda batch: batch[1:]], ids=["other values", "a row less"])
 def test_rows_that_are_not_those_of_the_chain_are_not_offered(run, monkeypatch, fault):
-    real = merged_rows._Range.batches
-    monkeypatch.setattr(merged_rows._Range, "batches", lambda *args: map(fault, real(*args)))
+    real = merged_rows.RangeRows.batches
+    monkeypatch.setattr(merged_rows.RangeRows, "batches", lambda *args: map(fault, real(*args)))
     with pytest.raises(CorruptCheckpointError, match="other rows than its chain has"):
         recckpt.compact(run.url)
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]

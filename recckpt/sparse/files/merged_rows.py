@@ -16,7 +16,7 @@ import pyarrow as pa
 from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
 from recckpt.sparse.files.id_check import Int64s, is_among
-from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, down_to_whole, ids_of, row_of
+from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, down_to_whole, ids_of
 from recckpt.sparse.files.table_reader import TableReader, table_damage, table_schema
 from recckpt.types import SlotSpec
 
@@ -54,7 +54,7 @@ def merged_range(
     chain, slots = [LinkCursor(link, buckets) for link in met], met[0].specs
     batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // (8 + sum(slot.row_bytes for slot in slots)))
     for part in bucket_ranges(met, buckets, budget_bytes * 3 // 4):
-        yield from _Range(chain, part, used).batches(slots, batch_rows)
+        yield from RangeRows(chain, part, used).batches(slots, batch_rows)
 
 
 def check_count(newest: TableReader, n_rows: int) -> None:
@@ -63,8 +63,12 @@ def check_count(newest: TableReader, n_rows: int) -> None:
         raise table_damage(newest, "", f"{n_rows} rows in the chain", f"{newest.entry.rows}, by the manifest")
 
 
-class _Range:
-    """The rows of a range of buckets: where each of them lies, in bucket order."""
+class RangeRows:
+    """The rows of a range of buckets: where each of them lies, in bucket order.
+
+    Attributes:
+        hashes: of the ids of the rows.
+    """
 
     def __init__(
         self, chain: Sequence[LinkCursor], buckets: tuple[int, int], used: Callable[[Piece, Int64s], object]
@@ -79,32 +83,48 @@ class _Range:
             found = pieces if is_oldest else _as_one(pieces)
             of_link = [_hashes([piece]) for piece in found]
             for piece, hashed in zip(found, of_link, strict=True):
-                rows = np.flatnonzero(~is_among(hashed, known))
+                rows = np.flatnonzero(~is_among(hashed, known)) if len(known) else np.arange(len(hashed))
                 used(piece, rows)
                 kept.append(rows)
                 hashes.append(hashed[rows])
             self._pieces += found
             if not is_oldest:
                 known = np.sort(np.concatenate([known, *of_link, _hashes(deleted)]))
-        buckets_of = np.concatenate([np.empty(0, np.uint64), *hashes]) >> np.uint64(48)
-        order = np.argsort(buckets_of.astype(np.uint16), kind="stable")  # 16 bits: radix sort
-        of_piece = np.arange(len(kept), dtype=np.min_scalar_type(len(kept)))
-        self._of_piece = np.repeat(of_piece, [len(rows) for rows in kept])[order]
-        self._rows = np.concatenate([np.empty(0, np.int64), *kept])[order]
+        all_hashes = np.concatenate([np.empty(0, np.uint64), *hashes])
+        buckets_of = (all_hashes >> np.uint64(48)).astype(np.uint16)
+        numbers = np.arange(len(kept), dtype=np.min_scalar_type(len(kept)))
+        of_piece = np.repeat(numbers, [len(rows) for rows in kept])
+        order: slice | Int64s = slice(None)
+        if (buckets_of[1:] < buckets_of[:-1]).any():  # several shards that overlap, or several links
+            order = np.argsort(buckets_of, kind="stable")  # 16 bits: radix sort
+        self.hashes: Hashes = all_hashes[order]
+        self._of_piece, self._rows = of_piece[order], np.concatenate([np.empty(0, np.int64), *kept])[order]
 
     def batches(self, slots: Sequence[SlotSpec], batch_rows: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows, so many at a time."""
         schema = table_schema(slots)
-        for first in range(0, len(self._rows), batch_rows):
-            rows, of_piece = (found[first : first + batch_rows] for found in (self._rows, self._of_piece))
-            copies = list(_copies(rows, of_piece))
-            arrays = []
-            for column, spec in enumerate((ID_SPEC, *slots)):
-                values = np.empty(len(rows), row_of(spec))
-                for copy in copies:
-                    copy.do(self._pieces[copy.piece][column], values)
-                arrays.append(column_array(spec, pa.py_buffer(values.view(np.uint8)), len(rows)))
+        for first in range(0, len(self.hashes), batch_rows):
+            columns = self.take(np.arange(first, min(first + batch_rows, len(self.hashes))))
+            arrays = [
+                column_array(spec, pa.py_buffer(values.view(np.uint8)), len(values))
+                for spec, values in zip((ID_SPEC, *slots), columns, strict=True)
+            ]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def take(self, places: Int64s) -> Piece:
+        """Return the columns of the rows at some places, whole rows as bytes; a view where they lie side by side."""
+        rows, of_piece = self._rows[places], self._of_piece[places]
+        if (of_piece == of_piece[0]).all():
+            piece, first, last = self._pieces[int(of_piece[0])], int(rows[0]), int(rows[-1])
+            if last - first == len(rows) - 1 and (rows[1:] > rows[:-1]).all():
+                return [column[first : last + 1] for column in piece]
+            return [column.take(rows, mode="clip") for column in piece]
+        copies = list(_copies(rows, of_piece))
+        columns = [np.empty(len(rows), column.dtype) for column in self._pieces[int(of_piece[0])]]
+        for copy in copies:
+            for number, values in enumerate(columns):
+                copy.do(self._pieces[copy.piece][number], values)
+        return columns
 
 
 @dataclass(frozen=True)

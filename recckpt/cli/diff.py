@@ -1,0 +1,26 @@
+"""``recckpt diff``: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+
+from recckpt.cli.result import Outcome, UsageError
+from recckpt.errors import RecckptError
+from recckpt.inspect.diff.diff import diff as compare
+from recckpt.inspect.diff.lines import lines_of, verdict
+from recckpt.storage import new_file
+from recckpt.text import one_line
+
+
+def diff(args: argparse.Namespace) -> Outcome:
+    """Compare two checkpoints; like that of files, the exit code is 1 where they differ and 2 after an error."""
+    try:
+        found = compare(args.before, args.after, tolerance=args.tolerance, top=args.top)
+        lines = list(lines_of(found))
+        if args.html is not None:
+            with new_file(args.html) as sink:
+                sink.write(found.to_html().encode())
+            lines.append(f"wrote {one_line(args.html)}")
+    except (RecckptError, OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return Outcome(found.to_dict(), lines, [] if found.is_equal else [verdict(found)])

@@ -1,0 +1,1 @@
+"""Two checkpoints compared: rows, tensors and all else."""

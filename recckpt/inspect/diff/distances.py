@@ -1,0 +1,141 @@
+"""How far rows have moved: L2 and cosine distance, exact where float32 is not enough (no torch here).
+
+Two NaN at the same place are equal. A NaN against a number makes a distance of NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.inspect.diff.spread import Floats
+from recckpt.types import SlotSpec
+
+Array = npt.NDArray[Any]
+_FEW_COLUMNS = 16
+_SAFE = (1e-30, 1e30)  # squares of float32 within this are as exact as float32 is
+
+
+class Moves(NamedTuple):
+    """What became of a slot of the rows that were compared.
+
+    Attributes:
+        rows: those that have changed, by number.
+        l2: of each of these.
+        cosine: distance of each of these, from 0 to 2; NaN where a side has none: one value, all zeros, or not finite.
+    """
+
+    rows: npt.NDArray[np.int64]
+    l2: Floats
+    cosine: Floats
+
+
+class SlotComparer:
+    """Compares rows of one slot; goes by bytes first while few rows change."""
+
+    def __init__(self, before: SlotSpec, after: SlotSpec, tolerance: float) -> None:
+        self._before, self._after, self._tolerance = before, after, tolerance
+        self._most_changed = False
+
+    def moves(self, before: Array, after: Array) -> Moves:
+        """Return which rows have changed, by more than the tolerance in any of their values, and how far they moved."""
+        n_rows = len(before)
+        rows = np.arange(n_rows)
+        if not self._most_changed and self._before.dtype == self._after.dtype:
+            rows = np.flatnonzero(_differ(before, after))
+            before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
+        if not len(rows):
+            return Moves(rows, np.empty(0), np.empty(0))
+        found = self._changed(_numbers(before, self._before), _numbers(after, self._after), rows)
+        self._most_changed = len(found.rows) > 0.9 * n_rows
+        return found
+
+    def _changed(self, before: Array, after: Array, rows: npt.NDArray[np.int64]) -> Moves:
+        if before.dtype.kind not in "f" or after.dtype != before.dtype or before.dtype == np.float64:
+            l2, cosine, largest = _exact(before, after)
+        else:
+            l2, cosine, largest = _quick(before, after, want_largest=self._tolerance > 0)
+        changed = ~(largest <= self._tolerance) if self._tolerance > 0 else ~(l2 == 0)
+        if changed.all():
+            return Moves(rows, l2, cosine)
+        return Moves(rows[changed], l2[changed], cosine[changed])
+
+
+def _differ(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+    """Say of each row whether any byte differs."""
+    width = next(width for width in (8, 4, 2, 1) if before.dtype.itemsize % width == 0)
+    words = np.dtype(f"u{width}")
+    differ = before.view(words).reshape(len(before), -1) != after.view(words).reshape(len(before), -1)
+    if differ.shape[1] % 8 == 0:
+        differ = differ.view(np.uint64)
+    if differ.shape[1] > _FEW_COLUMNS:
+        return np.asarray(differ.any(axis=1))
+    found: Array = differ[:, 0].copy()
+    for column in range(1, differ.shape[1]):  # several times as fast as any(axis=1)
+        found |= differ[:, column]
+    return np.asarray(found != 0)
+
+
+def _numbers(rows: Array, slot: SlotSpec) -> Array:
+    """Return rows as numbers, float32 where that holds them exactly."""
+    values: Array
+    if slot.dtype == "bfloat16":
+        values = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif slot.dtype == "float16":
+        values = rows.view(np.float16).astype(np.float32)
+    else:
+        values = rows.view(slot.dtype)
+    return values.reshape(len(rows), -1)
+
+
+def _quick(before: Array, after: Array, *, want_largest: bool) -> tuple[Floats, Floats, Floats]:
+    """Return L2, cosine distance and largest difference of float32 rows, in float32 where that is exact enough."""
+    with np.errstate(all="ignore"):
+        step = after - before
+        moved, along, size = (
+            np.einsum("ij,ij->i", one, other).astype(np.float64)
+            for one, other in ((step, step), (step, before), (before, before))
+        )
+        l2, cosine = np.sqrt(moved), _cosine(moved, along, size)
+        size_after = size + 2 * along + moved
+        largest = np.abs(step).max(axis=1).astype(np.float64) if want_largest else l2
+        least, most = _SAFE
+        is_safe = (moved > least) & (moved < most)
+        is_safe &= (size > least) & (size < most) & (size_after > 1e-4 * size) & (size_after < most)
+    rest = np.flatnonzero(~is_safe)
+    if len(rest):
+        l2[rest], cosine[rest], exact = _exact(before[rest], after[rest])
+        largest[rest] = exact if want_largest else l2[rest]
+    return l2, (cosine if before.shape[1] > 1 else np.full(len(l2), np.nan)), largest
+
+
+def _cosine(moved: Floats, along: Floats, size: Floats) -> Floats:
+    """Return cosine distances of rows a and b from \\|b - a\\|^2, (b - a)a and \\|a\\|^2: exact for small steps too."""
+    norm, norm_after = np.sqrt(size), np.sqrt(np.maximum(size + 2 * along + moved, 0))
+    longer = (2 * along + moved) / (norm + norm_after)
+    found: Floats = np.clip((moved - longer * longer) / (2 * norm * norm_after), 0, 2)
+    return found
+
+
+def _exact(before: Array, after: Array) -> tuple[Floats, Floats, Floats]:
+    """Return L2, cosine distance and largest difference in float64, scaled so that no square over- or underflows."""
+    with np.errstate(all="ignore"):
+        same = before == after
+        if before.dtype.kind == "f" and after.dtype.kind == "f":
+            same |= np.isnan(before) & np.isnan(after)
+        one, other = before.astype(np.float64), after.astype(np.float64)
+        step = np.where(same, 0.0, other - one)
+        if before.dtype.kind in "iu" and after.dtype.kind in "iu":  # int64 may be too close for float64
+            low, high = (pick(before, after).astype(np.int64).view(np.uint64) for pick in (np.minimum, np.maximum))
+            step = (high - low).astype(np.float64)
+        largest = np.abs(step).max(axis=1)
+        scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+        l2 = scale * np.sqrt(np.square(step / scale[:, None]).sum(axis=1))
+        if before.shape[1] == 1:
+            return l2, np.full(len(l2), np.nan), largest
+        one, other = (side / np.abs(side).max(axis=1, keepdims=True) for side in (one, other))
+        one, other = (side / np.sqrt(np.square(side).sum(axis=1, keepdims=True)) for side in (one, other))
+        cosine = np.square(other - one).sum(axis=1) / 2  # of vectors of length 1
+    return l2, cosine, largest

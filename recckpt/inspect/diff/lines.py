@@ -1,0 +1,132 @@
+"""A comparison as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from recckpt.inspect.diff.spread import QUANTILES, Spread
+from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural
+
+if TYPE_CHECKING:
+    from recckpt.inspect.diff.result import CheckpointDiff, Side, SlotDiff, TableDiff, TensorDiff, ValueDiff
+
+TABLE_HEAD = ("TABLE", "BEFORE", "AFTER", "ADDED", "GONE", "CHANGED", "SAME")
+SHARES = tuple(f"{100 * share:g} %" for share in QUANTILES)
+SLOT_HEAD = ("TABLE", "SLOT", "CHANGED", "DISTANCE", "LEAST", *SHARES, "MOST", "NOT FINITE")
+MOVED_HEAD = ("TABLE", "ID", "L2", "COSINE")
+TENSOR_HEAD = ("TENSOR", "STATUS", "RELATIVE", "LARGEST", "AT", "KIND")
+VALUE_HEAD = ("WHAT", "NAME", "STATUS", "BEFORE", "AFTER")
+UNCLEAR = "unclear: the file differs in which these lie together; which of them, no checksum says"
+NUMBERS = frozenset({*TABLE_HEAD[1:], *SLOT_HEAD[4:], "CHANGED", "ID", "L2", "COSINE", "RELATIVE", "LARGEST"})
+
+
+def lines_of(found: CheckpointDiff) -> list[str]:
+    """Return the lines that ``recckpt diff`` prints; what is the same is counted, not listed."""
+    lines = pairs([("before", side_text(found.before)), ("after", side_text(found.after))])
+    if found.tolerance:
+        lines += pairs([("tolerance", f"{found.tolerance:g}")])
+    lines += _section("tables", TABLE_HEAD, map(table_row, found.tables))
+    lines += _section("how far rows moved that changed", SLOT_HEAD, slot_rows(found.tables))
+    lines += _section("embeddings that moved most", MOVED_HEAD, moved_rows(found.tables))
+    tensors = [each for each in found.tensors if each.status != "same"]
+    lines += _section("dense tensors", TENSOR_HEAD, map(tensor_row, tensors))
+    values = [each for each in found.values if each.status != "same"]
+    lines += _section("all else", VALUE_HEAD, map(value_row, values))
+    if any(each.status == "unclear" for each in values):
+        lines.append(f"  {UNCLEAR}")
+    return [*lines, "", verdict(found)]
+
+
+def verdict(found: CheckpointDiff) -> str:
+    """Return the last line: whether they are equal, and how much is."""
+    if found.is_equal:
+        return f"equal: {plural(len(found.tables), 'table')}, {plural(len(found.tensors), 'tensor')} and all else"
+    return "different: " + ", ".join(plural(n, _ONE_OF.get(what, what)) for what, n in found.differing.items())
+
+
+_ONE_OF = {"training state": "value of the training state", "extra of ranks": "extra of a rank"}
+
+
+def side_text(side: Side) -> str:
+    """Return a side in one line."""
+    step = "" if side.step is None else f", step {side.step}"
+    links = f" of {plural(side.n_links, 'link')}" if side.n_links > 1 else ""
+    return f"{one_line(side.path)} ({side.kind}{links}{step}, {plural(side.rows, 'row')})"
+
+
+def table_row(table: TableDiff) -> Sequence[str]:
+    """Return what became of the rows of a table."""
+    rows = ["-" if n is None else count(n) for n in (table.rows_before, table.rows_after)]
+    return (escaped(table.name), *rows, *map(count, (table.added, table.gone, table.changed, table.same)))
+
+
+def slot_rows(tables: Iterable[TableDiff]) -> Iterable[Sequence[str]]:
+    """Yield a row for each distance of each slot that differs."""
+    for table in tables:
+        for slot in table.slots:
+            if table.rows_before is None or table.rows_after is None or slot.is_same:
+                continue
+            names = escaped(table.name), escaped(slot.name)
+            if slot.changed is None or (slot.before != slot.after and not slot.changed):
+                yield (*names, "-", _kinds(slot), *[""] * (len(SLOT_HEAD) - 4))
+                continue
+            yield (*names, count(slot.changed), f"L2{_kinds_if_other(slot)}", *_spread(slot.l2))
+            if slot.cosine is not None:
+                yield (*names, "", "cosine", *_spread(slot.cosine))
+
+
+def _kinds(slot: SlotDiff) -> str:
+    return f"{slot.before or 'no such slot'} -> {slot.after or 'no such slot'}"
+
+
+def _kinds_if_other(slot: SlotDiff) -> str:
+    return "" if slot.before == slot.after else f", {_kinds(slot)}"
+
+
+def _spread(spread: Spread | None) -> Sequence[str]:
+    if spread is None:
+        return [""] * (len(QUANTILES) + 3)
+    values = (spread.least, *spread.quantiles.values(), spread.most) if spread.n else ()
+    shown = [number(value) for value in values] or ["-"] * (len(QUANTILES) + 2)
+    return [*shown, count(spread.not_finite)]
+
+
+def moved_rows(tables: Iterable[TableDiff]) -> Iterable[Sequence[str]]:
+    """Yield the rows that moved most, table by table."""
+    for table in tables:
+        for row in table.moved:
+            yield (
+                escaped(table.name),
+                str(row.id),
+                number(row.l2),
+                number(row.cosine),
+            )
+
+
+def tensor_row(tensor: TensorDiff) -> Sequence[str]:
+    """Return what became of a dense tensor."""
+    name = escaped(tensor.name) if tensor.of == "model" else f"{escaped(tensor.name)} (of {tensor.of})"
+    kinds = tensor.before if tensor.before == tensor.after else f"{tensor.before or '-'} -> {tensor.after or '-'}"
+    numbers = ["-" if value is None else number(value) for value in (tensor.relative, tensor.largest)]
+    at = "-" if tensor.at is None else str(list(tensor.at))
+    return name, tensor.status, *numbers, at, kinds or "-"
+
+
+def value_row(value: ValueDiff) -> Sequence[str]:
+    """Return what became of something else."""
+    is_state = value.group == "training state"
+    sides = [one_line(cell(side)) if is_state else "" for side in (value.before, value.after)]
+    if value.status in ("added", "gone") and is_state:
+        sides[0 if value.status == "added" else 1] = "-"
+    return value.group, escaped(value.name), value.status, *sides
+
+
+def number(value: float) -> str:
+    """Return a distance, short; a cosine distance of NaN is none."""
+    return f"{value:.4g}"
+
+
+def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    listed = list(rows)
+    return ["", title, *(f"  {line}" for line in grid(head, listed, NUMBERS))] if listed else []

@@ -1,0 +1,71 @@
+"""Training state by its values, and what lies in ``.pt`` files by name and checksum: no pickle is read (no torch)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator
+
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest, Scalar
+from recckpt.inspect.diff.result import Status, ValueDiff
+
+_FILES = {  # group -> the files that it lies in
+    "extra": re.compile(re.escape(layout.EXTRA)),
+    "extra of ranks": re.compile(r"extra_\d+\.pt"),
+    "position": re.compile(r"io_state_\d+\.pt"),
+    "plain value": re.compile(re.escape(layout.MODEL)),
+    "random state": re.compile(r"rng_\d+\.pt"),
+}
+
+
+def compare_values(
+    before: Manifest, after: Manifest, plain: tuple[Collection[str], Collection[str]]
+) -> Iterator[ValueDiff]:
+    """Yield what became of training state and of all that lies in ``.pt`` files; ``plain`` names plain values there."""
+    state, other_state = {"step": before.step, **before.state}, {"step": after.step, **after.state}
+    for name in {**state, **other_state}:
+        one, other = state.get(name), other_state.get(name)
+        status = _presence(name, state, other_state) or ("same" if _is_same(one, other) else "changed")
+        yield ValueDiff("training state", name, status, one, other)
+    names, other_names = (_names(side, values) for side, values in zip((before, after), plain, strict=True))
+    for group, pattern in _FILES.items():
+        is_same = _checksums(before, pattern) == _checksums(after, pattern)
+        yield from _in_files(group, names[group], other_names[group], is_same=is_same)
+
+
+def _names(side: Manifest, plain: Collection[str]) -> dict[str, Collection[str]]:
+    """Return group -> names of what lies in its files."""
+    names = side.names
+    return {
+        "extra": [name for name in names.extra if name not in names.extra_of_ranks],
+        "extra of ranks": names.extra_of_ranks,
+        "position": names.io_state,
+        "plain value": plain,
+        "random state": ["all generators"] if _checksums(side, _FILES["random state"]) else [],
+    }
+
+
+def _in_files(
+    group: str, names: Collection[str], other_names: Collection[str], *, is_same: bool
+) -> Iterator[ValueDiff]:
+    """Yield the names of a group; where files differ that hold several, no checksum says which have changed."""
+    every = list(dict.fromkeys([*names, *other_names]))
+    for name in every:
+        changed: Status = "changed" if len(every) == 1 and group != "plain value" else "unclear"
+        yield ValueDiff(group, name, _presence(name, names, other_names) or ("same" if is_same else changed))
+
+
+def _presence(name: str, before: Collection[str], after: Collection[str]) -> Status | None:
+    if name in before and name in after:
+        return None
+    return "gone" if name in before else "added"
+
+
+def _checksums(side: Manifest, pattern: re.Pattern[str]) -> dict[str, int | None]:
+    return {file.name: file.xxh3 for file in side.files if pattern.fullmatch(file.name)}
+
+
+def _is_same(one: Scalar, other: Scalar) -> bool:
+    is_nan = all(isinstance(side, float) and math.isnan(side) for side in (one, other))
+    return is_nan or (type(one) is type(other) and one == other)
