@@ -40,12 +40,12 @@ def split_sparse_dense_state_dict(
 
 
 def filter_out_sparse_param(model: nn.Module) -> dict[str, HashTable]:
-    """Return the tables of a model by name.
+    """Return the tables of a model by name, but for those that nobody trains: counts of ids that have no row yet.
 
     Raises:
         ValueError: two tables share a name.
     """
-    return state_of(model)[0]
+    return {name: table for name, table in state_of(model)[0].items() if getattr(table, "is_trained", True)}
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, HashTable], dict[str, Any]]:

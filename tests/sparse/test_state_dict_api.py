@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from recckpt.policies.admit import MinCount
+from recckpt.policies.bloom import Bloom
 from recckpt.sparse import EmbeddingCollection, HashTable, ShardedHashTable
 
 
@@ -39,6 +41,16 @@ def test_the_tables_stand_in_the_state_of_the_model_as_themselves():
     assert state["user.user"] is model.user
     assert state["deep.0.a.dotted/name"] is model.deep[0]
     assert state["more.tables.0.weight"] is model.more.tables[0]
+
+
+def test_counts_of_ids_that_wait_stand_there_too():
+    model = nn.ModuleDict({"a": HashTable(4, name="x.user", admit=MinCount(2)), "b": HashTable(4, name="u")})
+    model["c"] = HashTable(4, name="item", admit=MinCount(2, Bloom(1000, 0.01)))
+    state = get_model_state_dict(model)
+    assert state.keys() == model.state_dict().keys()
+    assert state["a.x.user.candidates"] is model["a"].candidates
+    assert state["c.item.candidates_1x1"] is model["c"].candidates
+    set_model_state_dict(model, state)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.Sequential])

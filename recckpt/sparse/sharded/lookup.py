@@ -15,6 +15,7 @@ from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
 from recckpt.sparse.sharded.routing import Asked, Route, asked, route
 from recckpt.sparse.table.checks import flat_ids
 from recckpt.sparse.table.gradients import add_by_group
+from recckpt.sparse.table.nn_module import of_held
 from recckpt.sparse.table.table import HashTable
 
 Int64s = npt.NDArray[np.int64]
@@ -28,14 +29,17 @@ class RoundTrip:
     multiplied with the scale of their table; ``what`` names the lookup in words that are the same on all ranks.
     """
 
-    def __init__(self, tables: Sequence[HashTable], exchange: Exchange, scales: Sequence[float], what: str) -> None:
+    def __init__(
+        self, tables: Sequence[HashTable], exchange: Exchange, scales: Sequence[float], what: str, *, admit: bool
+    ) -> None:
         self._tables, self._exchange, self._scales, self._what = tables, exchange, scales, what
         self._shape = tables[0].embedding_shape
         self._like: dict[str, Any] = {"dtype": tables[0].dtype, "device": tables[0].device}
-        self._counted = any(table.counts_occurrences for table in tables)
+        self._admit, self._counted = admit, admit and any(table.counts_occurrences for table in tables)
         self._n_trailer = -(-len(tables) // math.prod(self._shape))
         self._route: Route
         self._asked: Asked
+        self._held: list[Int64s | None] = []  # by table: which of the ids asked for have rows, None for all
 
     def rows(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the rows of the ids for each table, shape (ids, *embedding_shape).
@@ -76,7 +80,8 @@ class RoundTrip:
         for number, table in enumerate(self._tables):
             if flags[number]:
                 table_grads = torch.cat([of_tables[number] for of_tables in by_rank])
-                table.add_gradients(self._asked.ids[number], table_grads.mul_(self._scales[number]))
+                scaled = table_grads.mul_(self._scales[number])
+                table.add_gradients(*of_held(self._asked.ids[number], scaled, self._held[number]))
 
     def _ask(self, ids: Mapping[str, Tensor]) -> None:
         """Send the ids to their owners."""
@@ -97,7 +102,8 @@ class RoundTrip:
         problem = None
         try:
             batches = zip(self._tables, self._asked.ids, self._asked.occurrences, strict=True)
-            rows = [table.fetch(ids, occurrences) for table, ids, occurrences in batches]
+            found = [table.fetch(ids, occurrences, admit=self._admit) for table, ids, occurrences in batches]
+            rows, self._held = [some.rows for some in found], [some.held for some in found]
         except Exception as error:
             problem = error
             rows = [torch.zeros((len(ids), *self._shape), **self._like) for ids in self._asked.ids]

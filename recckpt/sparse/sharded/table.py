@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from recckpt.format.buckets import gen_slice
+from recckpt.policies.admit import Admit, AdmitFunction
 from recckpt.sparse.sharded.all_to_all import Exchange, exchange_of
 from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
@@ -16,6 +17,7 @@ from recckpt.sparse.table.bags import Bags, Mode, bags_in, check_mode, pool
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
+from recckpt.types import flag
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +44,8 @@ class ShardedHashTable(HashTable):
         initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same first
             values whatever the number of ranks; those of ``torch.nn.init`` draw from the generator of its owner.
         track: as for a plain table; an id is counted over all ranks, and dated by its owner.
+        admit: as for a plain table, by the occurrences on all ranks and the step of the owner: the same ids get rows
+            whatever the number of ranks. A callable is the same on all of them.
         group: the process group whose ranks share the table; None for the default one, or for one rank where there is
             none. Its backend (gloo, nccl) carries the rows, and its timeout applies.
         gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does
@@ -60,6 +64,7 @@ class ShardedHashTable(HashTable):
         device: str | torch.device = "cpu",
         initializer: InitializerLike | None = None,
         track: Sequence[str] = (),
+        admit: Admit | AdmitFunction | None = None,
         group: ProcessGroup | Exchange | None = None,
         gradients: Literal["mean", "sum"] = "mean",
     ) -> None:
@@ -74,18 +79,20 @@ class ShardedHashTable(HashTable):
             initializer=initializer,
             slice=gen_slice(exchange.rank, exchange.size),
             track=track,
+            admit=admit,
         )
         self.exchange, self.gradients = exchange, gradients
 
     @opaque
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, *, admit: bool = True) -> Tensor:
         """Return the embeddings of ``ids``, whichever rank holds them. Collective.
 
-        In training mode unseen ids are inserted where they belong. In eval mode nothing is inserted and an unseen id
-        reads the initializer's constant, or zeros where the initializer is random.
+        In training mode unseen ids are inserted where they belong, if they are admitted. In eval mode nothing is
+        inserted and an unseen id reads the initializer's constant, or zeros where the initializer is random.
 
         Args:
             ids: int64, any shape.
+            admit: False inserts and counts nothing; the same on all ranks.
 
         Returns:
             Tensor of shape ``ids.shape + embedding_shape``, differentiable.
@@ -93,10 +100,10 @@ class ShardedHashTable(HashTable):
         Raises:
             LookupFailedError: a rank has no int64 ids, is at another lookup, or failed; all ranks raise it.
         """
-        return look_up_together([self], {self.name: ids})[0]
+        return look_up_together([self], {self.name: ids}, admit=flag("admit", admit))[0]
 
     def _refuse(self, error: Exception) -> NoReturn:
-        look_up_together([self], {self.name: error})  # the others wait for the ids of this rank
+        look_up_together([self], {self.name: error}, admit=True)  # the others wait for the ids of this rank
         raise error
 
     def _exposed(self, grads: Tensor) -> Tensor:
@@ -123,11 +130,12 @@ class EmbeddingCollection(nn.Module):
             raise ValueError(f"tables need names of their own, found {names}")
 
     @opaque
-    def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, ids: Mapping[str, Tensor], *, admit: bool = True) -> dict[str, Tensor]:
         """Return the embeddings for each table. Collective.
 
         Args:
             ids: table name -> int64, any shape; each table has to be there, if only with no ids.
+            admit: as of a table, for all of them.
 
         Returns:
             Table name -> tensor of shape ``ids.shape + embedding_shape``, differentiable.
@@ -145,7 +153,7 @@ class EmbeddingCollection(nn.Module):
         for tables in groups.values():
             names = [table.name for table in tables]
             own = {name: given[name] for name in (*names, *unknown) if name in given}
-            rows |= zip(names, look_up_together(tables, own), strict=True)
+            rows |= zip(names, look_up_together(tables, own, admit=flag("admit", admit)), strict=True)
         return rows
 
     @opaque
@@ -156,6 +164,7 @@ class EmbeddingCollection(nn.Module):
         mode: Mode = "sum",
         weights: Mapping[str, Any] | None = None,
         padding_id: int | None = None,
+        admit: bool = True,
     ) -> dict[str, Tensor]:
         """Return the rows of each bag, pooled, for each table, by the messages of one lookup. Collective.
 
@@ -166,6 +175,7 @@ class EmbeddingCollection(nn.Module):
             mode: as of :meth:`HashTable.bag`, for all tables.
             weights: table name -> weights as there, for some of the tables or all.
             padding_id: as there, for all tables.
+            admit: as of a table, for all of them.
 
         Returns:
             Table name -> tensor of shape (bags, *embedding_shape).
@@ -190,7 +200,7 @@ class EmbeddingCollection(nn.Module):
             asked[self._sharded[0].name] = ValueError(
                 f"found weights for {sorted(own_weights)}, expected for the tables"
             )
-        rows = self(asked)
+        rows = self(asked, admit=admit)
         return {table.name: pool(rows[table.name], bags[table.name], mode) for table in self._sharded}
 
     @property
@@ -198,12 +208,13 @@ class EmbeddingCollection(nn.Module):
         return list(self.tables)  # type: ignore[arg-type]  # nn.ModuleList forgets what it holds
 
 
-def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any]) -> list[Tensor]:
+def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any], *, admit: bool) -> list[Tensor]:
     """Return the embeddings for each table, by the messages of one lookup. Collective.
 
     Args:
         tables: all of one shape, dtype, device and group; the same on all ranks.
         ids: table name -> int64, any shape; or the error of why this rank has none.
+        admit: whether new rows are inserted, and anything is counted.
 
     Raises:
         LookupFailedError: as the lookup in one table.
@@ -211,24 +222,28 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any])
     first, exchange = tables[0], tables[0].exchange
     if exchange.size == 1:
         flat_batches(tables, ids)
-        return [HashTable.forward(table, ids[table.name]) for table in tables]
+        return [HashTable.forward(table, ids[table.name], admit=admit) for table in tables]
     has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
     scales = [1 / exchange.size if table.gradients == "mean" else 1.0 for table in tables]
-    trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad))
+    trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, admit), admit=admit)
     rows = _differentiable(trip, ids) if has_grad else trip.rows(ids)
     return [some.view(*ids[table.name].shape, *first.embedding_shape) for some, table in zip(rows, tables, strict=True)]
 
 
-def _described(tables: Sequence[ShardedHashTable], has_grad: bool) -> str:
+def _described(tables: Sequence[ShardedHashTable], has_grad: bool, admit: bool) -> str:
     """Return a lookup in words that are equal on two ranks if it is."""
-    modes = (f"{table.name!r} ({', '.join(_mode(table))})" for table in tables)
+    modes = (f"{table.name!r} ({', '.join(_mode(table, admit))})" for table in tables)
     shape = f"{str(tables[0].dtype).removeprefix('torch.')} {tables[0].embedding_shape}"
     return f"{', '.join(modes)} of {shape} {'with' if has_grad else 'without'} gradients"
 
 
-def _mode(table: ShardedHashTable) -> list[str]:
-    mode = "training" if table.training else "eval"
-    return [mode, table.gradients, *(["track=" + "+".join(table.track)] if table.track else [])]
+def _mode(table: ShardedHashTable, admit: bool) -> Iterator[str]:
+    yield "training" if table.training else "eval"
+    yield table.gradients
+    if table.track:
+        yield f"track={'+'.join(table.track)}"
+    if not admit or table.admit is not None:
+        yield f"admit={table.admit if admit else False}"
 
 
 class _RoundTrip(torch.autograd.Function):

@@ -55,6 +55,7 @@ class PooledTable(TableModule):
         weights: Any = None,
         padding_id: int | None = None,
         include_last_offset: bool = False,
+        admit: bool = True,
     ) -> Tensor:
         """Return the rows of each bag of ids, pooled, as ``nn.EmbeddingBag`` does; an empty bag gives zeros.
 
@@ -74,6 +75,7 @@ class PooledTable(TableModule):
             padding_id: an id that stands for none: it is not pooled, not counted by ``"mean"``, and gets no row; None
                 for that of the table, if it has one.
             include_last_offset: whether ``offsets`` ends with the number of ids, as an extra item.
+            admit: as of a call of the table.
 
         Returns:
             Tensor of shape (bags, *embedding_shape).
@@ -87,7 +89,7 @@ class PooledTable(TableModule):
             check_mode(self, mode, bags.weights)
         except (TypeError, ValueError) as error:
             self._refuse(error)
-        return pool(self(bags.ids), bags, mode)
+        return pool(self(bags.ids, admit=admit), bags, mode)
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Raise the error of arguments that are wrong."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 Int64s = npt.NDArray[np.int64]
 Give = Callable[[Int64s, Tensor], object]
+Read = Callable[[], tuple[Tensor, Int64s | None]]
 
 _PROBES = count()
 
@@ -76,19 +77,28 @@ class TableModule(nn.Module):
         return f"{self.name!r}, rows={len(self._store)}, shape={self.embedding_shape}, dtype={dtype}"
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Lead ``torch.distributed.checkpoint``, which walks along the keys of state dicts, back to this table."""
-        return {self.name.split(".")[0]: "_by_key"}
+        """Lead ``torch.distributed.checkpoint``, which walks along the keys of state dicts, back to own tables."""
+        return dict.fromkeys((parts[0] for parts in self._keys()), "_by_key")
 
     @property
     def _by_key(self) -> _ByKey:
-        return _ByKey(self, self.name.split("."))
+        return _ByKey(self._keys())
+
+    def _keys(self) -> dict[tuple[str, ...], TableModule]:
+        """Return the own tables by what the walk has left to go: once here, the names of others go on from this one."""
+        names = {table.name.removeprefix(f"{self.name}."): table for table in self._own_tables()}
+        return {tuple(name.split(".")): table for name, table in names.items()}
 
     def _copy_rows_of(self, other: types.HashTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
         raise NotImplementedError
 
+    def _own_tables(self) -> list[TableModule]:
+        """Return what stands in state dicts: this table, and one that belongs to it."""
+        return [self]
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + self.name] = self
+        destination.update({prefix + table.name: table for table in self._own_tables()})
 
     def _load_from_state_dict(  # noqa: PLR0917  # torch's signature
         self,
@@ -100,17 +110,18 @@ class TableModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key = prefix + self.name
-        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name != key and strict]
-        if key not in state_dict:
-            missing_keys += [key] * strict
-        elif not types.is_hashtable(state_dict[key]):
-            error_msgs.append(f"{key!r}: found {type(state_dict[key]).__name__}, expected a hashtable")
-        elif state_dict[key] is not self:
-            try:
-                self._copy_rows_of(state_dict[key])
-            except ValueError as error:
-                error_msgs.append(f"{key!r}: {error}")
+        own = {prefix + table.name: table for table in self._own_tables()}
+        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name not in own and strict]
+        for key, table in own.items():
+            if key not in state_dict:
+                missing_keys += [key] * strict
+            elif not types.is_hashtable(state_dict[key]):
+                error_msgs.append(f"{key!r}: found {type(state_dict[key]).__name__}, expected a hashtable")
+            elif state_dict[key] is not table:
+                try:
+                    table._copy_rows_of(state_dict[key])
+                except ValueError as error:
+                    error_msgs.append(f"{key!r}: {error}")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Follow ``model.to(device)``; the dtype stays, since it is part of the table's identity."""
@@ -212,32 +223,42 @@ class TableModule(nn.Module):
 
 
 class _ByKey:
-    """Answers to the parts of the name of a table, one after another, of which the last gives the table."""
+    """Answers to the parts of the names of tables, one after another, of which the last gives the table."""
 
-    def __init__(self, table: TableModule, parts: Sequence[str]) -> None:
-        self._table, self._parts = table, parts
+    def __init__(self, tables: Mapping[tuple[str, ...], TableModule]) -> None:
+        self._tables = tables
 
     def __getattr__(self, name: str) -> Any:
-        if name != self._parts[0]:
-            raise AttributeError(f"the key of table {self._table.name!r} goes on with {self._parts[0]!r}, not {name!r}")
-        return _ByKey(self._table, self._parts[1:]) if len(self._parts) > 1 else self._table
+        left = {parts[1:]: table for parts, table in self._tables.items() if parts[:1] == (name,)}
+        if not left:
+            raise AttributeError(f"no table has {name!r} next in its name, only {sorted(self._tables)}")
+        return left[()] if () in left else _ByKey(left)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
-        ctx.give, ctx.ids = give, ids
-        return read()
+    def forward(ctx: Any, anchor: Tensor, read: Read, give: Give, ids: Int64s) -> Tensor:
+        rows, held = read()
+        ctx.give, ctx.ids, ctx.held = give, ids, held
+        return rows
 
     @staticmethod
     @opaque
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.give(ctx.ids, grad)
+        ctx.give(*of_held(ctx.ids, grad, ctx.held))
         return None, None, None, None
 
 
-def lookup_with_grad(read: Callable[[], Tensor], give: Give, ids: Int64s) -> Tensor:
-    """Return ``read()``, the embeddings of ``ids``; a backward pass through them gives their gradients to ``give``."""
+def of_held(ids: Int64s, grads: Tensor, held: Int64s | None) -> tuple[Int64s, Tensor]:
+    """Return the ids that have rows, which are ``held``, and their gradients; None for all."""
+    return (ids, grads) if held is None else (ids[held], grads[torch.from_numpy(held).to(grads.device)])
+
+
+def lookup_with_grad(read: Read, give: Give, ids: Int64s) -> Tensor:
+    """Return the embeddings of ``ids``, which ``read`` gives, and where those are that have rows; None for all.
+
+    A backward pass through the embeddings gives the gradients of those to ``give``.
+    """
     anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
     out: Tensor = _Lookup.apply(anchor, read, give, ids)  # type: ignore[no-untyped-call]
     return out

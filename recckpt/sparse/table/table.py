@@ -14,6 +14,8 @@ from torch import Tensor
 
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
+from recckpt.policies.admit import Admit, AdmitFunction
+from recckpt.sparse.table.admission import AdmittingTable, Fetched, admission_of
 from recckpt.sparse.table.checks import (
     check_owned,
     check_slot_name,
@@ -30,8 +32,7 @@ from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
-from recckpt.sparse.table.tracking import TrackedTable
-from recckpt.types import EMBEDDING, SlotSpec, check_table_name
+from recckpt.types import EMBEDDING, SlotSpec, check_table_name, flag
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-class HashTable(TrackedTable):
+class HashTable(AdmittingTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
@@ -57,9 +58,12 @@ class HashTable(TrackedTable):
         slice: part of the id space that this table may hold; None for all of it.
         track: what training look-ups keep in scalar slots of the rows, some of ``"count"`` (slot ``count``),
             ``"step"`` (``last_step``) and ``"time"`` (``last_time``); see docs/rows.md.
+        admit: which unseen ids training look-ups insert: a policy of :mod:`recckpt.policies.admit`, or a callable
+            ``(ids, step) -> mask``; None for all. Other ids read their initial values and get no gradients.
 
     Raises:
-        ValueError: the name, shape, dtype or device is not one that a table can have.
+        TypeError: ``admit`` is no policy.
+        ValueError: another argument is not one that a table can have.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class HashTable(TrackedTable):
         initializer: InitializerLike | None = None,
         slice: Slice | None = None,
         track: Sequence[str] = (),
+        admit: Admit | AdmitFunction | None = None,
     ) -> None:
         super().__init__()
         self.name = check_table_name(name)
@@ -85,6 +90,7 @@ class HashTable(TrackedTable):
         self._store.add_column(self._spec)
         self._begin_tracking(track)
         self._gradients = Gradients()
+        self._admission = admission_of(admit, self._made_candidates)
 
     @classmethod
     def from_embedding(cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Any) -> Self:
@@ -126,14 +132,16 @@ class HashTable(TrackedTable):
         return True  # an empty table is still a table
 
     @opaque
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, *, admit: bool = True) -> Tensor:
         """Return the embeddings of ``ids``.
 
-        In training mode unseen ids are inserted with the initializer. In eval mode nothing is inserted and
-        an unseen id reads the initializer's constant, or zeros where the initializer is random.
+        In training mode unseen ids are inserted with the initializer, if they are admitted; those that are not read the
+        same values. In eval mode nothing is inserted and an unseen id reads the initializer's constant, or zeros where
+        the initializer is random.
 
         Args:
             ids: int64, any shape.
+            admit: False inserts nothing, and counts nothing, in training mode too; an unseen id reads as in eval mode.
 
         Returns:
             Tensor of shape ``ids.shape + embedding_shape``, differentiable; the gradients of an id that
@@ -142,22 +150,33 @@ class HashTable(TrackedTable):
         Raises:
             ValueError: an unseen id lies outside the slice of this table.
         """
-        flat = flat_ids(ids)
+        flat, admit = flat_ids(ids), flag("admit", admit)
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
-            out = lookup_with_grad(lambda: self.fetch(owned), self.add_gradients, owned)
+            out = lookup_with_grad(lambda: self.fetch(owned, admit=admit), self.add_gradients, owned)
         else:
-            out = self.fetch(flat)
+            out = self.fetch(flat, admit=admit).rows
         return out.view(*ids.shape, *self.embedding_shape)
 
-    def fetch(self, ids: Int64s, occurrences: Int64s | None = None) -> Tensor:
-        """Return the embeddings of ``ids``, shape (n,), as :meth:`forward` does, but not differentiable."""
-        if self.training and self.track:
-            visit = self._visit(ids, occurrences)
-            return self._store.visit(ids, visit, self._read, self.first_embeddings)
-        if self.training:
-            return self._store.look_up_or_add(ids, self._read, self.first_embeddings)
-        return self._store.look_up(ids, self._read)
+    def fetch(self, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:
+        """Return the embeddings of ``ids`` as :meth:`forward` does, but not differentiable, and which have rows.
+
+        Without ``occurrences`` each of the ids counts for one.
+        """
+        if not self.training:
+            return Fetched(self._store.look_up(ids, self.read), None)
+        if not admit:
+            return Fetched(*self._store.look_up(ids, lambda some, at: (self.read(some, at), np.flatnonzero(at >= 0))))
+        given = np.ones(len(ids), np.int64) if occurrences is None and (self.track or self._admission) else occurrences
+        if self._admission is not None and given is not None:
+            return self._admission.fetch(self, ids, given)
+        return Fetched(self.fetch_all(ids, given), None)
+
+    def fetch_all(self, ids: Int64s, occurrences: Int64s | None) -> Tensor:
+        """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
+        if self.track and occurrences is not None:
+            return self._store.visit(ids, self._visit(occurrences), self.read, self.first_embeddings)
+        return self._store.look_up_or_add(ids, self.read, self.first_embeddings)
 
     @opaque
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
@@ -189,14 +208,21 @@ class HashTable(TrackedTable):
             Embeddings of shape ``ids.shape + embedding_shape``, and a bool mask of ``ids.shape``.
         """
         values, seen = self._store.look_up(
-            flat_ids(ids), lambda columns, rows: (self._read(columns, rows), torch.from_numpy(rows >= 0))
+            flat_ids(ids), lambda columns, rows: (self.read(columns, rows), torch.from_numpy(rows >= 0))
         )
         return values.view(*ids.shape, *self.embedding_shape), seen.to(ids.device).view(ids.shape)
 
     @opaque
     def erase(self, ids: Tensor) -> int:
-        """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped."""
-        return self._store.erase(flat_ids(ids))
+        """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped.
+
+        What was counted of ids that wait for a row is dropped too, where it is counted by id.
+        """
+        flat = flat_ids(ids)
+        with self._store.lock:
+            if self._admission is not None and self._admission.candidates is not None:
+                self._admission.candidates.forget(flat)
+            return self._store.erase(flat)
 
     @opaque
     def clear(self) -> None:
@@ -226,7 +252,7 @@ class HashTable(TrackedTable):
         check_owned(self.name, self.slice, new_ids)
         return self.initializer.values(new_ids, self.seed, self._spec)
 
-    def _read(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
+    def read(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
         """Return a copy of the embeddings of ``rows``; row -1 reads as an unseen id."""
         column = columns[EMBEDDING]
         unseen = np.flatnonzero(rows < 0)
@@ -238,6 +264,10 @@ class HashTable(TrackedTable):
         seen = np.flatnonzero(rows >= 0)
         out[torch.from_numpy(seen).to(self.device)] = column.gather(rows[seen])
         return out
+
+    def _made_candidates(self, n_values: int, dtype: torch.dtype, name: str) -> HashTable:
+        """Return an empty table for counts of ids that have no row, in this slice and on the CPU."""
+        return HashTable(n_values, name=f"{self.name}.{name}", dtype=dtype, device="cpu", slice=self.slice)
 
     def _copy_rows_of(self, other: types.HashTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""

@@ -24,7 +24,7 @@ TRACKED = {  # what ``track`` may name
 }
 
 
-class Moment(NamedTuple):
+class Now(NamedTuple):
     """Where training is: its step, and a time in seconds since 1970."""
 
     step: int
@@ -51,6 +51,11 @@ class TrackedTable(SlottedTable):
         self._date_new_rows()
 
     @property
+    def is_step_known(self) -> bool:
+        """Whether anybody has said what step it is."""
+        return self._step is not None
+
+    @property
     def event_time(self) -> float | None:
         """The time that counts as now, in seconds since 1970: that given to the manager last; None for the clock."""
         return self._event_time
@@ -64,9 +69,9 @@ class TrackedTable(SlottedTable):
         self._date_new_rows()
 
     @property
-    def now(self) -> Moment:
+    def now(self) -> Now:
         """The step and the time that a look-up of this moment leaves in its rows."""
-        return Moment(self.step, time.time() if self._event_time is None else self._event_time)
+        return Now(self.step, time.time() if self._event_time is None else self._event_time)
 
     @property
     def counts_occurrences(self) -> bool:
@@ -94,10 +99,8 @@ class TrackedTable(SlottedTable):
         slots = self._tracked_slots
         return {name: value for name, value in ((LAST_STEP, now.step), (LAST_TIME, now.time)) if name in slots}
 
-    def _visit(self, ids: Int64s, occurrences: Int64s | None) -> Visit:
-        """Return what a look-up of these ids leaves behind; None where each of them stands for one occurrence."""
-        if occurrences is None:
-            occurrences = np.ones(len(ids), np.int64)
+    def _visit(self, occurrences: Int64s) -> Visit:
+        """Return what a look-up of ids that occur so often leaves behind."""
         return Visit(occurrences, COUNT if COUNT in self._tracked_slots else "", self._stamps())
 
 

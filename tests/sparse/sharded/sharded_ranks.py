@@ -10,7 +10,9 @@ from rank_processes import fork_ranks
 
 from recckpt import Saver, filter_out_sparse_param
 from recckpt.errors import LookupFailedError
-from recckpt.sparse import EmbeddingCollection, Normal, ShardedHashTable, SparseAdam
+from recckpt.policies.admit import MinCount, Probability
+from recckpt.policies.bloom import Bloom
+from recckpt.sparse import EmbeddingCollection, Normal, ShardedHashTable, SparseAdam, SparseSGD
 
 START = Normal(0.0, 0.1, seed=3)
 
@@ -137,7 +139,51 @@ def count_together(rank, size, root):
     return found
 
 
-SCENES = [beside_ddp, fail_and_go_on, send_all_and_nothing, share_between_two, count_together]
+class Admitting(torch.nn.Module):
+    """Tables that admit by exact counts, by a filter, by a coin, and all."""
+
+    def __init__(self, make):
+        super().__init__()
+        admits = {"exact": MinCount(3), "bloom": MinCount(3, Bloom(1000, 0.01)), "coin": Probability(0.2), "all": None}
+        options = {"initializer": START, "track": "count"}
+        self.tables = torch.nn.ModuleList(make(2, name=name, admit=admit, **options) for name, admit in admits.items())
+
+    def train_on(self, steps, rank, size):
+        optim = SparseSGD(list(self.tables), lr=0.05)
+        for step in steps:
+            ids = torch.randint(-30, 30, (12,), generator=torch.Generator().manual_seed(step))
+            for table in self.tables:
+                table.step = step
+                (table(ids[rank::size]) * ids[rank::size].view(-1, 1) * size).sum().backward()
+                table(torch.arange(-40, 40), admit=False)
+            optim.step()
+            optim.zero_grad()
+
+    def rows(self):
+        """Return table -> id -> embedding, and its count; and of candidates."""
+        candidates = [table.candidates for table in self.tables if table.candidates is not None]
+        found = {}
+        for table in [*self.tables, *candidates]:
+            columns = torch.cat([table.embeddings().double(), *(some.view(-1, 1) for some in table.slots.values())], 1)
+            found[table.name] = dict(zip(table.ids().tolist(), columns.tolist(), strict=True))
+        return found
+
+
+def admit_together(rank, size, root):
+    """Half of the steps, a save, and the other half; and the other half from what fewer ranks have saved."""
+    model = Admitting(ShardedHashTable)
+    model.train_on(range(3), rank, size)
+    Saver(model, None, str(root / f"admitting-{size}")).save("half", rank, size)
+    model.train_on(range(3, 6), rank, size)
+    other = model
+    if size > 2:
+        other = Admitting(ShardedHashTable)
+        Saver(other, None, str(root / "own")).load(root / "admitting-2" / "half")
+        other.train_on(range(3, 6), rank, size)
+    return model.rows(), other.rows()
+
+
+SCENES = [admit_together, beside_ddp, fail_and_go_on, send_all_and_nothing, share_between_two, count_together]
 
 
 def play(rank, size, root):

@@ -131,3 +131,24 @@ def test_occurrences_are_counted_over_all_ranks(scene, monkeypatch):
     from sharded_ranks import count_together
 
     assert merged(scene("count_together")) == count_together(0, 1, None)
+
+
+def test_they_admit_the_ids_that_one_rank_admits_also_after_a_save_of_another_number_of_ranks(
+    scene, root, size, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(HERE))
+    from sharded_ranks import Admitting
+
+    alone = Admitting(HashTable)
+    alone.train_on(range(6), 0, 1)
+    again = Admitting(HashTable)
+    Saver(again, None, str(root / "own")).load(root / f"admitting-{size}" / "half")
+    again.train_on(range(3, 6), 0, 1)
+    straight, resharded = zip(*scene("admit_together"), strict=True)
+    for found in (merged(straight), merged(resharded), again.rows()):
+        assert found.keys() == alone.rows().keys()
+        for name, rows in alone.rows().items():
+            assert found[name].keys() == rows.keys()
+            assert {i: values[2:] for i, values in found[name].items()} == {i: v[2:] for i, v in rows.items()}
+    assert merged(straight)["bloom.candidates_1x1"] == alone.rows()["bloom.candidates_1x1"]
+    assert len(alone.rows()["exact"]) < len(alone.rows()["all"])

@@ -12,6 +12,8 @@ from rooms import on_ranks
 
 from recckpt import Saver
 from recckpt.errors import LookupFailedError
+from recckpt.policies.admit import MinCount, Probability
+from recckpt.policies.bloom import Bloom
 from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, gen_slice
 from recckpt.sparse.sharded.all_to_all import carrier_of
 from recckpt.sparse.sharded.routing import asked, route
@@ -122,6 +124,40 @@ def test_training_over_many_ranks_is_training_of_one_table_on_all_their_batches(
     assert_same_rows(union(shards), contents(plain))
     assert all(state == optim.state_dict()["state"] for state in states)
     torch.testing.assert_close(torch.stack(found, 1), torch.stack(losses).detach())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("policy", [MinCount(3), MinCount(3, Bloom(1000, 0.01)), Probability(0.3)], ids=str)
+def test_any_number_of_ranks_admits_and_counts_the_same(size, policy):
+    options = {"track": ("count", "step"), "admit": policy}
+    plain = HashTable(2, name="t", initializer=START, **options)
+
+    def train(table, rank, size):
+        for step in range(8):
+            table.step = step
+            ids = torch.randint(-9, 9, (7,), generator=torch.Generator().manual_seed(step))
+            table(ids[rank::size]).sum().backward()
+            table(torch.arange(100 + rank), admit=False)
+        return gradients_by_id(table), contents(table), None if table.candidates is None else contents(table.candidates)
+
+    found = on_ranks(
+        size, lambda exchange: train(sharded(exchange, 2, gradients="sum", **options), exchange.rank, size)
+    )
+    grads, rows, candidates = zip(*found, strict=True)
+    expected = train(plain, 0, 1)
+    assert union(grads) == expected[0]
+    assert_same_rows(union(rows), expected[1], rtol=0, atol=0)
+    if policy.counts:
+        assert_same_rows(union(candidates), expected[2], rtol=0, atol=0)
+    assert 0 < len(plain) < 18
+
+
+def test_ranks_that_admit_otherwise_are_told():
+    def look_up(exchange):
+        sharded(exchange, admit=MinCount(2 + exchange.rank))(ids_of(1))
+
+    with pytest.raises(LookupFailedError, match=r"admit=MinCount\(n=3"):
+        on_ranks(2, look_up)
 
 
 def test_with_one_rank_it_is_a_plain_table_bit_for_bit():

@@ -1,0 +1,125 @@
+"""Which ids of a look-up get rows: a policy decides, and those that it refuses are counted and read as if new."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.policies.admit import Admit, as_admit
+from recckpt.sparse.table.candidates import Candidates, MakeTable, candidates_of
+from recckpt.sparse.table.checks import check_owned
+from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.nn_module import TableModule
+from recckpt.sparse.table.tracking import TrackedTable
+
+if TYPE_CHECKING:
+    from recckpt.sparse.table.table import HashTable
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Fetched(NamedTuple):
+    """Embeddings of ids, and where among them those are that have rows, which alone get gradients; None for all."""
+
+    rows: Tensor
+    held: Int64s | None
+
+
+class Admission:
+    """A policy, and the counts of those that wait for a row, if the policy goes by them."""
+
+    def __init__(self, policy: Admit, make: MakeTable) -> None:
+        self.policy = policy
+        self.candidates: Candidates | None = candidates_of(make, policy.bloom) if policy.counts else None
+        if self.candidates is not None:
+            self.candidates.table.is_trained = False
+
+    def fetch(self, table: HashTable, ids: Int64s, occurrences: Int64s) -> Fetched:
+        """Return the embeddings of ids; who is admitted gets a row, all others read what that would begin with.
+
+        First the rows change, then the counts, each as a whole or not at all.
+        """
+        with table.store.lock:
+            absent = np.flatnonzero(table.store.find(ids) < 0)
+            if len(absent) == 0:
+                return Fetched(table.fetch_all(ids, occurrences), None)
+            groups, new_ids = IdIndex().find_or_add(ids[absent])
+            check_owned(table.name, table.slice, new_ids)
+            occurred = np.zeros(len(new_ids), np.int64)
+            np.add.at(occurred, groups, occurrences[absent])
+            counts = occurred if self.candidates is None else self.candidates.counts(new_ids, occurred)
+            is_in = self._decided(table, new_ids, counts)
+            is_out = np.flatnonzero(~is_in)
+            first = table.first_embeddings(new_ids[is_out])
+            refused = absent[~is_in[groups]]
+            held = np.delete(np.arange(len(ids)), refused)
+            occurrences = occurrences.copy()
+            _, first_at = np.unique(groups, return_index=True)
+            occurrences[absent[first_at]] += counts - occurred  # what was counted while the id waited
+            rows = _laid_out(len(ids), held, table.fetch_all(ids[held], occurrences[held]))
+            places = torch.from_numpy((np.cumsum(~is_in) - 1)[groups[~is_in[groups]]]).to(rows.device)
+            rows[torch.from_numpy(refused).to(rows.device)] = first[places]
+            if self.candidates is not None:
+                self.candidates.add(new_ids[is_out], occurred[is_out])
+                self.candidates.forget(new_ids[is_in])
+        return Fetched(rows, held if len(refused) else None)
+
+    def _decided(self, table: HashTable, ids: Int64s, counts: Int64s) -> Bools:
+        """Return which of different ids get rows, as the policy says."""
+        if self.policy.needs_step and not table.is_step_known:
+            raise ValueError(
+                f"table {table.name!r}: {self.policy!r} tosses anew at each step, and nobody has said which this is: "
+                "make a CheckpointManager and call its step(), or set table.step"
+            )
+        mask = self.policy.admits(ids, counts, table.step)
+        if not isinstance(mask, np.ndarray) or mask.shape != ids.shape or mask.dtype != bool:
+            found = f"{mask.dtype} {mask.shape}" if isinstance(mask, np.ndarray) else type(mask).__name__
+            raise ValueError(f"table {table.name!r}: admit returned {found}, expected {len(ids)} bools, one an id")
+        return mask
+
+
+class AdmittingTable(TrackedTable):
+    """A table that may let some ids wait for their rows.
+
+    Attributes:
+        is_trained: False for a table of counts, which belongs to another one.
+    """
+
+    is_trained = True
+    _admission: Admission | None = None
+
+    @property
+    def candidates(self) -> HashTable | None:
+        """The counts of ids that wait for a row, which are saved as a table of their own; None without such."""
+        found = None if self._admission is None else self._admission.candidates
+        return None if found is None else found.table
+
+    @property
+    def admit(self) -> Admit | None:
+        """The policy that says which ids get rows; None where all do."""
+        return None if self._admission is None else self._admission.policy
+
+    @property
+    def counts_occurrences(self) -> bool:
+        """Whether a look-up of this moment has to know how often each id occurs."""
+        return super().counts_occurrences or (self.training and self.candidates is not None)
+
+    def _own_tables(self) -> list[TableModule]:
+        return [self] if self.candidates is None else [self, self.candidates]
+
+
+def admission_of(admit: Any, make: MakeTable) -> Admission | None:
+    """Return what admits rows by a policy, None where all ids get them."""
+    return None if admit is None else Admission(as_admit(admit), make)
+
+
+def _laid_out(n_rows: int, held: Int64s, values: Tensor) -> Tensor:
+    """Return so many rows, those ``held`` with their values."""
+    rows = values.new_empty((n_rows, *values.shape[1:]))
+    rows[torch.from_numpy(held).to(rows.device)] = values
+    return rows
