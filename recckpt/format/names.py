@@ -65,6 +65,11 @@ class Name:
         return self.group == "dense_opt" and not self.parameter
 
     @property
+    def is_object(self) -> bool:
+        """Whether this is a registered object as a whole."""
+        return self.group in ("extra", "io_state") or (self.group == "dense_opt" and not self.parameter)
+
+    @property
     def is_position(self) -> bool:
         """Whether this is a position in the data."""
         return self.group == "io_state" or (self.group == "extra" and self.text in _POSITIONS)

@@ -12,7 +12,7 @@ from recckpt.format.reduced import said_of
 from recckpt.load.conf import Entry
 from recckpt.load.inventory import PLAIN, Inventory, Offer, Thing
 from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
-from recckpt.load.report import SETTINGS_STAY, LoadPlan, Planned
+from recckpt.load.report import SETTINGS_STAY, UNASKED, LoadPlan, Planned
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING
 
@@ -87,7 +87,7 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
         reasons.append(reason)
     if missing_in:
         problems.miss(missing_in, name.table or name.text)
-    unasked = SETTINGS_STAY if name.is_settings else "nothing asks for it"
+    unasked = SETTINGS_STAY if name.is_settings else UNASKED
     return Planned(name, reason="; ".join(reasons) or unasked)
 
 
@@ -101,7 +101,7 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
     if parameter.offer is None:
         return Planned(name, reason="its parameter is not loaded")
     if name not in matches[parameter.offer].there:
-        return Planned(name, reason="nothing asks for it")
+        return Planned(name, reason=UNASKED)
     if parameter.conversion.rpartition(", ")[2].startswith("resize"):
         return Planned(name, reason="its parameter is resized")
     return _state_of(name, parameter.offer, matches)
@@ -202,6 +202,13 @@ class Match:
         for said in said_of({table: found for table, found in self.offer.reduced.items() if table in taken}):
             what = "training that goes on from there is not, bit for bit, the training that was saved"
             problems.warn(entry, f"{label} was saved with {said}: {what}")
+        objects = [name.text for name in left if name.is_object]
+        if entry.is_own and objects:
+            problems.warn(
+                entry,
+                f"{label} has the state of what is not registered: {first_few(objects)}; register it before it is "
+                "loaded, or saves to come lack it",
+            )
 
     def _is_explicit(self, name: Name) -> bool:
         """Say whether somebody asked for just this; of a whole table the embedding is what must be there."""

@@ -16,6 +16,7 @@ from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
 
+UNASKED = "nothing asks for it"  # why what no entry names is not loaded
 SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
@@ -189,7 +190,8 @@ class LoadReport(LoadPlan):
 
 def _is_expected(item: Planned) -> bool:
     """Say whether nobody expects a name of a warm start: it belongs to a resume."""
-    return item.name.group == GLOBAL_STEP or item.name.is_position or item.reason == SETTINGS_STAY
+    of_a_resume = item.name.group == GLOBAL_STEP or item.name.is_position
+    return (of_a_resume and item.reason == UNASKED) or item.reason == SETTINGS_STAY
 
 
 def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:
