@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from recckpt.dense.optimizers import by_name
 from recckpt.dense.registered import extra_registry, io_registry
-from recckpt.format.manifest import Manifest, Scalar
+from recckpt.format.manifest import Manifest
 from recckpt.load.conf import Bank
 from recckpt.load.loader import Loader
 from recckpt.load.report import LoadPlan, LoadReport
@@ -24,7 +24,8 @@ from recckpt.save import arguments
 from recckpt.save.background_save import SaveHandle, SaveRunner
 from recckpt.save.choice import parse_choice
 from recckpt.save.delta_base import changes_of
-from recckpt.save.job import Destination, Job, Live, OnSave
+from recckpt.save.forgetting import Forgetting
+from recckpt.save.job import Destination, Job, Live, OnSave, State
 from recckpt.save.registration import Registration
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
@@ -32,8 +33,6 @@ from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE_SEC, transfers_of
-
-_State = Mapping[str, Scalar] | None
 
 
 class Saver(Registration):
@@ -112,6 +111,8 @@ class Saver(Registration):
         self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state, choice), extra, io_state
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)
+        self.forgetting = Forgetting(self._to)
+        self.loader.before_own = self.forgetting.before_load
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
         self.run_now: Callable[[], arguments.OfRun] = lambda: (None, {})  # of a manager, for saves of its step
 
@@ -134,7 +135,7 @@ class Saver(Registration):
         shard_num: int | None = None,
         *,
         step: int | None = None,
-        state: _State = None,
+        state: State = None,
         overwrite: bool = False,
         ephemeral: bool = False,
     ) -> Manifest:
@@ -168,7 +169,7 @@ class Saver(Registration):
         shard_num: int | None = None,
         *,
         step: int | None = None,
-        state: _State = None,
+        state: State = None,
         overwrite: bool = False,
         ephemeral: bool = False,
     ) -> SaveHandle:
@@ -234,8 +235,7 @@ class Saver(Registration):
             shard_id: number of this rank; None as in :meth:`save`.
 
         Raises:
-            LoadConfError, StateMismatchError, CheckpointNotFoundError: all that is wrong; nothing has been changed.
-            CorruptCheckpointError, CheckpointRemovedError, PartlyLoadedError: as :meth:`load`.
+            Exception: as :meth:`load`; LoadConfError and StateMismatchError name all that is wrong.
         """
         with self.turn():
             return self.loader.load_bank(bank, conf, shard_id)
@@ -263,7 +263,7 @@ class Saver(Registration):
         return lock
 
     def _save(
-        self, info: SaveInfo, shard_id: int | None, shard_num: int | None, state: _State, overwrite: bool
+        self, info: SaveInfo, shard_id: int | None, shard_num: int | None, state: State, overwrite: bool
     ) -> SaveHandle:
         arguments.check_save(info.ckpt_id, info.step, overwrite=overwrite, ephemeral=info.ephemeral)
         self._tables = arguments.tables_in(self.model)  # there may be new ones

@@ -216,8 +216,8 @@ def test_the_page_on_forgetting_runs_as_it_stands(tmp_path: Path, monkeypatch: p
 
     exec(python_of(ROOT / "docs/forget.md"), {})
 
-    [audit] = Path("runs/forget/forgotten.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(audit)["n_ids"] == 2
+    audit = Path("runs/forget/forgotten.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["by"] for line in audit] == ["recckpt.forget", "manager.forget"]
 
 
 def test_the_page_on_saving_less_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

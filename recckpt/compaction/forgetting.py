@@ -61,9 +61,19 @@ def forget_as_owner(storage: Storage, fence: Fence, table: str, ids: Ids, by: st
         WriterFencedError: another writer has taken the output dir over, and takes the request up.
     """
     done = finish_pending(storage, fence)
+    fence.is_settled = False  # until all is done: a later save goes on
     request = Request(secrets.token_hex(16), table, ids, time_now(), by, _version())
     put_request(storage, request)
-    return [*done, _carry_out(storage, fence, request, is_resumed=False)]
+    done.append(_carry_out(storage, fence, request, is_resumed=False))
+    fence.is_settled = True
+    return done
+
+
+def settle(storage: Storage, fence: Fence) -> None:
+    """As :func:`finish_pending`, once for each time that the output dir was taken over."""
+    if not fence.is_settled:
+        finish_pending(storage, fence)
+        fence.is_settled = True
 
 
 def finish_pending(storage: Storage, fence: Fence) -> list[Forgotten]:

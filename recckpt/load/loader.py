@@ -38,6 +38,7 @@ class Loader:
         concurrency: threads that read.
         download_dir: where to copy files that cannot be mapped, before they are read.
         is_resumed: whether a checkpoint of the own output dir was loaded.
+        before_own: is called before :meth:`load` opens a checkpoint of the own output dir.
         on_whole_restore: is told when the tables of this rank, which it is given, have become exactly those of a
             checkpoint of the own output dir; None where nobody asks.
     """
@@ -50,6 +51,7 @@ class Loader:
     concurrency: int
     download_dir: WorkDir | None
     is_resumed: bool = False
+    before_own: Callable[[], object] = lambda: None
     on_whole_restore: Callable[[Checkpoint, Iterable[HashTable]], object] | None = None
 
     def load(
@@ -67,7 +69,10 @@ class Loader:
 
         def find() -> Source:
             storage, checkpoint = locate_asked(self.storage, ckpt_path, ckpt_id, direct_path)
-            return Source(replace(entry, is_own=storage.url == self.storage.url), storage, checkpoint)
+            is_own = storage.url == self.storage.url
+            if is_own:
+                self.before_own()
+            return Source(replace(entry, is_own=is_own), storage, checkpoint)
 
         return until_whole(find, lambda source: self._load_from([source], Problems(), shard_id))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, get_args
 
+from torch import Tensor
+
+from recckpt.compaction.forgetting import Forgotten
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.resumable import Resumable
@@ -89,6 +92,7 @@ class CheckpointManager(Resumable):
             check_ephemeral(between, regular)
         self._run = run = Run()
         ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
+        self._ranks = ranks
         self._restorer = Restorer(saver.loader, self._run, ranks, lambda: saver.max_keep)
         self._autosave = Autosave(
             saver,
@@ -245,9 +249,37 @@ class CheckpointManager(Resumable):
             finally:
                 self._autosave.close(error)
 
+    @contextmanager
+    def _forgotten(self) -> Iterator[None]:
+        left = self._saver.forgetting.before_restore(self._ranks())
+        yield
+        self._saver.forgetting.after_restore(left, self._saver.model)
+
     def _turn(self) -> AbstractContextManager[Any]:
         self._check_process()
         return self._saver.turn()  # one lock for both: two could each be held by a thread that waits for the other
+
+    def forget(self, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
+        """Remove ids from a table: from its rows, and from all that lies in the output dir; see docs/forget.md.
+
+        Collective: all ranks name the same ids. The next save is a full one, since a delta would name them as deleted.
+
+        Args:
+            table: its name, in the model or in any checkpoint.
+            ids: int64, in any order, such as a tensor.
+
+        Returns:
+            What was done, for each request that was carried out; that of this call is the last.
+
+        Raises:
+            TypeError, ValueError: there is no such table, or the ids are none; nothing was changed.
+            CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds.
+            WriterFencedError: another process has taken the output dir over.
+            RecckptError, OSError: the storage failed, or a rank; the next save goes on with it.
+        """
+        with self._turn():
+            self._autosave.settle_on_all()
+            return self._saver.forgetting.forget(self._ranks(), self._saver.model, table, ids)
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.

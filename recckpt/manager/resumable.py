@@ -23,6 +23,10 @@ class Resumable(OneProcess):
     def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock of the manager and its saver."""
 
+    @abstractmethod
+    def _forgotten(self) -> AbstractContextManager[None]:
+        """Return the block in which the output dir is read, after what is to be forgotten there was. Collective."""
+
     def restore(
         self,
         global_step: int | Literal["latest", "best"] | None = None,
@@ -55,7 +59,8 @@ class Resumable(OneProcess):
         """
         with self._turn():
             self._autosave.settle_on_all()
-            step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
+            with self._forgotten():
+                step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
             self._autosave.start()
             return step
 
@@ -76,7 +81,8 @@ class Resumable(OneProcess):
         """
         with self._turn():
             self._autosave.settle_on_all()
-            report = self._restorer.load_model_bank(bank)
+            with self._forgotten():
+                report = self._restorer.load_model_bank(bank)
             self._autosave.start()
             return report
 

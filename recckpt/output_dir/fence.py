@@ -29,6 +29,7 @@ from recckpt.output_dir.claims import (
     last_takeover,
     read_claim,
 )
+from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.index_file import is_of_recis, warn_of_index, warn_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.storage import Storage
@@ -54,11 +55,16 @@ class Fence:
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
         is_resumed: False for a run that began anew: it is warned when it takes over a dir with checkpoints.
+        requests_seen: the requests to forget ids that were there when this process last read the output dir, None where
+            it has not: its tables may hold what was asked for since.
+        is_settled: whether requests that earlier owners have left were looked for since it took over.
         newest_at_takeover: place of the newest in the list that it published when it took over, damaged ones included.
     """
 
     listing = Listing((), {}, {})
     is_resumed = True
+    requests_seen: frozenset[str] | None = None
+    is_settled = False
     newest_at_takeover = (0, 0)
 
     def __init__(self, storage: Storage, made_at: str | None = None, purpose: str = "") -> None:
@@ -101,6 +107,7 @@ class Fence:
 
     def _take_over(self) -> None:
         is_first = self._claim is None
+        self._check_forgotten()
         claim = _claim_next(self._storage, self._known, self.epoch, self._purpose)
         listing = list_checkpoints(self._storage, self._known)
         left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
@@ -108,6 +115,7 @@ class Fence:
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
         self.newest_at_takeover = listing.newest_place
+        self.is_settled = False
         self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
         self.check()  # a later owner may have listed what was committed too late for this list
         for intent in left:
@@ -123,6 +131,14 @@ class Fence:
         self._is_of_recis = is_of_recis(self._storage)
         warn_of_index(self._storage, listing.ckpt_ids)
         self.listing = listing
+
+    def _check_forgotten(self) -> None:
+        """Raise WriterFencedError where ids were forgotten since this process has read them from here."""
+        if self.requests_seen is not None and requests(self._storage).keys() - self.requests_seen:
+            raise WriterFencedError(
+                f"{self._storage.url}: `recckpt forget` was called since this process restored from here, so its "
+                "tables may hold the ids: nothing is saved; restart it from the newest checkpoint, which lacks them"
+            )
 
     def is_spent(self, directory: str) -> bool:
         """Say whether an earlier writer may still write to a directory of this name, though it is gone."""

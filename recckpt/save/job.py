@@ -23,6 +23,7 @@ from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
 
+State = Mapping[str, Scalar] | None
 OnSave = Callable[[SaveInfo], object]
 
 
@@ -43,7 +44,7 @@ class Job:
 
     info: SaveInfo  # its name, and how it goes
     ranks: Ranks  # that take part; one that fails is the failure of this save
-    state: Mapping[str, Scalar] | None  # what readers without torch want to know
+    state: State  # what readers without torch want to know
     overwrite: bool  # whether it supersedes a committed checkpoint of its name
     is_resumed: bool  # whether it goes on from a checkpoint of the output dir
     max_keep: int | Keep | None  # which checkpoints stay

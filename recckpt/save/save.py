@@ -17,6 +17,7 @@ from recckpt.parallel.ranks import Ranks
 from recckpt.save.background_save import SaveHandle, SaveRunner, settle_on_all
 from recckpt.save.check import check
 from recckpt.save.commit import commit, rotate
+from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged, stage_on_all
@@ -72,6 +73,9 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
 def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
     info, to.fence.is_resumed = job.info, job.is_resumed
     base = staged.kind.base
+    if not to.fence.epoch:
+        to.fence.hold()
+    end_pending(to)
     return begin(to.storage, to.fence, info.ckpt_id, step=info.step, overwrite=job.overwrite, base=base)
 
 

@@ -1,0 +1,136 @@
+"""What a saver does about ids that are to be forgotten: in its own tables, in its output dir, and before it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from recckpt.compaction.forget import check_table, checked_ids
+from recckpt.compaction.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
+from recckpt.compaction.held_ids import Ids
+from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.output_dir.forget_requests import pending, requests
+from recckpt.parallel.ranks import Ranks
+from recckpt.save.job import Destination
+from recckpt.sparse.split import filter_out_sparse_param
+from recckpt.types import HashTable
+
+log = logging.getLogger("recckpt")
+
+_BY = "manager.forget"
+Left = list[tuple[str, Ids]]  # tables and ids that are yet to be forgotten in an output dir
+
+
+class Forgetting:
+    """The requests to forget ids of one saver's output dir, whose owner the saver is, or becomes."""
+
+    def __init__(self, to: Destination) -> None:
+        self._to = to
+
+    def before_load(self) -> None:
+        """Note what has been forgotten before one rank reads the output dir.
+
+        Raises:
+            RecckptError: a request is not ended, so that what is read may have its ids.
+        """
+        found = requests(self._to.storage)
+        if not all(found.values()):
+            raise RecckptError(
+                f"{self._to.storage.url}: found a request to forget ids that is not ended, so checkpoints may still "
+                "hold them: run `recckpt forget DIR`, or call manager.restore(), which ends it"
+            )
+        self._to.fence.requests_seen = frozenset(found)
+
+    def before_restore(self, ranks: Ranks) -> Left:
+        """End what is pending before all ranks read the output dir; return what could not be. Collective."""
+        return _telling(ranks).on_first(self._end_pending)
+
+    def _end_pending(self) -> Left:
+        storage, fence, left = self._to.storage, self._to.fence, []
+        if not all(requests(storage).values()):
+            fence.hold()
+            left = [(each.table, each.ids) for each in pending(storage)] if not end_pending(self._to) else []
+        fence.requests_seen = frozenset(requests(storage))
+        return left
+
+    def after_restore(self, left: Left, model: nn.Module) -> None:
+        """Drop the rows of ids that could not be removed from what was restored."""
+        for table, ids in left:
+            self._erase(filter_out_sparse_param(model).get(table), ids)
+
+    def forget(self, ranks: Ranks, model: nn.Module, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
+        """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save is under way."""
+        ranks = _telling(ranks)
+        wanted = ranks.on_each(lambda: checked_ids(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids))
+        asked = ranks.gather((table, hashlib.sha256(wanted.tobytes()).hexdigest()))
+        others = [rank for rank, each in enumerate(asked) if each != asked[0]]
+        if others:
+            raise RecckptError(f"forgetting failed on rank {others[0]}: it was given other ids, or another table")
+        live = filter_out_sparse_param(model).get(table)
+        ranks.on_each(lambda: _check_erasable(live, table))
+        is_live = any(ranks.gather(live is not None))
+        ranks.on_first(lambda: self._check(table, wanted, is_live=is_live))
+        self._erase(live, wanted)  # first: what fails from here on, the next save does not hold them
+        return ranks.on_first(lambda: self._forget_here(table, wanted))
+
+    def _forget_here(self, table: str, ids: Ids) -> list[Forgotten]:
+        storage, fence = self._to.storage, self._to.fence
+        try:
+            return forget_as_owner(storage, fence, table, ids, _BY)
+        finally:
+            fence.requests_seen = frozenset(requests(storage))  # the tables of this process have done their part
+
+    def _check(self, table: str, ids: Ids, *, is_live: bool) -> None:
+        """Refuse what cannot be forgotten, before anything changes but the owner of the output dir."""
+        storage, fence = self._to.storage, self._to.fence
+        fence.hold()
+        check_readable(fence.listing)
+        if not is_live:
+            check_table(fence.listing, table, storage.url)
+        scan(storage, fence.listing, table, ids)
+
+    def _erase(self, live: HashTable | None, ids: Ids) -> None:
+        """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""
+        if self._to.changes is not None:
+            self._to.changes.base = None
+        if live is not None:
+            _eraser(live)(torch.from_numpy(ids.copy()))
+
+
+def end_pending(to: Destination) -> bool:
+    """Carry out, as the owner, what earlier owners were asked; say whether nothing is left, and log why if not.
+
+    Raises:
+        WriterFencedError: another writer has taken the output dir over.
+    """
+    try:
+        settle(to.storage, to.fence)
+    except WriterFencedError:
+        raise
+    except (RecckptError, OSError) as error:
+        log.error("%s: ids that were to be forgotten may still be there: %s", to.storage.url, error)
+        return False
+    return True
+
+
+def _check_erasable(live: HashTable | None, table: str) -> None:
+    if live is not None and not callable(getattr(live, "erase", None)):
+        raise TypeError(f"table {table!r} is a {type(live).__name__} without erase(ids), so nothing was forgotten")
+
+
+def _eraser(live: HashTable) -> Callable[[Tensor], object]:
+    erase: Callable[[Tensor], object] = getattr(live, "erase")  # noqa: B009  # the protocol of tables lacks it
+    return erase
+
+
+def _telling(ranks: Ranks) -> Ranks:
+    """Return the ranks; where one is alone, its error says enough by itself."""
+    return ranks if ranks.size == 1 else ranks.telling(_failed)
+
+
+def _failed(rank: int, cause: str) -> RecckptError:
+    return RecckptError(f"forgetting failed on rank {rank}: {cause}")

@@ -1,0 +1,237 @@
+"""A manager forgets ids while it trains, and takes up what others have begun to forget."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from builders import tree
+from forgetting import LONG, ForgettingRun, files_with, fill, ids_at
+from spec_reader import read
+from thread_ranks import on_ranks
+
+from recckpt import CheckpointManager, Saver
+from recckpt.compaction.forget import forget
+from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
+from recckpt.inspect.absent import look_for
+from recckpt.inspect.verify import verify
+from recckpt.output_dir.fence import Fence
+from recckpt.sparse import HashTable, gen_slice
+
+GONE = ids_at(5, 50, 200)
+
+
+class Managed(ForgettingRun):
+    """A run with a manager that saves every step."""
+
+    def __init__(self, url, **options):
+        super().__init__(url, **options)
+        self.manager = CheckpointManager(self.saver, 1)
+
+
+@pytest.fixture
+def root(tmp_path):
+    ForgettingRun(tmp_path / "runs").save_chain()
+    return tmp_path / "runs"
+
+
+def die(*args):
+    raise KeyboardInterrupt
+
+
+def begin_to_forget(root, monkeypatch):
+    """Leave a request that has committed its revisions, and has not removed anything."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Fence, "remove", die)
+        with pytest.raises(KeyboardInterrupt):
+            forget(str(root), "user", GONE)
+
+
+def is_absent(root) -> bool:
+    found = look_for(str(root), np.array(GONE), "user")
+    return not (found.holding or found.unread or found.pending)
+
+
+def test_a_manager_forgets_in_its_tables_and_checkpoints_and_trains_on(root):
+    run = Managed(root)
+    run.manager.restore()
+    run.manager.step()
+    [done] = run.manager.forget("user", torch.tensor(GONE))
+    assert done.n_rows["ckpt_5"] == 3
+    assert not set(GONE) & set(run.user.ids().tolist())
+    assert set(GONE) <= set(run.item.ids().tolist())
+    assert is_absent(root)
+    fill(run.user, ids_at(300), 1.0)
+    run.manager.step()
+    assert run.manager.saver is run.saver
+    assert set(read(root, "ckpt_6", "user")) == set(run.user.ids().tolist())
+    assert is_absent(root)
+    fill(run.user, ids_at(301), 1.0)
+    run.manager.step()
+    assert verify(str(root)) == []
+    run.manager.forget("item", GONE)
+    run.manager.forget("user", GONE)
+    assert files_with(root, GONE) == {}
+
+
+def test_the_next_save_is_full_and_those_after_it_are_deltas(root):
+    infos = []
+    run = Managed(root, on_save=infos.append)
+    run.manager.restore()
+    run.manager.step()
+    run.manager.forget("user", GONE)
+    run.manager.step()
+    fill(run.user, ids_at(301), 1.0)
+    run.manager.step()
+    assert [info.kind for info in infos] == ["delta", "full", "delta"]
+
+
+def test_a_restored_run_and_its_revision_have_the_same_rows(root):
+    run = Managed(root)
+    run.manager.restore()
+    run.manager.forget("user", GONE)
+    other = Managed(root)
+    assert other.manager.restore() == 4
+    assert set(other.user.ids().tolist()) == set(run.user.ids().tolist())
+
+
+def test_a_restore_ends_what_was_begun(root, monkeypatch):
+    begin_to_forget(root, monkeypatch)
+    run = Managed(root)
+    assert run.manager.restore() == 4
+    assert is_absent(root)
+    assert not set(GONE) & set(run.user.ids().tolist())
+    run.manager.step()
+    assert is_absent(root)
+
+
+def test_the_first_save_of_a_run_that_restored_nothing_ends_what_was_begun(root, monkeypatch):
+    begin_to_forget(root, monkeypatch)
+    run = Managed(root)
+    fill(run.user, ids_at(1), 1.0)
+    run.saver.save("ckpt_9", step=9)
+    assert is_absent(root)
+    assert verify(str(root)) == []
+
+
+def test_one_rank_does_not_load_what_is_about_to_be_forgotten(root, monkeypatch):
+    begin_to_forget(root, monkeypatch)
+    run = Managed(root)
+    with pytest.raises(RecckptError, match=r"a request to forget ids that is not ended.*manager\.restore"):
+        run.saver.load()
+    assert len(run.user) == 0
+    run.manager.restore()
+    run.saver.load()
+
+
+def test_what_was_restored_before_others_forgot_is_not_saved_any_more(root):
+    run = Managed(root)
+    run.manager.restore()  # claims nothing yet
+    forget(str(root), "user", GONE)
+    for _ in range(2):
+        with pytest.raises(WriterFencedError, match="was called since this process restored from here"):
+            run.saver.save("ckpt_9", step=9)
+    assert is_absent(root)
+    again = Managed(root)
+    again.manager.restore()
+    again.manager.step()
+    assert is_absent(root)
+
+
+def test_where_damage_is_in_the_way_restores_and_saves_go_on_without_the_ids(root, monkeypatch, caplog):
+    begin_to_forget(root, monkeypatch)
+    part = next((root / "ckpt_1" / "sparse").glob("*.arrow"))
+    part.write_bytes(part.read_bytes()[:-20])
+    run = Managed(root)
+    with caplog.at_level(logging.ERROR):
+        assert run.manager.restore() == 4
+    assert "ids that were to be forgotten may still be there" in caplog.text
+    assert not set(GONE) & set(run.user.ids().tolist())
+    run.manager.step()
+    assert not set(GONE) & set(read(root, "ckpt_5", "user"))
+    assert not is_absent(root)  # which says that the request is not ended
+
+
+def test_what_failed_half_way_is_ended_by_the_next_save(root, monkeypatch):
+    run = Managed(root)
+    run.manager.restore()
+    run.manager.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(Fence, "remove", die)
+        with pytest.raises(KeyboardInterrupt):
+            run.manager.forget("user", GONE)
+    assert not is_absent(root)
+    run.manager.step()
+    assert is_absent(root)
+    assert verify(str(root)) == []
+
+
+def test_a_table_that_no_checkpoint_has_yet_is_forgotten_from(tmp_path):
+    run = Managed(tmp_path / "runs")
+    fill(run.user, GONE, 1.0)
+    [done] = run.manager.forget("user", GONE)
+    assert (len(run.user), done.revised) == (0, {})
+    run.manager.step()
+    assert is_absent(tmp_path / "runs")
+
+
+def test_wrong_input_is_refused_before_anything_changes(root):
+    run = Managed(root)
+    run.manager.restore()
+    run.manager.step()
+    before = tree(root)
+    for kind, said, table, ids in [
+        (ValueError, "no table 'users'", "users", GONE),
+        (ValueError, "one at least", "user", torch.empty(0, dtype=torch.int64)),
+        (TypeError, "float32", "user", torch.ones(2)),
+    ]:
+        with pytest.raises(kind, match=said):
+            run.manager.forget(table, ids)
+    assert set(GONE) <= set(run.user.ids().tolist())
+    assert tree(root) == before
+    part = next((root / "ckpt_1" / "sparse").glob("*.arrow"))
+    part.write_bytes(part.read_bytes()[:-20])
+    before = tree(root)
+    with pytest.raises(CorruptCheckpointError, match="nobody can say"):
+        run.manager.forget("user", GONE)
+    assert set(GONE) <= set(run.user.ids().tolist())
+    assert tree(root) == before
+
+
+class OnRank:
+    """A run of one of two ranks, each with its slice of a table."""
+
+    def __init__(self, rank, connect, root):
+        self.slice = gen_slice(rank, 2)
+        self.user = HashTable(2, name="user", slice=self.slice)
+        model = torch.nn.ModuleDict({"user": self.user})
+        saver = connect(Saver(model, output_dir=str(root), max_keep=None, deltas=LONG))
+        self.manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=2)
+
+    def fill(self, numbers, value):
+        ids = torch.tensor(ids_at(*numbers))
+        fill(self.user, ids[self.slice.owns(ids)].tolist(), value)
+
+
+def test_ranks_forget_together_and_refuse_together(tmp_path):
+    def work(rank, connect):
+        run = OnRank(rank, connect, tmp_path / "runs")
+        run.fill(range(100), 1.0)
+        run.manager.step()
+        run.fill([5, 200], 2.0)
+        run.manager.step()
+        with pytest.raises(RecckptError, match="rank 1: it was given other ids"):
+            run.manager.forget("user", ids_at(rank))
+        n_rows = len(run.user)
+        done = run.manager.forget("user", GONE)
+        run.manager.step()
+        again = OnRank(rank, connect, tmp_path / "runs")
+        again.manager.restore()
+        return n_rows, len(run.user), [each.n_rows for each in done], again.user.ids().tolist()
+
+    first, second = on_ranks(2, work)
+    assert first[2] == second[2] == [{"ckpt_1": 2, "ckpt_2": 3}]
+    assert first[0] + second[0] - 3 == first[1] + second[1] == 98
+    assert set(first[3]) | set(second[3]) == set(ids_at(*range(100))) - set(GONE)
+    assert is_absent(tmp_path / "runs")
+    assert verify(str(tmp_path / "runs")) == []
