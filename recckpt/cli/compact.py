@@ -20,13 +20,12 @@ def compact(args: argparse.Namespace) -> Outcome:
     with usage_checked():
         done = compact_chain(args.dir, args.ckpt, out=args.out, budget_bytes=args.budget, threads=args.workers)
     adopted = adopt(done.url) if args.adopt else Adopted((), ())
-    lines = [_line(done, is_out=args.out is not None, is_adopted=done.directory in adopted.forms)]
-    if args.out is not None:
-        lines += passed_by(args.out, done.ckpt_id, None)
+    notes = [] if args.out is None else passed_by(args.out, done.ckpt_id, None)
+    lines = [_line(done, is_out=args.out is not None, is_adopted=done.directory in adopted.forms), *notes]
     if args.adopt:
         removed = f", and removed {plural(len(adopted.removed), 'delta')} that it replaces" if adopted.removed else ""
         lines.append(f"{one_line(done.url)}: adopted {plural(len(adopted.forms), 'offer')}{removed}")
-    return Outcome(_data(done, adopted), lines)
+    return Outcome({**_data(done, adopted), "notes": notes}, lines)
 
 
 def _line(done: Compacted, *, is_out: bool, is_adopted: bool) -> str:

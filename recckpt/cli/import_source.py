@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recckpt.cli.passed_by import passed_by
@@ -27,11 +27,14 @@ def import_source(args: argparse.Namespace) -> Outcome:
         except RecckptError as error:
             return Outcome({"problems": [str(error)]}, [], [str(error)])
     step = next(found for found in (args.step, done.contents.step, 0) if found is not None)
-    return Outcome(_data(done, args), [*_lines(done, args), *passed_by(args.dir, done.ckpt_id, step)])
+    notes = passed_by(args.dir, done.ckpt_id, step)
+    return Outcome({**_data(done, args), "notes": notes}, [*_lines(done, args), *notes])
 
 
 def _import(args: argparse.Namespace) -> ImportPlan:
-    as_table = dict(_as_table(text) for text in args.as_table)
+    as_table = dict(named := [_as_table(text) for text in args.as_table])
+    if len(as_table) < len(named):
+        raise UsageError(f"--as-table: found {args.as_table}, expected each tensor once: it becomes one table")
     wish = Wish(ids=args.ids, embedding=args.embedding, as_table=as_table, table=_name(args))
     return import_checkpoint(
         args.source,
@@ -65,8 +68,10 @@ def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[str]:
         exact = {table.name: table.is_exact or not args.dry_run for table in held.tables}
         rows = ((escaped(n), count(done.rows[n]) if exact[n] else "?", slots[n]) for n in slots)
         yield from grid(_HEAD, rows, ("ROWS",))
+    if held.values:
+        yield f"plain values, to model.pt: {', '.join(map(_value, held.values.items()))}"
     if held.extra:
-        yield f"extra: {', '.join(map(escaped, held.extra))}"
+        yield f"extra: {', '.join(map(_value, held.extra.items()))}"
     if held.io_state:
         yield f"positions in the data: of {plural(len(held.io_state), 'rank')}"
     if held.left_out:
@@ -78,12 +83,27 @@ def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[str]:
     yield wrote
 
 
+def _value(item: tuple[str, Any]) -> str:
+    """Return the name of a value, and how many tensors are inside one that is not plain itself."""
+    n_tensors = _tensors_in(item[1])
+    return escaped(item[0]) + (f" (with {plural(n_tensors, 'tensor')} inside)" if n_tensors else "")
+
+
+def _tensors_in(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_tensors_in, value.values()))
+    if isinstance(value, list | tuple | set):
+        return sum(map(_tensors_in, value))
+    return int(hasattr(value, "dtype") and hasattr(value, "shape"))
+
+
 def _slot(slot: SlotSpec) -> str:
     return f"{escaped(slot.name)} {slot.dtype}[{', '.join(map(str, slot.shape))}]"
 
 
 def _data(done: ImportPlan, args: argparse.Namespace) -> dict[str, Any]:
     held = done.contents
+    nested = (*held.values.items(), *held.extra.items())
     tables = [
         {
             "name": table.name,
@@ -102,6 +122,7 @@ def _data(done: ImportPlan, args: argparse.Namespace) -> dict[str, Any]:
         "dense": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in held.dense],
         "values": list(held.values),
         "extra": list(held.extra),
+        "tensors_inside": {name: n for name, value in nested if (n := _tensors_in(value))},
         "positions": len(held.io_state),
         "left_out": [{"name": left.name, "reason": left.reason} for left in held.left_out],
         "bytes": done.n_bytes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from recckpt.format.catalog import encode as encode_catalog
 from recckpt.format.manifest import Content, FileEntry, Names, Scalar, ShardEntry
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.new_checkpoint import Target
+from recckpt.output_dir.writer import WRITER
 from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter
 from recckpt.types import SlotSpec
 
@@ -61,7 +61,7 @@ def write_new(to: Target, new: NewCheckpoint, advance: Advance) -> Content:
         files=tuple(sorted(files, key=lambda file: file.name)),
         names=_names(new.contents),
         state=new.state,
-        writer=_versions(),
+        writer=WRITER,
     )
 
 
@@ -135,10 +135,3 @@ def _names(held: Contents) -> Names:
     positions = dict.fromkeys(name for each in held.io_state for name in each)
     dense = (*(tensor.name for tensor in held.dense), *held.values)
     return Names(dense=dense, extra=tuple(held.extra), io_state=tuple(positions))
-
-
-def _versions() -> dict[str, str]:
-    try:
-        return {"recckpt": version("recckpt")}
-    except PackageNotFoundError:
-        return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import CommitNotDurableError, StateMismatchError, WriterFencedError
 from recckpt.format import layout
@@ -16,6 +15,7 @@ from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.offers import adopt_offers
+from recckpt.output_dir.writer import WRITER
 from recckpt.policies.keep import Keep
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import SaveInfo, append_to_timeline
@@ -75,7 +75,7 @@ def _manifest(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Man
         tables=_tables_of_all(records),
         files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
         state=staged.state,
-        writer=_VERSIONS,
+        writer=WRITER,
         ephemeral=info.ephemeral,
         names=written.names,
     )
@@ -161,16 +161,3 @@ def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str], ba
     except Exception:
         log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
         return []
-
-
-def _find_versions() -> dict[str, str]:
-    versions = {}
-    for package in ("recckpt", "torch", "numpy", "pyarrow"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-_VERSIONS = _find_versions()  # once: they are files, and a save does not depend on files of packages

@@ -61,8 +61,8 @@ def test_out_says_where_another_there_is_of_a_later_step(recckpt, tmp_path):
     for step in (2, 3):
         saver.save(f"ckpt_{step}", step=step)
     assert "restore()" not in recckpt("compact", tmp_path / "run", "ckpt_3", "--out", tmp_path / "other").out
-    said = recckpt("compact", tmp_path / "run", "ckpt_2", "--out", tmp_path / "other").out
-    assert "restore() takes ckpt_2, the newest there once it is written, though ckpt_3 is of a later step" in said
+    said = recckpt("compact", tmp_path / "run", "ckpt_2", "--out", tmp_path / "other", "--json").json["notes"]
+    assert "restore() takes ckpt_2, the newest there once it is written, though ckpt_3 is of a later step" in said[0]
 
 
 def test_what_is_full_is_said_to_be_so(recckpt, run):

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 from conversions import some_rows
 from safetensors.numpy import save_file
 
@@ -29,7 +30,9 @@ def test_an_older_step_than_the_latest_there_is_said_to_become_the_newest(recckp
     assert "restore()" not in recckpt("import", vectors, tmp_path / "out", "--step", 7).out
     for options in (["--dry-run"], []):
         assert said in recckpt("import", vectors, tmp_path / "out", "--step", 5, *options).out
-    assert CheckpointReader(tmp_path / "out").manifest.step == 5
+    noted = recckpt("import", vectors, tmp_path / "out", "--step", 6, "--json").json["notes"]
+    assert [note.partition(", which")[0] for note in noted] == [said.replace("ckpt_5", "ckpt_6")]
+    assert CheckpointReader(tmp_path / "out").manifest.step == 6
 
 
 def test_json_lists_all_that_came_and_all_that_did_not(recckpt, tmp_path):
@@ -53,7 +56,19 @@ def test_a_refusal_is_one_line_and_exit_code_1(recckpt, vectors, tmp_path):
     assert "found no file" in gone.json["problems"][0]
 
 
-@pytest.mark.parametrize("options", [["--step", -1], ["--from", "parket"], ["--as-table", "=x"]])
+def test_plain_values_and_the_tensors_inside_them_are_listed(recckpt, tmp_path):
+    nested = {"rates": [0.1], "state": {0: {"m": torch.ones(2), "v": torch.ones(2)}}}
+    torch.save({"w": torch.ones(2), "epoch": 3, "optimizer": nested}, tmp_path / "x.pt")
+    planned = recckpt("import", tmp_path / "x.pt", tmp_path / "out", "--dry-run")
+    assert "plain values, to model.pt: epoch, optimizer (with 2 tensors inside)\n" in planned.out
+    done = recckpt("import", tmp_path / "x.pt", tmp_path / "out", "--json").json
+    assert (done["values"], done["tensors_inside"]) == (["epoch", "optimizer"], {"optimizer": 2})
+
+
+SAME_TWICE = ["--as-table", "a", "--as-table", "a=b"]
+
+
+@pytest.mark.parametrize("options", [["--step", -1], ["--from", "parket"], ["--as-table", "=x"], SAME_TWICE])
 def test_wrong_usage_is_exit_code_2(recckpt, vectors, tmp_path, options):
     assert recckpt("import", vectors, tmp_path / "out", *options).code == 2
     assert not (tmp_path / "out").exists()

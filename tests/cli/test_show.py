@@ -1,8 +1,10 @@
 import numpy as np
 import polars as pl
-from builders import Run, flip_bit
+import torch
+from builders import Run, Stream, flip_bit
 from forge import Forge, filled, save_tables
 
+from recckpt import Saver
 from recckpt.format.buckets import gen_slice
 from recckpt.storage import open_storage
 
@@ -159,3 +161,23 @@ def test_what_was_left_out_of_a_table_or_made_narrower_is_said(recckpt, tmp_path
     assert f"embedding narrower than float32, by {narrowed['error']:.3g} at most" in said.out
     assert "'user/1' without sparse_adamw_exp_avg_sq\n" in said.out
     assert "embedding bfloat16[4]" in said.out
+
+
+def test_registered_objects_and_positions_are_listed(recckpt, tmp_path):
+    model = torch.nn.Linear(2, 1)
+    saver = Saver(model, output_dir=str(tmp_path))
+    saver.register_for_checkpointing("adam", torch.optim.Adam(model.parameters()))
+    saver.register_for_checkpointing("own", [1], per_rank=True)
+    saver.register_for_checkpointing("note", {"a": 1})
+    saver.register_io_state("clicks", Stream())
+    saver.save("c")
+    lines = recckpt("show", tmp_path).lines
+    at = lines.index(["registered", "objects"])
+    assert lines[at + 2 : at + 6] == [
+        ["adam", "state", "of", "2", "parameters"],
+        *(["note"], ["own", "one", "state", "a", "rank"], ["clicks", "position", "in", "the", "data"]),
+    ]
+    shown = recckpt("show", tmp_path, "--json").json
+    assert shown["registered"][0] == {"name": "adam", "per_rank": False, "parameters": 2}
+    assert [each["name"] for each in shown["registered"]] == ["adam", "note", "own"]
+    assert shown["positions"] == ["clicks"]

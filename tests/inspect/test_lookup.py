@@ -76,6 +76,14 @@ def test_wrong_arguments_are_refused_by_name(tmp_path):
                 reader.lookup("item", ids)
 
 
+def test_a_default_beyond_the_dtype_is_refused_and_infinity_is_taken(tmp_path):
+    with reader_of(tmp_path, numbered(torch.float32)) as reader:
+        for default in (1e300, -1e39, [0.0, 1e300]):
+            with pytest.raises(ValueError, match=r"expected a number or a row of float32 .*: beyond float32"):
+                reader.lookup("item", [1], default=default)
+        assert np.isinf(reader.lookup("item", [10**9], default=np.inf).values).all()
+
+
 def test_values_are_checked_when_they_are_first_read_and_only_those_that_are_asked_for(tmp_path, monkeypatch):
     reader_of(tmp_path, filled("item", range(500)), concurrency=1, batch_bytes=500).close()
     forge = Forge(tmp_path / "ckpt_1")

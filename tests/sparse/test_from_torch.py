@@ -103,6 +103,16 @@ def test_a_model_goes_on_with_tables_in_place_of_its_embeddings(tmp_path):
     assert torch.equal(model(*BATCH), expected)
 
 
+def test_a_model_goes_on_with_ids_of_32_bits():
+    model = nn.Sequential(nn.Embedding(N, DIM))
+    ids = torch.tensor([[3, 1], [3, 0]], dtype=torch.int32)
+    expected = model(ids)
+    [table] = replace_embeddings(model).values()
+    assert torch.equal(model(ids), expected)
+    model(ids).sum().backward()
+    assert len(table) == N
+
+
 def test_some_are_replaced_with_ids_of_their_own():
     model = Model()
     weight = model.user.weight.detach().clone()

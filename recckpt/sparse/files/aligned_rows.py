@@ -80,7 +80,11 @@ def _filled(table: str, slot: SlotSpec, default: Any, n_rows: int, dtype: np.dty
         row = np.asarray(default)
         if row.dtype.kind not in "iuf" or (dtype.kind in "iu" and not _is_whole(row, dtype)):
             raise ValueError(f"not of {slot.dtype}")
-        values: npt.NDArray[Any] = np.broadcast_to(row.astype(dtype), (n_rows, *slot.shape)).copy()
+        with np.errstate(over="ignore"):  # refused below
+            given = row.astype(dtype)
+        if dtype.kind == "f" and (np.isinf(given) & np.isfinite(row)).any():
+            raise ValueError(f"beyond {slot.dtype}")
+        values: npt.NDArray[Any] = np.broadcast_to(given, (n_rows, *slot.shape)).copy()
         return values
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
 from recckpt.sparse.sharded.routing import Asked, Route, asked, route
-from recckpt.sparse.table.checks import flat_ids
+from recckpt.sparse.table.checks import asked_ids
 from recckpt.sparse.table.gradients import add_by_group
 from recckpt.sparse.table.nn_module import of_held
 from recckpt.sparse.table.table import HashTable
@@ -143,4 +143,4 @@ def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[In
             raise ids[name]
         if not isinstance(ids[name], Tensor):
             raise ValueError(f"ids for {name!r}: found {type(ids[name]).__name__}, expected an int64 tensor")
-    return [flat_ids(ids[name]) for name in names]
+    return [asked_ids(ids[name]) for name in names]

@@ -30,6 +30,11 @@ def flat_ids(ids: Tensor) -> Int64s:
     return flat
 
 
+def asked_ids(ids: Tensor) -> Int64s:
+    """As :func:`flat_ids`, of a look-up, which takes int32 too, as ``nn.Embedding`` does."""
+    return flat_ids(ids.long() if isinstance(ids, Tensor) and ids.dtype == torch.int32 else ids)
+
+
 def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[int, ...]:
     """Return ``shape`` as a tuple; ``()`` is a shape where it may be ``scalar``."""
     given: tuple[object, ...] = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)

@@ -17,6 +17,7 @@ from recckpt.format.buckets import N_BUCKETS, Slice
 from recckpt.policies.admit import Admit, AdmitFunction
 from recckpt.sparse.table.admission import AdmittingTable, Fetched, admission_of
 from recckpt.sparse.table.checks import (
+    asked_ids,
     check_owned,
     check_slot_name,
     check_values,
@@ -140,7 +141,7 @@ class HashTable(AdmittingTable):
         the initializer is random.
 
         Args:
-            ids: int64, any shape.
+            ids: int64 or int32, any shape.
             admit: False inserts nothing, and counts nothing, in training mode too; an unseen id reads as in eval mode.
 
         Returns:
@@ -150,7 +151,7 @@ class HashTable(AdmittingTable):
         Raises:
             ValueError: an unseen id lies outside the slice of this table.
         """
-        flat, admit = flat_ids(ids), flag("admit", admit)
+        flat, admit = asked_ids(ids), flag("admit", admit)
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
             out = lookup_with_grad(lambda: self.fetch(owned, admit=admit), self.add_gradients, owned)

@@ -77,7 +77,7 @@ def beside_ddp(rank, size, root):
 def fail_and_go_on(rank, size, root):
     table = ShardedHashTable(2, name="t", initializer=START)
     try:
-        table(torch.tensor([1], dtype=torch.int32 if rank == 1 else torch.int64))
+        table(torch.tensor([1], dtype=torch.int16 if rank == 1 else torch.int64))
         failed = None
     except LookupFailedError as error:
         failed = error.rank, str(error), len(table)

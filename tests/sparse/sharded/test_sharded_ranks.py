@@ -93,7 +93,7 @@ def test_wrong_ids_on_one_rank_raise_on_all_and_the_next_lookup_works(scene):
     for failed, _, rows in scene("fail_and_go_on"):
         rank, text, n_rows = failed
         assert (rank, n_rows) == (1, 0)
-        assert "failed on rank 1: ValueError: ids must be int64, found torch.int32" in text
+        assert "failed on rank 1: ValueError: ids must be int64, found torch.int16" in text
         assert rows == scene("fail_and_go_on")[0][2]
 
 

@@ -432,7 +432,7 @@ def failures(size, look_up, after=None):
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
-        ({"a": torch.tensor([1], dtype=torch.int32), "b": ids_of()}, "ids must be int64, found torch.int32"),
+        ({"a": torch.tensor([1], dtype=torch.int16), "b": ids_of()}, "ids must be int64, found torch.int16"),
         ({"a": [1, 2], "b": ids_of()}, "ids for 'a': found list, expected an int64 tensor"),
         (
             {"a": ids_of(1)},

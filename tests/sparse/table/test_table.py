@@ -96,7 +96,7 @@ def test_ids_with_any_strides_are_read_right():
     assert table(torch.arange(10).view(2, 5).T)[:, :, 0].tolist() == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32, torch.bool])
 def test_ids_of_another_dtype_are_refused(dtype):
     with pytest.raises(ValueError, match="int64"):
         HashTable(1, name="t")(torch.zeros(1, dtype=dtype))
