@@ -30,6 +30,12 @@ Give = Callable[[Int64s, Tensor], object]
 Read = Callable[[], tuple[Tensor, Int64s | None]]
 
 _PROBES = count()
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
+_NOT_EXPORTED = (
+    "a table cannot be part of a program of torch.export: its rows are found by numba. Export the dense part, with the "
+    "rows as its input, and serve these by recckpt.CheckpointReader; or, where ids are small, put nn.Embedding in the "
+    "table's place, with the matrix that `recckpt export --to embedding` writes"
+)
 
 
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -45,6 +51,8 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
         # sys.modules: it would go through all of it, at each call that it compiles.
         if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
+        if _is_exporting():
+            raise RuntimeError(_NOT_EXPORTED)
         if not uncompiled:
             uncompiled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
         return uncompiled[0](*args, **kwargs)
