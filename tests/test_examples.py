@@ -19,7 +19,9 @@ from paths import ROOT
 from recckpt import CheckpointReader, Deltas
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
-RATINGS = ROOT.parent / "shared/data/ml-latest-small/ratings.csv.gz"
+DATA = ROOT.parent / "shared/data"
+RATINGS, IMPRESSIONS = DATA / "ml-latest-small/ratings.csv.gz", DATA / "open-bandit-small/random_women.csv.gz"
+SESSIONS = DATA / "otto-sample/train.jsonl.gz"
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -80,6 +82,37 @@ def test_a_run_with_deltas_that_was_killed_ends_equal_to_one_that_was_not(tmp_pa
 @pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
 def test_a_run_on_movie_ratings_resumes_as_well(tmp_path: Path, demo: ModuleType) -> None:
     resumes_as_if_nothing_had_happened(tmp_path, demo, run, "--ratings", RATINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IMPRESSIONS.exists(), reason="the impressions of the Open Bandit Dataset are not here")
+def test_features_of_several_values_are_learned_from_impressions_and_the_run_resumes(tmp_path: Path) -> None:
+    def train(steps: int) -> str:
+        command = (ROOT / "examples/train_bandit.py", IMPRESSIONS, "--steps", steps, "--output-dir", "runs")
+        done = warm_python.run(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert train(3).startswith("starting, with 10,000 impressions\ndone at step 3: 46 items, ")
+    assert train(5).startswith("resuming at step 3\ndone at step 5: 46 items, ")
+    assert set(CheckpointReader(str(tmp_path / "runs")).tables()) == {"item", "attribute"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SESSIONS.exists(), reason="the sessions of the OTTO dataset are not here")
+def test_the_next_item_of_a_session_is_learned_against_negatives_and_the_run_resumes(tmp_path: Path) -> None:
+    def train(steps: int) -> str:
+        command = (ROOT / "examples/train_sessions.py", SESSIONS, "--steps", steps, "--output-dir", "runs")
+        done = warm_python.run(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    train(40)
+    found = re.search(
+        r"^resuming at step 40\nstep 100  loss (\S+)\ndone at step 100: 510 items\n$", train(100), re.MULTILINE
+    )
+    assert found
+    assert float(found[1]) < 2  # by chance it would be log(21), about 3
 
 
 @pytest.mark.slow

@@ -7,5 +7,6 @@ NEEDS = {
     "test_transformers.py": "transformers",
     "test_accelerate.py": "accelerate",
     "test_torchrec.py": "torchrec",
+    "test_usearch.py": "usearch",
 }
 collect_ignore = [name for name, library in NEEDS.items() if find_spec(library) is None]
