@@ -20,12 +20,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadscope
 
-# Trainers and trackers, each of them installed, in an environment of its own: mypy is to see the same everywhere.
+# Trainers, trackers, TorchRec and an index, each of them installed, in an environment of its own: mypy is to see the same everywhere.
 INTEGRATIONS := .venv-integrations
 $(INTEGRATIONS)/.installed: setup.py constraints.txt
 	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch" "setuptools>=70"
-	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[integrations]" pytest hypothesis torchdata s3fs
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[integrations]" pytest hypothesis torchdata s3fs \
+		tensordict torchmetrics iopath pyre-extensions
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps torchrec fbgemm-gpu-cpu
 	touch $@
 
 test-integrations: $(INTEGRATIONS)/.installed

@@ -15,7 +15,7 @@ EXTRAS = {
     "lightning": ["lightning>=2.4"],
     "integrations": [
         *("lightning>=2.4", "transformers>=4.46", "accelerate>=1.0"),
-        *("tensorboard>=2.16", "mlflow-skinny>=2.16", "wandb>=0.18"),
+        *("tensorboard>=2.16", "mlflow-skinny>=2.16", "wandb>=0.18", "usearch>=2.16"),
     ],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
