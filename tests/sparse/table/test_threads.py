@@ -11,6 +11,7 @@ from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseSGD
 from recckpt.sparse.optim.param_groups import options
 from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table.rows import Rows
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,34 @@ def test_look_ups_beside_erases_inserts_and_clears_read_rows_of_their_ids():
     insert(torch.arange(n_ids))
     at_once(lambda: change(0), lambda: change(1), look_up, look_up)
     check_whole(table)
+
+
+def test_a_look_up_that_begins_while_memory_goes_back_is_repeated(monkeypatch):
+    """It has the rows of before, whose whole blocks the next erase changes."""
+    table = HashTable(1, name="t")
+    table.insert(torch.arange(4000), torch.arange(4000.0)[:, None])
+    has_begun, may_read, found = threading.Event(), threading.Event(), []
+
+    def take(columns, rows):
+        has_begun.set()
+        may_read.wait(60)
+        return table._read(columns, rows)
+
+    reader = threading.Thread(target=lambda: found.append(table.store.look_up(np.arange(10), take)))
+    fitted = Rows.fitted
+
+    def begin_to_read(rows):
+        if not reader.is_alive():
+            reader.start()
+            has_begun.wait(60)
+        return fitted(rows)
+
+    monkeypatch.setattr(Rows, "fitted", begin_to_read)
+    table.erase(torch.arange(1500, 4000))
+    table.erase(torch.arange(0, 5))
+    may_read.set()
+    reader.join(60)
+    assert found[0].flatten().tolist() == [0, 0, 0, 0, 0, 5, 6, 7, 8, 9]
 
 
 def test_look_ups_of_known_ids_wait_for_nobody():
