@@ -73,6 +73,7 @@ class SaveInfo:
         n_deletes: ids that were written as deleted.
         n_left_out: rows of the tables that ``save_where`` leaves out.
         largest_errors: slots that ``store`` makes narrower -> by how much a value of the checkpoint is off at most.
+        n_evicted: rows that policies of the tables have evicted since the tables were made, on all ranks.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
         slowest_shard: the shard that wrote longest, the number of its rank.
         max_stage_sec: ``stage_sec`` of the slowest rank.
@@ -99,6 +100,7 @@ class SaveInfo:
     n_upserts: int = 0
     n_deletes: int = 0
     n_left_out: int = 0
+    n_evicted: int = 0
     kept_rows: int = 0
     slowest_shard: int = 0
     max_stage_sec: float = 0.0

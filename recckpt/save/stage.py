@@ -48,6 +48,7 @@ class Staged:
     frozen: dict[str, Frozen] = field(default_factory=dict)  # tables by name whose changes are counted
     kind: Kind = FULL  # whether it is written as a delta
     wanted: dict[str, Wanted] = field(default_factory=dict)  # of tables by name that are not saved as they are
+    n_evicted: int = 0  # rows that tables of ours have evicted by then
 
     @property
     def sparse_bytes(self) -> int:
@@ -195,6 +196,7 @@ def stage(
             own_extra=live.extra.dump(sharded.from_extra(copy), of_ranks=True),
             sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
+            n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, OurTable)),
         )
     staged.take_tables(tables, tracker, live.choice, detached=buffers is not None)
     return staged

@@ -39,6 +39,7 @@ class ShardRecord:
     files: tuple[FileEntry, ...]  # all its files
     times: RankTimes  # how long it took
     n_kept: int  # rows that were copied aside because training changed them meanwhile
+    n_evicted: int  # rows that its tables have evicted
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
     info.n_deletes = sum(table.delta.deletes for table in tables if table.delta)
     info.n_left_out = sum(table.reduced.rows for table in tables if table.reduced)
     info.kept_rows = sum(record.n_kept for record in records)
+    info.n_evicted = sum(record.n_evicted for record in records)
     return Written(intent, records, names)
 
 
@@ -140,7 +142,7 @@ class ShardWriter:
         n_bytes, write_sec = sum(file.n_bytes for file in files), time.perf_counter() - begin
         times = RankTimes(info.stage_sec, info.blocked_sec, write_sec, n_bytes)
         n_kept = sum(table.n_kept for table in staged.tables)
-        return ShardRecord(self._intent.save_id, shard, tables, files, times, n_kept)
+        return ShardRecord(self._intent.save_id, shard, tables, files, times, n_kept, staged.n_evicted)
 
     def _write_to(
         self, outbox: NewFiles, staged: Staged, progress: Progress

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from recckpt.format.buckets import gen_slice
 from recckpt.policies.admit import Admit, AdmitFunction
-from recckpt.sparse.sharded.all_to_all import Exchange, exchange_of
+from recckpt.policies.evict import Capacity, Mask
+from recckpt.sparse.sharded.all_to_all import Exchange, agree, exchange_of
+from recckpt.sparse.sharded.eviction import first_of_all
 from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
 from recckpt.sparse.table.bags import Bags, Mode, bags_in, check_mode, pool
+from recckpt.sparse.table.eviction import Part, Policy
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
@@ -21,6 +26,8 @@ from recckpt.types import flag
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Int64s = npt.NDArray[np.int64]
 
 
 class ShardedHashTable(HashTable):
@@ -46,6 +53,8 @@ class ShardedHashTable(HashTable):
         track: as for a plain table; an id is counted over all ranks, and dated by its owner.
         admit: as for a plain table, by the occurrences on all ranks and the step of the owner: the same ids get rows
             whatever the number of ranks. A callable is the same on all of them.
+        evict: as for a plain table; a capacity is that of all ranks, which agree on the rows that go.
+        evict_every, budget_ms: as for a plain table.
         group: the process group whose ranks share the table; None for the default one, or for one rank where there is
             none. Its backend (gloo, nccl) carries the rows, and its timeout applies.
         gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does
@@ -65,6 +74,9 @@ class ShardedHashTable(HashTable):
         initializer: InitializerLike | None = None,
         track: Sequence[str] = (),
         admit: Admit | AdmitFunction | None = None,
+        evict: Policy | Sequence[Policy] = (),
+        evict_every: int | None = None,
+        budget_ms: float | None = None,
         group: ProcessGroup | Exchange | None = None,
         gradients: Literal["mean", "sum"] = "mean",
     ) -> None:
@@ -80,6 +92,9 @@ class ShardedHashTable(HashTable):
             slice=gen_slice(exchange.rank, exchange.size),
             track=track,
             admit=admit,
+            evict=evict,
+            evict_every=evict_every,
+            budget_ms=budget_ms,
         )
         self.exchange, self.gradients = exchange, gradients
 
@@ -101,6 +116,16 @@ class ShardedHashTable(HashTable):
             LookupFailedError: a rank has no int64 ids, is at another lookup, or failed; all ranks raise it.
         """
         return look_up_together([self], {self.name: ids}, admit=flag("admit", admit))[0]
+
+    def _of_ranks(self, what: str, number: int) -> list[int]:
+        return agree(self.exchange, what, [number] * self.exchange.size, None)
+
+    def _beyond(  # noqa: PLR0917  # as of a plain table
+        self, capacity: Capacity, part: Part, n_rows: int, by: npt.NDArray[Any], ids: Int64s, target: int | None
+    ) -> Mask:
+        n_of_all, n_in_part = (sum(self._of_ranks(f"evicting from {self.name!r}", n)) for n in (n_rows, len(ids)))
+        excess = capacity.excess(n_of_all, n_in_part, part.share) if target is None else n_of_all - target
+        return first_of_all(self.exchange, by, ids, excess)
 
     def _refuse(self, error: Exception) -> NoReturn:
         look_up_together([self], {self.name: error}, admit=True)  # the others wait for the ids of this rank
@@ -223,6 +248,8 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
     if exchange.size == 1:
         flat_batches(tables, ids)
         return [HashTable.forward(table, ids[table.name], admit=admit) for table in tables]
+    for table in tables if admit else ():
+        table._evict_due()
     has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
     scales = [1 / exchange.size if table.gradients == "mean" else 1.0 for table in tables]
     trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, admit), admit=admit)

@@ -199,6 +199,16 @@ def add_rows(groups: Any, values: Any, sums: Any) -> None:
 
 
 @compiled
+def row_norms(values: Any, norms: Any) -> None:
+    """Set ``norms`` to the L2 norm of each row, summed in order: the same whichever rows are beside it."""
+    for i in range(len(values)):
+        total = 0.0
+        for j in range(values.shape[1]):
+            total += values[i, j] * values[i, j]
+        norms[i] = np.sqrt(total)
+
+
+@compiled
 def count_buckets(ids: Any, counts: Any) -> None:
     """Add the number of ``ids`` in each of the 65,536 buckets to ``counts``."""
     for i in range(len(ids)):

@@ -28,6 +28,7 @@ from recckpt.sparse.table.checks import (
     flat_ids,
 )
 from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.eviction import EvictingTable, Policy
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-class HashTable(AdmittingTable):
+class HashTable(AdmittingTable, EvictingTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
@@ -61,10 +62,14 @@ class HashTable(AdmittingTable):
             ``"step"`` (``last_step``) and ``"time"`` (``last_time``); see docs/rows.md.
         admit: which unseen ids training look-ups insert: a policy of :mod:`recckpt.policies.admit`, or a callable
             ``(ids, step) -> mask``; None for all. Other ids read their initial values and get no gradients.
+        evict: policies of :mod:`recckpt.policies.evict`, by any of which rows go as the table is trained.
+        evict_every: in so many steps all rows are looked at once: those of a part of the ids before the first training
+            look-up of each step.
+        budget_ms: a warning says so once where that takes longer, and what ``evict_every`` would do; None says nothing.
 
     Raises:
         TypeError: ``admit`` is no policy.
-        ValueError: another argument is not one that a table can have.
+        ValueError: another argument is not one that a table can have, or ``evict`` goes by what is not tracked.
     """
 
     def __init__(
@@ -78,6 +83,9 @@ class HashTable(AdmittingTable):
         slice: Slice | None = None,
         track: Sequence[str] = (),
         admit: Admit | AdmitFunction | None = None,
+        evict: Policy | Sequence[Policy] = (),
+        evict_every: int | None = None,
+        budget_ms: float | None = None,
     ) -> None:
         super().__init__()
         self.name = check_table_name(name)
@@ -90,6 +98,7 @@ class HashTable(AdmittingTable):
         self._store = RowStore(checked_device(name, device))
         self._store.add_column(self._spec)
         self._begin_tracking(track)
+        self._begin_evicting(evict, evict_every, budget_ms)
         self._gradients = Gradients()
         self._admission = admission_of(admit, self._made_candidates)
 
@@ -149,9 +158,11 @@ class HashTable(AdmittingTable):
             occurs several times add up.
 
         Raises:
-            ValueError: an unseen id lies outside the slice of this table.
+            ValueError: an unseen id lies outside the slice of this table, or there are more ids than its capacity.
         """
         flat, admit = asked_ids(ids), flag("admit", admit)
+        if admit:
+            self._evict_due()
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
             out = lookup_with_grad(lambda: self.fetch(owned, admit=admit), self.add_gradients, owned)
@@ -175,6 +186,7 @@ class HashTable(AdmittingTable):
 
     def fetch_all(self, ids: Int64s, occurrences: Int64s | None) -> Tensor:
         """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
+        self._check_batch(ids)
         if self.track and occurrences is not None:
             return self._store.visit(ids, self._visit(occurrences), self.read, self.first_embeddings)
         return self._store.look_up_or_add(ids, self.read, self.first_embeddings)

@@ -1,4 +1,7 @@
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -84,6 +87,13 @@ class IndexAgainstDict(RuleBasedStateMachine):
     def copy(self, fitted):
         self.index, old = self.index.fitted() if fitted else self.index.copy(), self.index
         old.erase(array(list(self.rows)), array([]), array([]))  # of no consequence to the copy
+
+    @rule(begin=st.integers(0, 65535), n=st.sampled_from([1, 40, 5000, 65536]))
+    def part(self, begin, n):
+        end = min(65536, begin + n)
+        ends = (mix64(array(list(self.rows)).view(np.uint64)) & np.uint64(65535)).tolist()
+        expected = [row for row, at in zip(self.rows.values(), ends, strict=True) if begin <= at < end]
+        assert sorted(self.index.part(begin, end).tolist()) == sorted(expected)
 
     @invariant()
     def holds_all(self):
@@ -173,3 +183,12 @@ def test_ids_with_gaps_in_memory_are_read_right():
     index = IdIndex()
     index.find_or_add(ids)
     assert (index.find(ids) == np.arange(100)).all()
+
+
+@pytest.mark.parametrize("n_parts", [1, 7, 1000])
+def test_parts_hold_every_row_once_also_where_there_are_more_cells_than_parts(n_parts):
+    index = IdIndex()
+    index.find_or_add(np.arange(100_000) * 7 - 3000)
+    bounds = [part * 65536 // n_parts for part in range(n_parts + 1)]
+    found = np.concatenate([index.part(begin, end) for begin, end in pairwise(bounds)])
+    assert (np.sort(found) == np.arange(100_000)).all()

@@ -1,0 +1,236 @@
+"""Which rows a table lets go: pure decisions on columns of some of its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.types import positive_int, positive_number
+
+Mask = npt.NDArray[np.bool_]
+Columns = Mapping[str, npt.NDArray[Any]]
+
+COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the format: slots that a table tracks
+NORM = "|embedding|"  # the length of each embedding; no slot
+_DAY_SEC = 86_400
+_MOST = 1 << 53  # of what counts: steps, look-ups, rows
+
+
+class Now(Protocol):
+    """When a decision is made."""
+
+    @property
+    def step(self) -> int:
+        """The step of training."""
+
+    @property
+    def time(self) -> float:
+        """Seconds since 1970."""
+
+
+@runtime_checkable
+class Evict(Protocol):
+    """Says which rows go. Two of them go together by ``a & b``; a list of them stands for any."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The columns that it looks at: scalar slots, or :data:`NORM`."""
+
+    def evicted(self, rows: Columns, now: Now) -> Mask:
+        """Return True for each row that goes; by what is in that row alone, so the order of rows does not matter."""
+
+
+class _Joined:
+    """What several policies have in common."""
+
+    def __and__(self, other: Any) -> EvictedByAll:
+        return EvictedByAll(self, other)
+
+
+@dataclass(frozen=True)
+class Unseen(_Joined):
+    """Rows whose last training look-up was more than ``steps`` steps ago; DeepRec's ``GlobalStepEvict``.
+
+    Raises:
+        ValueError: ``steps`` is not an int of at least 1.
+    """
+
+    steps: int
+    needs = (LAST_STEP,)
+
+    def __post_init__(self) -> None:
+        _count("Unseen: steps", self.steps)
+
+    def evicted(self, rows: Columns, now: Now) -> Mask:
+        """Return True where the step is too long ago."""
+        mask: Mask = rows[LAST_STEP] < now.step - self.steps
+        return mask
+
+
+@dataclass(frozen=True)
+class UnseenFor(_Joined):
+    """Rows whose last training look-up was more than ``days`` ago, by event time or the clock; Monolith's expiry.
+
+    Raises:
+        ValueError: ``days`` is not a finite number above 0.
+    """
+
+    days: float
+    needs = (LAST_TIME,)
+
+    def __post_init__(self) -> None:
+        positive_number("UnseenFor: days", self.days)
+
+    def evicted(self, rows: Columns, now: Now) -> Mask:
+        """Return True where the time is too long ago."""
+        mask: Mask = rows[LAST_TIME] < now.time - self.days * _DAY_SEC
+        return mask
+
+
+@dataclass(frozen=True)
+class LowCount(_Joined):
+    """Rows that training has looked up fewer than ``n`` times, also those that came just now.
+
+    ``LowCount(2) & Unseen(steps=1000)`` gives each row 1,000 steps to be looked up again.
+
+    Raises:
+        ValueError: ``n`` is not an int of at least 1.
+    """
+
+    n: int
+    needs = (COUNT,)
+
+    def __post_init__(self) -> None:
+        _count("LowCount: n", self.n)
+
+    def evicted(self, rows: Columns, now: Now) -> Mask:
+        """Return True where there were too few."""
+        mask: Mask = rows[COUNT] < self.n
+        return mask
+
+
+@dataclass(frozen=True)
+class SmallNorm(_Joined):
+    """Rows whose embedding has an L2 norm below ``x``, also those that came just now; DeepRec's ``L2WeightEvict``.
+
+    Raises:
+        ValueError: ``x`` is not a finite number above 0.
+    """
+
+    x: float
+    needs = (NORM,)
+
+    def __post_init__(self) -> None:
+        positive_number("SmallNorm: x", self.x)
+
+    def evicted(self, rows: Columns, now: Now) -> Mask:
+        """Return True where the norm is below; an embedding with a NaN stays, to be found."""
+        mask: Mask = rows[NORM] < self.x
+        return mask
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class EvictedByAll(_Joined):
+    """Rows that each of these evicts; ``a & b`` is the same.
+
+    Raises:
+        ValueError: one of them is not an :class:`Evict`, or a :class:`Capacity`, which decides on all rows at once.
+    """
+
+    policies: tuple[Evict, ...]
+
+    def __init__(self, *policies: Any) -> None:
+        for policy in policies:
+            if not is_evict(policy):
+                raise ValueError(f"expected policies that look at one row, such as Unseen(steps=9), found {policy!r}")
+        flat = [part for one in policies for part in (one.policies if isinstance(one, EvictedByAll) else (one,))]
+        object.__setattr__(self, "policies", tuple(flat))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What any of them needs."""
+        return tuple(sorted({name for policy in self.policies for name in policy.needs}))
+
+    def evicted(self, rows: Columns, now: Now) -> Mask:
+        """Return True where all do."""
+        masks = [policy.evicted(rows, now) for policy in self.policies]
+        together: Mask = np.logical_and.reduce(masks)
+        return together
+
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.policies))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """At most ``n`` rows, of all ranks together: those that go have the least ``by``; of equal ones, the lowest ids.
+
+    While training it makes ``room`` before the table is full, so that no look-up waits; by hand it leaves ``n`` rows.
+    TorchRec's ZCH does the same by ``DistanceLFU_EvictionPolicy`` and ``LRU_EvictionPolicy``.
+
+    Args:
+        n: rows.
+        by: ``"last_step"`` for those not seen for longest, ``"count"`` for those seen least.
+        room: which part of ``n`` stays free for rows to come.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    n: int
+    by: Literal["last_step", "count"] = "last_step"
+    room: float = 0.1
+
+    def __post_init__(self) -> None:
+        _count("Capacity: n", self.n)
+        if self.by not in (LAST_STEP, COUNT):
+            raise ValueError(f"Capacity: by must be 'last_step' or 'count', found {self.by!r}")
+        if positive_number("Capacity: room", self.room) > 0.5:
+            raise ValueError(f"Capacity: room must be at most 0.5, found {self.room!r}")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What decides."""
+        return (self.by,)
+
+    @property
+    def target(self) -> int:
+        """Rows that stay while training."""
+        return self.n - int(self.n * self.room)
+
+    def is_crowded(self, n_rows: int) -> bool:
+        """Say whether so many rows are too many to wait for the next pass: half of the room is taken."""
+        return 2 * n_rows > self.target + self.n
+
+    def excess(self, n_rows: int, n_in_part: int, share: float) -> int:
+        """Return how many rows of a part go, which is the ``share`` of all ids, to leave no more than its share."""
+        return max(0, min(n_rows - self.target, n_in_part - math.ceil(self.target * share)))
+
+
+def first_rows(by: npt.NDArray[Any], ids: npt.NDArray[np.int64], n: int) -> Mask:
+    """Return True for the ``n`` rows with the least ``by``, of equal ones those with the lowest ids."""
+    if n >= len(by):
+        return np.ones(len(by), np.bool_)
+    if n <= 0:
+        return np.zeros(len(by), np.bool_)
+    border = np.partition(by, n - 1)[n - 1]
+    mask: Mask = by < border
+    ties = np.flatnonzero(by == border)
+    n_ties = n - int(mask.sum())
+    mask[ties[np.argpartition(ids[ties], n_ties - 1)[:n_ties]]] = True
+    return mask
+
+
+def is_evict(policy: Any) -> bool:
+    """Say whether this is a policy that looks at one row."""
+    return isinstance(policy, Evict) and not isinstance(policy, type)
+
+
+def _count(name: str, value: Any) -> None:
+    if positive_int(name, value) > _MOST:
+        raise ValueError(f"{name} must be at most {_MOST}, found {value}")

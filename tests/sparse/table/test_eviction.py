@@ -1,0 +1,360 @@
+"""Rows that a table lets go, held against a dict."""
+
+import copy
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+from drawn import drawn
+from hypothesis import strategies as st
+
+from recckpt.format.buckets import mix64
+from recckpt.policies.evict import Capacity, LowCount, SmallNorm, Unseen, UnseenFor
+from recckpt.sparse import HashTable, Normal
+from recckpt.sparse.optim import SparseSGD
+from recckpt.sparse.table import eviction as eviction_module
+from recckpt.sparse.table.eviction import Plan
+
+TRACK = ("count", "step", "time")
+DAY = 86_400
+
+
+def table_of(n=0, **options) -> HashTable:
+    table = HashTable(2, name="t", initializer=Normal(), track=TRACK, **options)
+    if n:
+        table(torch.arange(n))
+    return table
+
+
+def ids_of(table) -> list[int]:
+    return sorted(table.ids().tolist())
+
+
+class Model:
+    """What a table with ``Unseen``, ``LowCount & Unseen`` and ``Capacity`` does, in plain Python, an id at a time."""
+
+    def __init__(self, every, capacity):
+        self.rows, self.every, self.capacity = {}, every, capacity
+        self.n_parts = min(every, max(1, capacity.n // eviction_module._MIN_PART_ROWS))
+
+    def evict(self, step):
+        self.room = self.capacity.n - int(self.capacity.n * self.capacity.room)
+        if len(self.rows) > (self.capacity.n + self.room) / 2:
+            self._evict_part(step, 0, 65536)
+        elif step * self.n_parts // self.every != (step - 1) * self.n_parts // self.every:
+            part = step * self.n_parts // self.every % self.n_parts
+            self._evict_part(step, part * 65536 // self.n_parts, (part + 1) * 65536 // self.n_parts)
+
+    def _evict_part(self, step, begin, end):
+        ends = mix64(np.array(list(self.rows), np.int64).view(np.uint64)) & np.uint64(65535)
+        part = [id_ for id_, at in zip(self.rows, ends.tolist(), strict=True) if begin <= at < end]
+        for id_ in part:
+            row = self.rows[id_]
+            if row["last_step"] < step - 30 or (row["count"] < 2 and row["last_step"] < step - 3):
+                del self.rows[id_]
+        part = sorted((self.rows[id_]["last_step"], id_) for id_ in part if id_ in self.rows)
+        n = min(len(self.rows) - self.room, len(part) - math.ceil(self.room * (end - begin) / 65536))
+        for _, id_ in part[: max(0, n)]:
+            del self.rows[id_]
+
+    def look_up(self, step, ids):
+        for id_ in ids:
+            row = self.rows.setdefault(id_, {"count": 0, "value": 0.0})
+            row["count"], row["last_step"] = row["count"] + 1, step
+        for id_ in {*ids}:
+            self.rows[id_]["value"] += ids.count(id_)
+
+
+def policies(n):
+    return [Unseen(steps=30), LowCount(2) & Unseen(steps=3), Capacity(n, room=0.2)]
+
+
+def train(table, optim, step, ids):
+    table.step = step
+    table(torch.tensor(ids, dtype=torch.int64)).sum().backward()
+    optim.step()
+
+
+def rows_of(table) -> dict:
+    slots = {name: values.tolist() for name, values in table.slots.items()}
+    values = table.embeddings()[:, 0].tolist()
+    return {
+        id_: {"count": slots["count"][at], "last_step": slots["last_step"][at], "value": -values[at]}
+        for at, id_ in enumerate(table.ids().tolist())
+    }
+
+
+@drawn(st.integers(0, 2**32), st.integers(1, 40), st.integers(20, 120), few=3, many=300)
+def test_a_table_in_training_evicts_what_a_dict_would(seed, every, n):
+    rng = np.random.default_rng(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eviction_module, "_MIN_PART_ROWS", 8)
+        table = HashTable(
+            1, name="t", initializer=lambda v: v.zero_(), track=TRACK, evict=policies(n), evict_every=every
+        )
+        optim, model = SparseSGD([table], lr=1.0), Model(every, Capacity(n, room=0.2))
+        for step in range(60):
+            ids = (rng.integers(0, 15, rng.integers(0, 12)) ** 2 + step).tolist()
+            model.evict(step)
+            model.look_up(step, ids)
+            train(table, optim, step, ids)
+            assert ids_of(table) == sorted(model.rows)
+        assert rows_of(table) == model.rows
+        assert table.n_evicted > 0
+
+
+@drawn(st.integers(0, 2**32), st.integers(1, 30), st.integers(0, 39), few=4, many=60)
+def test_a_copy_that_goes_on_from_any_step_evicts_the_same_rows(seed, every, at):
+    rng = np.random.default_rng(seed)
+    batches = [(rng.integers(0, 15, 10) ** 2 + step).tolist() for step in range(40)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eviction_module, "_MIN_PART_ROWS", 8)
+        table = table_of(evict=policies(60), evict_every=every)
+        optim = SparseSGD([table], lr=0.1)
+        for step, ids in enumerate(batches):
+            if step == at:
+                resumed = table_of(evict=policies(60), evict_every=every)
+                resumed.load_state_dict({"t": table})
+                resumed_optim = SparseSGD([resumed], lr=0.1)
+            for one, its_optim in [(table, optim)] if step < at else [(table, optim), (resumed, resumed_optim)]:
+                train(one, its_optim, step, ids)
+        assert rows_of(resumed) == rows_of(table)
+
+
+def test_each_policy_by_hand_drops_what_it_says_and_returns_how_many():
+    table = table_of(10)
+    table.step, table.event_time = 5, 10.0 * DAY
+    table(torch.arange(5))
+    table.step, table.event_time = 8, 20.0 * DAY
+    assert table.evict(Unseen(steps=3)) == 5
+    assert ids_of(table) == [0, 1, 2, 3, 4]
+    table(torch.tensor([0, 0, 0, 7]))
+    assert table.evict(UnseenFor(days=9.5)) == 4
+    assert table.evict(LowCount(2)) == 1
+    assert ids_of(table) == [0]
+    table.insert(torch.tensor([1, 2]), torch.tensor([[1e-3, 0], [1, 1]]))
+    assert table.evict(SmallNorm(0.1), LowCount(1)) == 2
+    assert table.n_evicted == 12
+
+
+@pytest.mark.parametrize(("by", "left"), [("last_step", [1, 2, 8, 9]), ("count", [0, 1, 8, 9])])
+def test_a_capacity_by_hand_leaves_so_many_rows_and_of_equal_ones_the_highest_ids(by, left):
+    table = table_of(10)
+    table(torch.tensor([0, 0, 0, 1]))
+    table.step = 3
+    table(torch.tensor([1, 2]))
+    table.evict(Capacity(6, by=by))
+    table.erase(torch.tensor([6, 7]) if by == "last_step" else torch.tensor([2, 7]))
+    assert ids_of(table) == left
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
+def test_the_norm_is_that_of_torch(dtype):
+    table = HashTable((2, 3), name="t", dtype=dtype)
+    values = (torch.randn(100, 2, 3, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    table.insert(torch.arange(100), values)
+    expected = values.double().flatten(1).norm(dim=1) < 5
+    assert 10 < table.evict(SmallNorm(5)) == int(expected.sum()) < 90
+
+
+def test_an_id_that_comes_back_starts_anew():
+    table = table_of(3, evict=LowCount(2), evict_every=1)
+    first = table.embeddings()
+    table.add_slot("mark", (), initial=7)
+    table.insert(torch.arange(3), torch.full((3, 2), 9.0), {"mark": torch.zeros(3)})
+    table.step = 1
+    table(torch.arange(3))
+    assert torch.equal(table.embeddings(), first)
+    assert table.slots["mark"].tolist() == [7, 7, 7]
+    assert table.slots["count"].tolist() == [1, 1, 1]
+
+
+def test_in_as_many_steps_as_evict_every_says_all_rows_are_looked_at_a_part_at_each_step():
+    table = table_of(3000, evict=LowCount(2), evict_every=30)
+    left = [len(table)]
+    for step in range(1, 31):
+        table.step = step
+        table(torch.tensor([-1]))
+        left.append(len(table) - 1)
+    assert left[-1] == 0
+    gone = -np.diff(left)
+    assert gone.min() > 50
+    assert gone.max() < 160
+
+
+def test_steps_that_are_not_counted_one_by_one_leave_nothing_out():
+    table = table_of(1000, evict=Unseen(steps=5), evict_every=100)
+    for step in range(0, 130, 10):
+        table.step = step
+        table(torch.tensor([-1]))
+    assert ids_of(table) == [-1]
+
+
+@pytest.mark.parametrize(("every", "n"), [(1, 0), (7, 0), (20_000, 0), (1000, 50_000), (10, 10)])
+def test_the_parts_of_as_many_steps_hold_every_id_once(every, n):
+    plan = Plan((Unseen(steps=1),), Capacity(n) if n else None, every)
+    parts = [part for step in range(every) for part in plan.due(None, step)]
+    assert sorted(parts) == sorted({*parts})
+    assert sum(part.end - part.begin for part in parts) == 65536
+    assert sorted(plan.due(3, 3 + 2 * every)) == sorted(parts)
+
+
+def test_a_table_with_a_capacity_stays_below_it_though_all_ids_are_new(caplog):
+    table = table_of(evict=Capacity(5000, room=0.2), evict_every=20)
+    for step in range(200):
+        table.step = step
+        table(torch.arange(step * 30, step * 30 + 30))
+        assert len(table) <= 5000
+    assert len(table) > 4000
+    assert len({*range(200 * 30 - 3000, 200 * 30)} - {*ids_of(table)}) < 50, "those seen last stay"
+    assert not caplog.records
+
+
+def test_where_more_rows_come_than_go_part_by_part_a_step_looks_at_all_and_says_so_once(caplog):
+    table = table_of(evict=Capacity(1000), evict_every=10_000)
+    for step in range(100):
+        table.step = step
+        table(torch.arange(step * 40, step * 40 + 40))
+        assert len(table) <= 1000
+    [record] = caplog.records
+    assert "960 rows at step 24" in record.message
+    assert "less than evict_every=10000" in record.message
+
+
+def test_a_look_up_of_more_ids_than_a_capacity_is_refused_before_a_row_is_added():
+    table = table_of(evict=Capacity(10), evict_every=1)
+    table(torch.zeros(100, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"'t': found a look-up of 11 different ids, expected .* Capacity\(n=10"):
+        table(torch.arange(11))
+    assert ids_of(table) == [0]
+    assert len(table.eval()(torch.arange(11))) == 11
+
+
+def test_nothing_is_evicted_in_eval_mode_and_all_of_the_step_once_by_the_first_look_up_in_training():
+    table = table_of(5, evict=LowCount(2), evict_every=1)
+    table.step = 1
+    table.eval()(torch.arange(5))
+    assert len(table) == 5
+    table.train()(torch.arange(2))
+    table(torch.arange(2, 4))
+    assert ids_of(table) == [0, 1, 2, 3]
+
+
+def test_the_row_of_padding_stays():
+    module = torch.nn.Embedding(5, 2, padding_idx=3)
+    table = HashTable.from_embedding(module, name="t", track=TRACK, evict=LowCount(2), evict_every=1)
+    table.step = 1
+    table(torch.tensor([7]))
+    assert ids_of(table) == [3, 7]
+    assert table.evict(Capacity(1)) == 1
+    assert ids_of(table) == [3]
+
+
+def test_the_gradients_of_a_row_that_is_evicted_go_with_it_and_those_of_others_stay():
+    table = table_of(4)
+    optim = SparseSGD([table], lr=1.0)
+    table(torch.arange(4)).sum().backward()
+    table(torch.tensor([2]))
+    before = table.lookup(torch.tensor([2]))[0]
+    table.evict(LowCount(3))
+    optim.step()
+    assert ids_of(table) == [2]
+    assert torch.equal(table.embeddings(), before - 1)
+
+
+def test_a_table_that_never_hears_of_a_step_says_that_it_evicts_nothing(caplog, monkeypatch):
+    monkeypatch.setattr(eviction_module, "_PATIENCE", 5)
+    table = table_of(evict=LowCount(2), evict_every=10)
+    for _ in range(20):
+        table(torch.arange(3))
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "table 't': still at step 0 after 5 training look-ups" in record.message
+
+
+def test_a_part_that_takes_longer_than_the_budget_is_evicted_all_the_same_and_says_what_to_do(caplog):
+    table = table_of(2000, evict=LowCount(2), evict_every=1, budget_ms=1e-6)
+    for step in range(1, 4):
+        table.step = step
+        table(torch.arange(1))
+    assert ids_of(table) == [0]
+    [record] = caplog.records
+    assert "expected budget_ms=1e-06: evict_every=" in record.message
+
+
+def test_a_copy_evicts_as_the_table_does_and_a_restored_table_begins_again():
+    table = table_of(100, evict=LowCount(2), evict_every=1)
+    twin = copy.deepcopy(table)
+    assert twin.evicts == table.evicts == (LowCount(2),)
+    saved = copy.deepcopy(table)
+    twin.step = 1
+    twin(torch.tensor([5]))
+    assert ids_of(twin) == [5]
+    twin.load_state_dict({"t": saved})
+    twin(torch.tensor([5]))  # of the same step
+    assert ids_of(twin) == [5]
+
+
+class OfTheirOwn:
+    needs = ("price", "last_step")
+
+    def __init__(self, make=lambda mask: mask):
+        self.make = make
+
+    def evicted(self, rows, now):
+        return self.make((rows["price"] > 2) & (rows["last_step"] <= now.step))
+
+
+def test_a_policy_of_the_users_own_looks_at_any_slot():
+    table = table_of(4)
+    table.add_slot("price", (), initial=1)
+    table.insert(torch.arange(2), torch.zeros(2, 2), {"price": torch.tensor([3.0, 2.0])})
+    for make in (lambda mask: mask[:1], lambda mask: mask.astype(int), lambda mask: None):
+        with pytest.raises(ValueError, match=r"found a mask of .*, expected bool \(4,\)"):
+            table.evict(OfTheirOwn(make))
+    assert table.evict(OfTheirOwn()) == 1
+    assert ids_of(table) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("policy", "track", "remedy"),
+    [
+        (Unseen(steps=5), (), r"goes by \['last_step'\], .* add track=\('step',\)"),
+        (UnseenFor(days=5), ("step",), r"add track=\('time',\)"),
+        (LowCount(5) & Unseen(steps=3), ("time",), r"add track=\('count', 'step'\)"),
+        (Capacity(5), "count", r"add track=\('step',\)"),
+        (OfTheirOwn(), "step", r"goes by \['price'\], .* declare it with add_slot"),
+    ],
+)
+def test_policies_by_what_is_not_tracked_are_refused(policy, track, remedy):
+    with pytest.raises(ValueError, match=f"table 't': .* {remedy}"):
+        HashTable(2, name="t", track=track, evict=[SmallNorm(1), policy], evict_every=10)
+    with pytest.raises(ValueError, match=f"table 't': .* {remedy}"):
+        HashTable(2, name="t", track=track).evict(policy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evict": [3], "evict_every": 1}, r"expected policies of recckpt.policies.evict, found \[3\]"),
+        ({"evict": "LowCount", "evict_every": 1}, r"expected policies .* found \['LowCount'\]"),
+        ({"evict": LowCount, "evict_every": 1}, "expected policies"),
+        ({"evict": LowCount(2)}, "no evict_every: give the number of steps"),
+        ({"evict_every": 10}, "nothing in evict"),
+        ({"budget_ms": 10}, "nothing in evict"),
+        ({"evict": LowCount(2), "evict_every": 0}, "evict_every must be an int of at least 1, found 0"),
+        ({"evict": LowCount(2), "evict_every": 1.5}, "evict_every must be an int"),
+        ({"evict": LowCount(2), "evict_every": 1, "budget_ms": -1}, "budget_ms must be a finite number above 0"),
+        ({"evict": [Capacity(1), Capacity(2)], "evict_every": 1}, "expected one capacity"),
+    ],
+)
+def test_what_a_table_cannot_evict_by_is_refused_where_it_is_made(options, message):
+    with pytest.raises(ValueError, match=f"table 't': .*{message}"):
+        table_of(**options)
+
+
+def test_to_evict_by_nothing_is_refused():
+    with pytest.raises(ValueError, match="found none"):
+        table_of(3).evict()
