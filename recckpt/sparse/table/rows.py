@@ -209,7 +209,7 @@ class Rows:
             sums = np.zeros(len(different), np.int64)
             np.add.at(sums, groups, visit.occurrences)
             column = self.columns[visit.counter]
-            values[visit.counter] = column.gather(different) + torch.from_numpy(sums).to(self.device)
+            values[visit.counter] = column.gather(different) + torch.from_numpy(sums).to(column.device)
         self.write(different, values)
 
     def find_erasure(self, ids: Int64s) -> Erasure:

@@ -1,12 +1,14 @@
 """Ids that wait for a row: counted, read as if new, and admitted as a dict of counts would have it."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
 import torch
 from drawn import drawn
 from hypothesis import strategies as st
+from paths import ROOT
 
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
 from recckpt.errors import StateMismatchError
@@ -212,6 +214,35 @@ def test_the_block_of_an_id_is_in_its_bucket():
         assert (bucket_of(block_of(ids, bloom.geometry)) == bucket_of(ids)).all()
 
 
+def cells_by_the_format(id_, blocks, hashes):
+    """Return the hash of the row of an id, and its cells, as docs/format.md has them."""
+
+    def mix(z):
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        return z ^ (z >> 31)
+
+    h, s = mix(id_ % 2**64), 0x9E3779B97F4A7C15
+    g, cells = mix((h + s + s) % 2**64), []
+    for i in range(hashes):
+        if i == 8:
+            g = mix((g + s) % 2**64)
+        cells.append(g >> 8 * (i % 8) & 255)
+    return ((h >> 48) << 48) + (((h % 2**48) * blocks) >> 48), sorted({*cells}), mix
+
+
+@pytest.mark.parametrize("bloom", [SMALL, Bloom(10**8, 0.001)], ids=str)
+def test_a_filter_counts_where_the_format_says(bloom):
+    for id_ in (0, 7, -1, -(2**63), 2**63 - 1):
+        table = HashTable(1, name="t", admit=MinCount(9, bloom))
+        table(ids_of(id_, id_, id_))
+        row, cells, mix = cells_by_the_format(id_, *bloom.geometry)
+        assert mix(table.candidates.ids().item() % 2**64) == row
+        (counts,) = table.candidates.embeddings().tolist()
+        assert [cell for cell, count in enumerate(counts) if count] == cells
+        assert {*counts} == {0, 3}
+
+
 def batch(step):
     return torch.from_numpy(np.random.default_rng(step).integers(0, 12, 10))
 
@@ -259,3 +290,22 @@ def test_counts_of_another_filter_or_of_none_are_no_counts_of_this_one(tmp_path,
     CheckpointManager(saver, 1).restore(load_conf={"strict": False})
     assert rows_of(model.table) == rows_of(first)
     assert model.table.candidates is None or len(model.table.candidates) == 0
+
+
+def test_the_page_on_rows_does_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page, names = (ROOT / "docs/rows.md").read_text(), {}
+    for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(snippet, names)
+    table = names["model"].user
+    assert (table.ids().tolist(), table.slots["count"].tolist()) == ([7], [2])
+    assert table.candidates.ids().tolist() == [8]
+    assert table.now == (1, 1_700_000_000)
+    for given in re.findall(r"^\| `((?:MinCount|Probability)\(.*?\))` \|", page, re.MULTILINE):
+        assert HashTable(2, name="t", admit=eval(given, names)).admit is not None
+    sizes = re.findall(r"^\| (?:up to )?([\d,]+) \| ([\d.]+) \| ([\d.]+) (MiB|GiB) \| (\d+) \|", page, re.MULTILINE)
+    assert len(sizes) == 4
+    for capacity, error, size, unit, each in sizes:
+        bloom = Bloom(int(capacity.replace(",", "")), float(error))
+        assert round(bloom.nbytes / 2 ** (20 if unit == "MiB" else 30), 1) == float(size)
+        assert round(bloom.nbytes / bloom.capacity) == int(each)

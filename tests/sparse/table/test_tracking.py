@@ -105,6 +105,21 @@ def test_copies_take_the_counters_and_the_moment_along():
     assert counters(twin) == counters(table)
 
 
+def test_on_another_device_they_are_the_same():
+    """As the door has it where the slots are not on the CPU, which they are here."""
+    table = HashTable(2, name="t", track=ALL)
+    table.store.rows.device = torch.device("cuda")
+    at(table, 3, 1_700_000_000.25)
+    table(torch.tensor([7, 8, 7, 7]))
+    at(table, 1 << 40, 1_700_000_001.25)
+    table(torch.tensor([9, 8]))
+    assert counters(table) == {
+        7: (3, 3, 1_700_000_000.25),
+        8: (2, 1 << 40, 1_700_000_001.25),
+        9: (1, 1 << 40, 1_700_000_001.25),
+    }
+
+
 def test_what_is_not_tracked_is_refused():
     for wrong in ("counts", ("count", "count"), ("count", 3), ["last_step"]):
         with pytest.raises(ValueError, match="expected some of"):
