@@ -63,8 +63,7 @@ class HashTable(AdmittingTable, EvictingTable):
         admit: which unseen ids training look-ups insert: a policy of :mod:`recckpt.policies.admit`, or a callable
             ``(ids, step) -> mask``; None for all. Other ids read their initial values and get no gradients.
         evict: policies of :mod:`recckpt.policies.evict`, by any of which rows go as the table is trained.
-        evict_every: in so many steps all rows are looked at once: those of a part of the ids before the first training
-            look-up of each step.
+        evict_every: in so many steps all rows are looked at once, a part of the ids at each; see docs/rows.md.
         budget_ms: a warning says so once where that takes longer, and what ``evict_every`` would do; None says nothing.
 
     Raises:
