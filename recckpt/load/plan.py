@@ -104,7 +104,11 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
         return Planned(name, reason=UNASKED)
     if parameter.conversion.rpartition(", ")[2].startswith("resize"):
         return Planned(name, reason="its parameter is resized")
-    return _state_of(name, parameter.offer, matches)
+    settings, inventory = planned.get(Name("dense_opt", name.optimizer)), matches[parameter.offer].offer.inventory
+    is_resumed = settings is not None and settings.offer == parameter.offer
+    if settings is None or not is_resumed or Name("dense_opt", settings.source) in inventory:
+        return _state_of(name, parameter.offer, matches)
+    return Planned(name, settings.offer, settings.source)  # the state comes whole, by the places of the parameters
 
 
 def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:

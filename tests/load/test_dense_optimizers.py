@@ -332,7 +332,8 @@ def test_state_without_names_resumes_by_place_and_does_not_travel(tmp_path):
         new.register_for_checkpointing("optim", optim)
         report = new.load(str(tmp_path / "old"))
         assert (frozen(optim.state_dict()) == frozen(trained.state_dict())) == taken
-        assert "there has no names of parameters" in str(report)
+        assert ("there has no names of parameters" in str(report)) == (not taken)
+        assert bool(report.fresh_parameters) == (not taken)
 
 
 def test_damage_is_found_and_another_state_refused_before_anything_changes(tmp_path, old):
