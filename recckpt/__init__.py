@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from recckpt.inspect.diff.diff import diff
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
     from recckpt.inspect.reader import CheckpointReader, dataset
+    from recckpt.inspect.sql import connect, scan
     from recckpt.manager.manager import CheckpointManager
     from recckpt.policies.deltas import Deltas
     from recckpt.save.background_save import SaveHandle
@@ -39,6 +40,8 @@ _HOMES = {
     "compact": "compaction.compact",
     "forget": "compaction.forget",
     "diff": "inspect.diff.diff",
+    "connect": "inspect.sql",
+    "scan": "inspect.sql",
 }
 
 __all__ = [
@@ -58,6 +61,8 @@ __all__ = [
     "compact",
     "forget",
     "diff",
+    "connect",
+    "scan",
 ]
 
 logging.getLogger("recckpt").addHandler(logging.NullHandler())

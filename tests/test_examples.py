@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -195,7 +196,7 @@ def test_the_python_blocks_of_the_readme_and_then_its_commands_run_as_they_stand
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/clicks/ckpt_300/manifest.json").exists()
     for command in commands:
-        done = python("-m", "recckpt", *command.split(), cwd=tmp_path)
+        done = python("-m", "recckpt", *shlex.split(command), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 
@@ -267,7 +268,9 @@ def test_the_page_on_looking_into_checkpoints_runs_as_it_stands(
 
     exec(python_of(ROOT / "docs/look.md"), names)
 
+    names["connection"].close()  # type: ignore[attr-defined]
     assert (names["item"].added, names["item"].changed) == (100, 100)  # type: ignore[attr-defined]
+    assert isinstance(names["largest"], float)
 
 
 def test_every_link_of_the_documents_leads_to_a_file() -> None:

@@ -30,6 +30,7 @@ _MODULES = {
     "forget": "forget",
     "plan": "plan",
     "diff": "diff",
+    "sql": "sql",
     "import": "import_source",
     "export": "export",
 }
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--table", metavar="TABLE", help="with --absent: the table that is meant (default: all)")
     verify.add_argument("--print-ids", action="store_true", help="with --absent: print the ids that were found")
     look_options.add_diff(command)
+    look_options.add_sql(command)
     _add_mending(command)
     convert_options.add_import(command)
     convert_options.add_export(command)

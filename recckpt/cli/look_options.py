@@ -1,4 +1,4 @@
-"""The arguments of ``recckpt diff``."""
+"""The arguments of ``recckpt diff`` and ``recckpt sql``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def add_diff(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("--tolerance", type=_tolerance, default=0.0, metavar="X", help=tolerance_help)
     add("--top", type=_count, default=10, metavar="N", help="rows to name that moved most (default: %(default)s)")
     add("--html", metavar="FILE", help="write a page that needs nothing else to this file too; must not exist")
+
+
+def add_sql(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add ``sql``."""
+    parser = command("sql", "query tables, `checkpoints` and `timeline` by SQL, with duckdb")
+    parser.add_argument("checkpoint", metavar="CKPT", help=_A_CHECKPOINT)
+    parser.add_argument("query", metavar="QUERY", help='such as "select count(*) from item"; quote names: "user/1"')
+    parser.add_argument("--csv", action="store_true", help="print CSV, with a header")
 
 
 def _tolerance(text: str) -> float:

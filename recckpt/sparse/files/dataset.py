@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from recckpt.sparse.files.arrow_format import TABLE, part_schema
+from recckpt.sparse.files.arrow_format import ID, TABLE, column_array, column_values, part_schema
 from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.table_reader import TableReader
+from recckpt.sparse.files.table_reader import TableReader, table_schema
+from recckpt.types import SlotSpec
 
 
 def dataset_of(table: ChainTable) -> ds.Dataset:
@@ -48,7 +50,7 @@ class ChainDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no 
     def __init__(self, table: ChainTable, condition: ds.Expression | None = None) -> None:
         file_format = ds.IpcFileFormat()
         fragment = file_format.make_fragment(pa.PythonFile(_NoFile(), "r"))
-        super().__init__([fragment], part_schema(table.links[0].specs), file_format)
+        super().__init__([fragment], self._schema_of(table.links[0].specs), file_format)
         self._table, self._condition = table, condition
 
     def scanner(
@@ -65,7 +67,7 @@ class ChainDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no 
 
     def filter(self, expression: ds.Expression) -> ChainDataset:
         """Return the dataset of those rows for which this holds."""
-        return ChainDataset(self._table, _both(self._condition, expression))
+        return type(self)(self._table, _both(self._condition, expression))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a dataset of open files cannot be pickled; open one in each process")
@@ -74,9 +76,46 @@ class ChainDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no 
         self, slots: Collection[str], columns: Any, condition: ds.Expression | None, options: dict[str, Any]
     ) -> ds.Scanner:
         table = self._table.with_slots(list(slots))
-        schema = part_schema(table.links[0].specs)
-        batches = _with_name(table, schema)
+        schema, batches = self._schema_of(table.links[0].specs), self._batches_of(table)
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=condition, **options)
+
+    def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
+        return part_schema(slots)
+
+    def _batches_of(self, table: ChainTable) -> Iterator[pa.RecordBatch]:
+        return _with_name(table, part_schema(table.links[0].specs))
+
+
+class NumbersDataset(ChainDataset):
+    """Rows of any table, checked for each query, with float16 and bfloat16 as float32, and no column of its name.
+
+    For those that know neither dtype, and would take one for an error and the other for whole numbers.
+    """
+
+    def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
+        return table_schema(map(_as_number, slots))
+
+    def _batches_of(self, table: ChainTable) -> Iterator[pa.RecordBatch]:
+        specs = table.links[0].specs
+        schema = self._schema_of(specs)
+        for batch in table.all_rows():
+            columns = [batch.column(ID)]
+            for spec in specs:
+                column = batch.column(spec.name)
+                if _as_number(spec) != spec:
+                    values = np.ascontiguousarray(column_values(column, spec), np.float32)
+                    column = column_array(_as_number(spec), pa.py_buffer(values), len(column))
+                columns.append(column)
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def has_halves(slots: Iterable[SlotSpec]) -> bool:
+    """Say whether a slot has values of 16 bits that are no whole numbers."""
+    return any(_as_number(slot) != slot for slot in slots)
+
+
+def _as_number(slot: SlotSpec) -> SlotSpec:
+    return replace(slot, dtype="float32") if slot.dtype in ("float16", "bfloat16") else slot
 
 
 def _both(one: ds.Expression | None, other: ds.Expression | None) -> ds.Expression | None:

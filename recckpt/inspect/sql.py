@@ -1,0 +1,202 @@
+"""Tables of a checkpoint for duckdb and polars, which read only what a query needs (no torch here)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from recckpt.errors import RecckptError
+from recckpt.format import layout
+from recckpt.inspect.open_checkpoint import OpenCheckpoint
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.listing import look_around
+from recckpt.output_dir.open_files import until_whole
+from recckpt.sparse.files.arrow_format import TABLE
+from recckpt.sparse.files.chain_table import open_table
+from recckpt.storage import Storage
+
+if TYPE_CHECKING:
+    import duckdb
+    import polars
+    from pyarrow.dataset import Dataset
+
+log = logging.getLogger("recckpt")
+
+_TIMELINE_BYTES = 2 << 20
+_CHECKPOINTS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("step", pa.int64()),
+        ("kind", pa.string()),
+        ("time", pa.string()),
+        ("ephemeral", pa.bool_()),
+        ("rows", pa.int64()),
+        ("bytes", pa.int64()),
+        ("path", pa.string()),
+        ("state", pa.string()),
+    ]
+)
+
+
+class MissingLibraryError(RecckptError, ImportError):
+    """A library that recckpt can do without is not installed."""
+
+
+def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
+    """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
+
+    A view has ``id`` and the slots, float16 and bfloat16 as float32. Beside them are two tables: ``checkpoints``, those
+    of the output dir, oldest first, and ``timeline``, how its last saves went. Where a table has one of these names, or
+    one that differs from another's only in case, which SQL does not tell apart, its view ends in ``_2``, and a warning
+    says so.
+
+    Of a full checkpoint, duckdb gets the columns and rows that a query asks for from Arrow, which reads no other
+    columns; values are not checked, as by :func:`recckpt.dataset`. The rows of a chain are merged, and checked, anew
+    for each query, from the slots that it names; filters are applied as they come. Files stay open as long as the
+    connection is. Imports no torch.
+
+    Args:
+        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+
+    Raises:
+        MissingLibraryError: duckdb is not installed.
+        TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
+            :class:`CheckpointReader`.
+    """
+    library = _needed("duckdb")
+    opened = _opened(path)
+    connection: duckdb.DuckDBPyConnection = library.connect()
+    connection.register("checkpoints", _checkpoints(opened.storage))
+    connection.register("timeline", _timeline(opened.storage))
+    taken = {"checkpoints", "timeline"}
+    for entry in opened.manifest.tables:
+        view = _free_name(entry.name, taken)
+        taken.add(view.casefold())
+        if view != entry.name:
+            log.warning("%s: table %r is the view %r: its name is taken", opened.storage.url, entry.name, view)
+        rows = connection.from_arrow(_rows(opened, entry.name))
+        if TABLE in rows.columns:
+            rows = rows.select(library.StarExpression(exclude=[TABLE]))
+        rows.create_view(view)
+    return connection
+
+
+def scan(path: str | os.PathLike[str], table: str) -> polars.LazyFrame:
+    """Return the rows of a table as a polars LazyFrame, which reads the columns and rows that a query asks for.
+
+    Its columns are ``id`` and the slots, float16 and bfloat16 as float32. What is read, and what is checked, is as of
+    :func:`connect`.
+
+    Args:
+        path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        table: name of the table.
+
+    Raises:
+        MissingLibraryError: polars is not installed.
+        KeyError: no such table.
+        TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
+            :class:`CheckpointReader`.
+    """
+    library = _needed("polars")
+    rows = _rows(_opened(path), table)
+    frame: polars.LazyFrame = library.scan_pyarrow_dataset(rows)
+    return frame.drop(TABLE) if TABLE in rows.schema.names else frame
+
+
+def _needed(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingLibraryError(f"this needs {name}, which is not installed: pip install 'recckpt[sql]'") from error
+
+
+def _opened(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
+    return until_whole(lambda: OpenCheckpoint(*locate_path(os.fspath(path))), OpenCheckpoint.opened)
+
+
+def _rows(opened: OpenCheckpoint, name: str) -> Dataset:
+    from recckpt.sparse.files.dataset import NumbersDataset, dataset_of, has_halves  # which takes its time
+
+    slots = opened.manifest.named_table(name).slots
+    table = open_table(opened.links, name, [slot.name for slot in slots])
+    return NumbersDataset(table) if has_halves(slots) else dataset_of(table)
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    """Return a name that SQL takes for none of the others."""
+    number, free = 1, name
+    while free.casefold() in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
+def _checkpoints(storage: Storage) -> pa.Table:
+    rows = [
+        {
+            "id": each.ckpt_id,
+            "step": each.manifest.step,
+            "kind": each.manifest.kind,
+            "time": each.manifest.time,
+            "ephemeral": each.manifest.ephemeral,
+            "rows": each.manifest.rows,
+            "bytes": each.manifest.n_bytes,
+            "path": layout.join(storage.url.removesuffix("/"), each.directory),
+            "state": json.dumps(dict(each.manifest.state)),
+        }
+        for each in look_around(storage).current
+    ]
+    return pa.Table.from_pylist(rows, _CHECKPOINTS)
+
+
+def _timeline(storage: Storage) -> pa.Table:
+    """Return the saves in the timeline; lines that are no JSON objects, as a crash may leave one, are passed over."""
+    lines = list(_objects(storage))
+    names = dict.fromkeys([*_TIMELINE.names, *(name for line in lines for name in line)])
+    columns = {name: _column(name, [line.get(name) for line in lines]) for name in names}
+    return pa.table(columns)
+
+
+_TIMELINE = pa.schema(
+    [
+        ("ckpt_id", pa.string()),
+        ("step", pa.int64()),
+        ("kind", pa.string()),
+        ("time", pa.string()),
+        ("blocked_sec", pa.float64()),
+        ("total_sec", pa.float64()),
+        ("n_bytes", pa.int64()),
+        ("n_rows", pa.int64()),
+    ]
+)
+
+
+def _objects(storage: Storage) -> Iterator[dict[str, Any]]:
+    try:
+        data = storage.read(layout.TIMELINE, _TIMELINE_BYTES)
+    except FileNotFoundError:
+        return
+    for line in data.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def _column(name: str, values: list[Any]) -> pa.Array:
+    wanted = _TIMELINE.field(name).type if name in _TIMELINE.names else None
+    try:
+        found = pa.array(values, wanted)
+    except (pa.ArrowException, OverflowError):  # of a line that somebody has written by hand
+        return pa.array([None if value is None else json.dumps(value) for value in values])
+    return found.cast(pa.string()) if pa.types.is_null(found.type) else found

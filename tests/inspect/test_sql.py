@@ -1,0 +1,146 @@
+"""Tables for duckdb and polars, with what an output dir knows of its saves."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from builders import Run
+from delta_runs import rows_of, run_with_chain
+from forge import Forge, filled, save_tables
+from paths import ROOT
+
+import recckpt
+from recckpt.errors import CheckpointNotFoundError, RecckptError
+from recckpt.sparse.files import dataset
+from recckpt.storage import open_storage
+
+duckdb = pytest.importorskip("duckdb", reason="DUCKDB IS NOT INSTALLED: pip install '.[sql]'")
+pl = pytest.importorskip("polars", reason="POLARS IS NOT INSTALLED: pip install '.[sql]'")
+
+
+def saved(path, *tables, **options):
+    storage = open_storage(str(path))
+    storage.prepare()
+    save_tables(storage, list(tables), **options)
+    return path
+
+
+def test_each_table_is_a_view_of_its_id_and_slots(tmp_path):
+    saved(tmp_path, filled('a"b;', range(9), slots={"sparse_s": ()}), filled("shop", range(4)), filled("none", []))
+    with recckpt.connect(tmp_path) as connection:
+        names = {name for (name,) in connection.sql("show tables").fetchall()}
+        assert names == {'a"b;', "shop", "none", "checkpoints", "timeline"}
+        assert connection.sql('from "a""b;"').columns == ["id", "embedding", "sparse_s"]
+        assert connection.sql('select sum(sparse_s), count(*) from "a""b;"').fetchall() == [(36.0, 9)]
+        assert connection.sql("select count(*) from none").fetchall() == [(0,)]
+        joined = 'select count(*) from shop join "a""b;" using (id)'
+        assert connection.sql(joined).fetchall() == [(4,)]
+
+
+def test_chains_are_merged_for_both(tmp_path):
+    storage = run_with_chain(tmp_path)
+    expected = rows_of(storage, "ckpt_3")
+    with recckpt.connect(tmp_path) as connection:
+        found = {row[0] for row in connection.sql("select id from item").fetchall()}
+        assert found == set(expected)
+        assert connection.sql("select embedding[1] from item where id = 9").fetchall() == [(5.0,)]
+        kinds = connection.sql("select id, kind from checkpoints").fetchall()
+        assert kinds == [("ckpt_1", "full"), ("ckpt_2", "delta"), ("ckpt_3", "delta")]
+    frame = recckpt.scan(tmp_path, "item")
+    assert set(frame.select("id").collect()["id"]) == set(expected)
+    assert frame.filter(pl.col("id") == 9).collect()["embedding"].to_list() == [[5.0, 6.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_16_bits_come_as_float32(tmp_path, dtype):
+    saved(tmp_path, filled("item", range(10), dtype=dtype, slots={"sparse_m": (2, 2)}))
+    with recckpt.connect(tmp_path) as connection:
+        assert connection.sql("select embedding[1] from item where id > 7 order by id").fetchall() == [(8.0,), (9.0,)]
+        assert connection.sql("select sum(sparse_m[1]) from item").fetchall() == [(45.0,)]
+    frame = recckpt.scan(tmp_path, "item").filter(pl.col("id") < 2).sort("id").collect()
+    assert frame.columns == ["id", "embedding", "sparse_m"]
+    assert frame["embedding"].to_list() == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_columns_and_filters_reach_arrow(tmp_path, monkeypatch):
+    saved(tmp_path, filled("item", range(100), slots={"sparse_m": (8,)}))
+    with recckpt.connect(tmp_path) as connection:
+        [(_, plan)] = connection.sql("explain select id from item where id < 5").fetchall()
+    assert "Filters" in plan
+    assert "sparse_m" not in plan
+    read = []
+    real = dataset.ChainDataset._scan
+    monkeypatch.setattr(
+        dataset.ChainDataset, "_scan", lambda self, slots, *rest: read.append(list(slots)) or real(self, slots, *rest)
+    )
+    run_with_chain(tmp_path / "chain")
+    with recckpt.connect(tmp_path / "chain") as connection:
+        assert connection.sql("select count(id) from item where id < 5").fetchall() == [(5,)]
+    assert read == [[]]
+
+
+def test_names_that_sql_does_not_tell_apart_get_a_number_and_a_warning(tmp_path, caplog):
+    saved(tmp_path, filled("Item", range(3)), filled("item", range(5)), filled("timeline", range(7)))
+    with recckpt.connect(tmp_path) as connection:
+        counts = "select (select count(*) from Item), (select count(*) from item_2), (select count(*) from timeline_2)"
+        assert connection.sql(counts).fetchall() == [(3, 5, 7)]
+    assert "table 'item' is the view 'item_2'" in caplog.text
+
+
+def test_checkpoints_and_timeline_are_tables(tmp_path):
+    Run(tmp_path, max_keep=None).train(20)
+    with (tmp_path / "timeline.jsonl").open("a") as timeline:
+        timeline.write('not json\n[1]\n{"step": "x", "other": {"a": 1}}\n')
+    with recckpt.connect(tmp_path / "ckpt_10") as connection:
+        assert connection.sql("select id, step from checkpoints").fetchall() == [("ckpt_10", 10), ("ckpt_20", 20)]
+        [(state,)] = connection.sql("select state from checkpoints where step = 10").fetchall()
+        assert json.loads(state) == {"sparse_lr_0": 0.01}
+        assert connection.sql("select count(*), sum(n_bytes) > 0 from timeline").fetchall() == [(3, True)]
+    (tmp_path / "timeline.jsonl").unlink()
+    with recckpt.connect(tmp_path) as connection:
+        assert connection.sql("select count(step) from timeline").fetchall() == [(0,)]
+
+
+def test_object_stores_are_queried_too(memory_url):
+    saved(memory_url, filled("item", range(20)))
+    with recckpt.connect(memory_url) as connection:
+        assert connection.sql("select max(embedding[2]) from item").fetchall() == [(19.0,)]
+    assert recckpt.scan(memory_url, "item").select(pl.len()).collect().item() == 20
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    saved(tmp_path, filled("item", range(3)))
+    with pytest.raises(KeyError, match="did you mean 'item'"):
+        recckpt.scan(tmp_path, "itme")
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        recckpt.connect(tmp_path / "nowhere")
+    with pytest.raises(TypeError):
+        recckpt.connect(3)
+
+
+@pytest.mark.parametrize(("library", "call"), [("duckdb", "connect"), ("polars", "scan")])
+def test_a_library_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch, library, call):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(RecckptError, match=rf"needs {library}.*recckpt\[sql\]"):
+        getattr(recckpt, call)(tmp_path, *(["item"] if call == "scan" else []))
+
+
+def test_damage_that_a_query_meets_is_an_error_with_its_place(tmp_path):
+    saved(tmp_path, filled("item", range(20), dtype=torch.float16), concurrency=1)
+    forge = Forge(tmp_path / "ckpt_1")
+    data = forge.path(forge.parts[0]).read_bytes()
+    seven = np.array([7, 7], np.float16).tobytes()
+    forge.path(forge.parts[0]).write_bytes(data.replace(seven, np.array([8, 7], np.float16).tobytes(), 1))
+    with recckpt.connect(tmp_path) as connection, pytest.raises(duckdb.Error, match="checksum"):
+        connection.sql("select sum(embedding[1]) from item").fetchall()
+
+
+def test_it_needs_no_torch(tmp_path):
+    saved(tmp_path, filled("item", range(50)))
+    code = "import recckpt, sys; recckpt.connect(sys.argv[1]); recckpt.scan(sys.argv[1], 'item'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert "duckdb" in done.stdout, done.stderr
+    assert not {"torch", "numba"} & set(done.stdout.split())
