@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
-.PHONY: demo test test-integrations test-slow test-faults lint bench bench-toy clean
+.PHONY: docs demo test test-integrations test-slow test-faults lint bench bench-toy clean
 
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -46,6 +46,17 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# The site of the documentation, which asks for nothing of what the package needs: mkdocstrings reads the sources.
+SITE := .venv-docs
+$(SITE)/.installed: docs/requirements.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	touch $@
+
+docs: $(SITE)/.installed
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(SITE)/bin:$$PATH" $(SITE)/bin/mkdocs build --strict --quiet
+	$(SITE)/bin/linkchecker --no-warnings --no-status build/site/index.html
+
 bench: $(STAMP)
 	$(PY) benchmarks/table.py
 	$(PY) benchmarks/save_load.py
@@ -75,4 +86,4 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(SITE) build dist *.egg-info

@@ -158,7 +158,7 @@ class Saver(Registration):
                 otherwise. Where a rank is missing, so is it for all saves and restores to come: restart the job.
             CommitNotDurableError: committed, but the storage failed before that was surely durable.
             WriterFencedError: another process has taken the output dir over by saving to it.
-            The error of an earlier save in the background, if it was not raised yet; this one is not begun then.
+            Exception: that of an earlier save in the background, if it was not raised yet; this one is not begun then.
         """
         return self._save(SaveInfo(ckpt_id, step, ephemeral=ephemeral), shard_id, shard_num, state, overwrite).wait()
 

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 good, 1 a problem was found, 2 wrong usage.
     """
     try:
-        args = _parser().parse_args(argv)
+        args = parser_of_commands().parse_args(argv)
     except SystemExit as end:  # argparse has said why
         return end.code if isinstance(end.code, int) else USAGE
     logging.basicConfig(format="recckpt: %(message)s", level=logging.WARNING)
@@ -91,7 +91,8 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_commands() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="recckpt", description="Look into checkpoints, without torch and without the model.", epilog=_EXIT_CODES
     )
