@@ -54,7 +54,8 @@ class ShardedHashTable(HashTable):
         admit: as for a plain table, by the occurrences on all ranks and the step of the owner: the same ids get rows
             whatever the number of ranks. A callable is the same on all of them.
         evict: as for a plain table; a capacity is that of all ranks, which agree on the rows that go.
-        evict_every, budget_ms: as for a plain table.
+        evict_every: as for a plain table.
+        budget_ms: as for a plain table.
         group: the process group whose ranks share the table; None for the default one, or for one rank where there is
             none. Its backend (gloo, nccl) carries the rows, and its timeout applies.
         gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does
