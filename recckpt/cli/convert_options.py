@@ -22,6 +22,8 @@ def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("--ids", default="id", metavar="COLUMN", help="of files of rows: the column of ids (default: %(default)s)")
     vectors_help = "of files of rows: the column of vectors (default: %(default)s)"
     add("--embedding", default="embedding", metavar="COLUMN", help=vectors_help)
+    slots_help = "of Parquet and Arrow files: the other columns to take, separated by commas (default: all)"
+    add("--slots", metavar="A,B", help=slots_help)
     add("--step", type=int, metavar="N", help="step of the checkpoint (default: the source's, or 0)")
     add("--dry-run", action="store_true", help="say what would be done; read no rows and write nothing")
 

@@ -35,7 +35,8 @@ def _import(args: argparse.Namespace) -> ImportPlan:
     as_table = dict(named := [_as_table(text) for text in args.as_table])
     if len(as_table) < len(named):
         raise UsageError(f"--as-table: found {args.as_table}, expected each tensor once: it becomes one table")
-    wish = Wish(ids=args.ids, embedding=args.embedding, as_table=as_table, table=_name(args))
+    slots = None if args.slots is None else tuple(name for name in args.slots.split(",") if name)
+    wish = Wish(ids=args.ids, embedding=args.embedding, slots=slots, as_table=as_table, table=_name(args))
     return import_checkpoint(
         args.source,
         args.dir,

@@ -30,10 +30,16 @@ class Columns:
                 found = f"{schema.names.count(wanted)} columns {wanted!r}, which are to be the {what}; {schema.names}"
                 remedy = f"name the column{nearest(wanted, schema.names)}"
                 raise ConversionError(path, "", found=found, expected="one column", remedy=remedy)
-        names = [name for name in schema.names if name not in (wish.ids, wish.embedding) and name not in _RESERVED]
+        others = [name for name in schema.names if name not in (wish.ids, wish.embedding)]
+        unknown = [name for name in wish.slots or () if name not in others]
+        if unknown:
+            remedy = f"name other columns{nearest(unknown[0], others)}"
+            raise ConversionError(path, "", found=f"slots {unknown}", expected=f"some of {others}", remedy=remedy)
+        self.unasked = [name for name in others if wish.slots is not None and name not in wish.slots]
+        names = [name for name in others if name not in self.unasked and name not in _RESERVED]
         self._names = [wish.embedding, *names]
         slots = [EMBEDDING, *names]
-        self.left_out = [name for name in schema.names if name in _RESERVED]
+        self.left_out = [name for name in schema.names if name in _RESERVED and name not in self.unasked]
         batch = None if isinstance(first, pa.Schema) else first
         if len(set(slots)) < len(slots):
             raise ConversionError(path, "", found=f"columns {schema.names}", expected="different names of slots")
@@ -84,7 +90,8 @@ class Columns:
         return len(first.column(field.name)[0])
 
     def _wrong(self, field: pa.Field, expected: str) -> ConversionError:
-        return ConversionError(self._path, f"column {field.name!r}", found=f"{field.type}", expected=expected)
+        where, remedy = f"column {field.name!r}", "nothing was written; choose other columns by slots"
+        return ConversionError(self._path, where, found=f"{field.type}", expected=expected, remedy=remedy)
 
     def _values(self, column: pa.Array, slot: SlotSpec) -> Array:
         flat, n_rows = column, len(column)

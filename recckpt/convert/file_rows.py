@@ -54,7 +54,8 @@ class FileRows:
         count = most_rows if n_rows is None else n_rows
         table = self._columns.table(wish.table or files.stem, count, is_exact=n_rows is not None)
         left = tuple(LeftOut(f"column {name}", "a name that slots cannot have") for name in self._columns.left_out)
-        self.contents = Contents(format, (table,), left_out=(*left_out, *left, *beside(files, names, format)))
+        unasked = tuple(LeftOut(f"column {name}", "not asked for") for name in self._columns.unasked)
+        self.contents = Contents(format, (table,), left_out=(*left_out, *left, *unasked, *beside(files, names, format)))
 
     def rows(self, table: SourceTable) -> Iterator[Rows]:
         """Yield the rows, file after file."""

@@ -46,8 +46,12 @@ def _check_wish(files: SourceFiles, name: str, wish: Wish) -> None:
     """Refuse what is said of tensors where there are rows, and the other way round."""
     plain = Wish()
     of_rows = {"column of ids": wish.ids != plain.ids, "column of vectors": wish.embedding != plain.embedding}
+    of_rows["columns that become slots"] = wish.slots is not None
     of_tensors = {"tensors that are to be tables": bool(wish.as_table)}
-    odd = [what for what, is_said in (of_tensors if name in _OF_ROWS else of_rows).items() if is_said]
+    wishes = of_tensors if name in _OF_ROWS else of_rows
+    if name in ("csv", "npy"):  # of which all columns are one vector, or each array is a file that may be left out
+        wishes = {**wishes, "columns that become slots": wish.slots is not None}
+    odd = [what for what, is_said in wishes.items() if is_said]
     if odd:
         remedy = "leave it out"
         raise ConversionError(files.url, "", found=f"a wish for {odd[0]}", expected=f"none, of {name}", remedy=remedy)

@@ -121,10 +121,12 @@ class Wish:
         table: the name of the one table in files of rows; "" for that of the file.
         ids: the column of ids in files of rows.
         embedding: the column of vectors in files of rows.
+        slots: the other columns of Parquet and Arrow files that become slots; None for all.
         as_table: tensors that are to be tables -> the tensor of their ids, None for 0 to n - 1.
     """
 
     table: str = ""
     ids: str = "id"
     embedding: str = "embedding"
+    slots: tuple[str, ...] | None = None
     as_table: Mapping[str, str | None] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from recckpt import CheckpointReader
 from recckpt.convert import Wish, import_checkpoint
-from recckpt.errors import CheckpointExistsError
+from recckpt.errors import CheckpointExistsError, ConversionError
 from recckpt.inspect.verify import verify
 
 
@@ -128,6 +128,26 @@ def test_columns_and_the_table_may_have_other_names(tmp_path):
     wish = Wish(table="items", ids="item", embedding="vector")
     import_rows(tmp_path / "x.parquet", tmp_path / "out", wish=wish)
     assert table_bytes(tmp_path / "out", "items") == rows_bytes(some_rows())
+
+
+@pytest.mark.parametrize(("slots", "left"), [(("count",), ["title"]), ((), ["count", "title"])])
+def test_columns_that_cannot_be_slots_are_left_out_where_others_are_chosen(tmp_path, slots, left):
+    rows = some_rows()
+    pq.write_table(arrow_table(rows).append_column("title", pa.array(["x"] * 100)), tmp_path / "t.parquet")
+    with pytest.raises(ConversionError, match=r"column 'title': found string, expected numbers.*; .*slots"):
+        import_checkpoint(tmp_path / "t.parquet", tmp_path / "out")
+    done = import_checkpoint(tmp_path / "t.parquet", tmp_path / "out", wish=Wish(slots=slots))
+    assert [each.name for each in done.contents.left_out] == [f"column {name}" for name in left]
+    expected = {name: values for name, values in rows.items() if name in ("id", "embedding", *slots)}
+    assert table_bytes(tmp_path / "out", "t") == rows_bytes(expected)
+    with pytest.raises(ConversionError, match=r"found slots \['cuont'\], expected some of .*did you mean 'count'"):
+        import_checkpoint(tmp_path / "t.parquet", tmp_path / "other", wish=Wish(slots=("cuont",)))
+
+
+def test_a_choice_of_columns_is_refused_where_there_is_none(tmp_path):
+    np.save(tmp_path / "t.npy", some_rows(5)["embedding"])
+    with pytest.raises(ConversionError, match="a wish for columns that become slots, expected none, of npy"):
+        import_checkpoint(tmp_path / "t.npy", tmp_path / "out", wish=Wish(slots=()))
 
 
 def test_a_matrix_alone_has_the_ids_from_0_on(tmp_path):
