@@ -19,6 +19,7 @@ from recckpt.sparse.table.checks import checked_device
 from recckpt.sparse.table.gradients import Gradients, RowGradients
 from recckpt.sparse.table.initializers import Initializer
 from recckpt.sparse.table.row_store import RowStore
+from recckpt.types import EMBEDDING, SlotSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +68,6 @@ class TableModule(nn.Module):
 
     name: str
     dtype: torch.dtype
-    embedding_shape: tuple[int, ...]
     padding_id: int | None = None  # whose row is not trained, and is in no bag
     trained_by: object = None  # the mark of the optimizer that was made for it last, and gets its gradients
     initializer: Initializer
@@ -78,6 +78,16 @@ class TableModule(nn.Module):
     def device(self) -> torch.device:
         """Where the slots live."""
         return self._store.device
+
+    @property
+    def embedding_shape(self) -> tuple[int, ...]:
+        """The shape of one embedding."""
+        return self._spec.shape
+
+    @property
+    def _spec(self) -> SlotSpec:
+        """The embedding as a slot."""
+        return self._store.columns[EMBEDDING].spec
 
     def extra_repr(self) -> str:
         """Return what ``print(model)`` shows of this table."""
@@ -176,6 +186,11 @@ class TableModule(nn.Module):
         if self.padding_id is not None:
             kept = np.flatnonzero(ids != self.padding_id)
             ids, grads = ids[kept], grads[torch.from_numpy(kept).to(grads.device)]
+        if grads.shape[1:] != self.embedding_shape:
+            raise ValueError(
+                f"table {self.name!r}: found gradients of shape {tuple(grads.shape[1:])}, expected "
+                f"{self.embedding_shape}: it was resized since it was looked up; look it up again"
+            )
         self._gradients.add(ids, grads, self._store)
 
     @property

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from recckpt.sparse.table.bags import PooledTable
 from recckpt.sparse.table.checks import check_slot_name, checked_shape, dtype_name
+from recckpt.sparse.table.initializers import default_initializer
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.widths import resized
 from recckpt.types import EMBEDDING, SlotSpec
 
 
@@ -35,6 +37,8 @@ class Slots(Mapping[str, Tensor]):
 
 class SlottedTable(PooledTable):
     """A table whose rows have slots beside the embedding: of optimizers, of users, and what the table tracks."""
+
+    seed: int
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
@@ -69,6 +73,36 @@ class SlottedTable(PooledTable):
                 self._store.add_column(spec, initial or 0.0)
             elif initial is not None:
                 self._store.set_initial(name, initial)
+
+    @opaque
+    def resize(self, dim: int) -> None:
+        """Give embeddings, and the slots of their shape, another last dimension; all other slots stay, as counters do.
+
+        What is too long is cut. New columns of embeddings hold what the initializer gives the ids in the new width,
+        those of slots their initial value. Where no initializer was given, that of the new width counts from now on.
+        Gradients that wait are forgotten, all rows are in the next delta, and there is a second copy of the table until
+        it is done. An optimizer goes on; where the rest of a model has the width, that is to be changed with it. Not
+        collective: of a sharded table all ranks do this.
+
+        Args:
+            dim: the last dimension.
+
+        Raises:
+            ValueError: ``dim`` is not an int of at least 1, or a row would be too long. Nothing has been changed then.
+        """
+        before = self.embedding_shape
+        shape = checked_shape((*before[:-1], dim))
+        if shape == before:
+            return
+        initializer = self.initializer
+        if initializer == default_initializer(self.dtype, before):
+            initializer = default_initializer(self.dtype, shape)
+        with self._store.lock:
+            self._store.adopt(
+                resized(self._store, shape[-1], lambda ids, spec: initializer.values(ids, self.seed, spec))
+            )
+            self.initializer = initializer
+        self._gradients.clear()
 
     def _spec_of(self, name: str) -> SlotSpec:
         column = self._store.columns.get(name)

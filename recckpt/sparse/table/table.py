@@ -88,14 +88,13 @@ class HashTable(AdmittingTable, EvictingTable):
     ) -> None:
         super().__init__()
         self.name = check_table_name(name)
-        self.embedding_shape = checked_shape(embedding_shape)
         self.dtype = dtype
         self.slice = slice or Slice(0, N_BUCKETS)
         self.seed = xxhash.xxh3_64_intdigest(name.encode("utf-8"))
-        self._spec = SlotSpec(EMBEDDING, dtype_name(dtype), self.embedding_shape)
-        self.initializer = as_initializer(initializer, dtype, self.embedding_shape)
+        spec = SlotSpec(EMBEDDING, dtype_name(dtype), checked_shape(embedding_shape))
+        self.initializer = as_initializer(initializer, dtype, spec.shape)
         self._store = RowStore(checked_device(name, device))
-        self._store.add_column(self._spec)
+        self._store.add_column(spec)
         self._begin_tracking(track)
         self._begin_evicting(evict, evict_every, budget_ms)
         self._gradients = Gradients()
@@ -167,7 +166,7 @@ class HashTable(AdmittingTable, EvictingTable):
             out = lookup_with_grad(lambda: self.fetch(owned, admit=admit), self.add_gradients, owned)
         else:
             out = self.fetch(flat, admit=admit).rows
-        return out.view(*ids.shape, *self.embedding_shape)
+        return out.view(*ids.shape, *out.shape[1:])
 
     def fetch(self, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:
         """Return the embeddings of ``ids`` as :meth:`forward` does, but not differentiable, and which have rows.
@@ -222,7 +221,7 @@ class HashTable(AdmittingTable, EvictingTable):
         values, seen = self._store.look_up(
             flat_ids(ids), lambda columns, rows: (self.read(columns, rows), torch.from_numpy(rows >= 0))
         )
-        return values.view(*ids.shape, *self.embedding_shape), seen.to(ids.device).view(ids.shape)
+        return values.view(*ids.shape, *values.shape[1:]), seen.to(ids.device).view(ids.shape)
 
     @opaque
     def erase(self, ids: Tensor) -> int:
@@ -270,9 +269,7 @@ class HashTable(AdmittingTable, EvictingTable):
         unseen = np.flatnonzero(rows < 0)
         if len(unseen) == 0:
             return column.gather(rows)
-        out = torch.full(
-            (len(rows), *self.embedding_shape), self.initializer.unseen, dtype=self.dtype, device=self.device
-        )
+        out = torch.full((len(rows), *column.spec.shape), self.initializer.unseen, dtype=self.dtype, device=self.device)
         seen = np.flatnonzero(rows >= 0)
         out[torch.from_numpy(seen).to(self.device)] = column.gather(rows[seen])
         return out
