@@ -35,7 +35,7 @@ _MODULES = {
     "export": "export",
 }
 _FUNCTIONS = {"import": "import_source"}  # of those whose name Python keeps for itself
-_ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
+_ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
 _IDS = "a text file with an id a line, .npy or .parquet"
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 
-_A_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL"
+_A_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
 
 
 def add_diff(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

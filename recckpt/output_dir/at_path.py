@@ -11,10 +11,21 @@ from recckpt.format.manifest import Manifest
 from recckpt.output_dir.chains import whole_one
 from recckpt.output_dir.checkpoint_dir import file_problems, has_manifest, read_manifest
 from recckpt.output_dir.claims import Takeover, last_takeover
-from recckpt.output_dir.listing import Checkpoint, Listing, age, attempt_dirs, chained, look_around, newest
+from recckpt.output_dir.listing import (
+    Checkpoint,
+    Listing,
+    age,
+    attempt_dirs,
+    chained,
+    describe,
+    look_around,
+    newest,
+    newest_first,
+)
 from recckpt.parallel.threads import run_all
 from recckpt.storage import Storage, open_parent, open_storage
 
+_LATEST = re.compile(r"latest(?:~(\d{1,9}))?", re.ASCII)  # no checkpoint's directory has a tilde in its name
 _THREADS = 8  # that read manifests of links
 
 
@@ -94,7 +105,7 @@ def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest)
 def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
     """Return the storage around a checkpoint's own path or URL, and it; errors as of ``read_checkpoint``."""
     storage, directory = open_parent(path)
-    checkpoint = read_checkpoint(storage, directory)
+    checkpoint = read_checkpoint(storage, directory) or _counted_back(storage, directory)
     if checkpoint is None:
         what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
         raise CheckpointNotFoundError(
@@ -105,6 +116,9 @@ def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
 
 def locate_path(path: str) -> tuple[Storage, Checkpoint]:
     """Return the checkpoint at ``path``, or the newest one where ``path`` is an output dir.
+
+    ``latest`` in place of the checkpoint's own name is the newest of its output dir, ``latest~1`` the one before, if
+    nothing else has that name.
 
     Raises CheckpointNotFoundError where there is none, CorruptCheckpointError where there are only damaged ones,
     FormatVersionError where there are only such as a newer recckpt wrote.
@@ -117,10 +131,27 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
     try:
         return inside, newest(inside)
     except CheckpointNotFoundError:
-        checkpoint = _later_attempt(storage, directory)
+        checkpoint = _later_attempt(storage, directory) or _counted_back(storage, directory)
         if checkpoint is None:
             raise
     return storage, checkpoint
+
+
+def _counted_back(storage: Storage, name: str) -> Checkpoint | None:
+    """Return the checkpoint that ``latest`` or ``latest~N`` means in an output dir, None for any other name.
+
+    Raises CheckpointNotFoundError where there are not so many.
+    """
+    match = _LATEST.fullmatch(name)
+    if match is None:
+        return None
+    found, back = newest_first(storage), int(match[1] or 0)
+    if not found:
+        return newest(storage)  # which says why
+    if back >= len(found):
+        what = f"found no {name!r}, which is older than all {len(found)}; {describe(found[::-1])}"
+        raise CheckpointNotFoundError(f"{storage.url}: {what}")
+    return found[back]
 
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
