@@ -18,6 +18,7 @@ import warm_python
 from paths import ROOT
 
 from recckpt import CheckpointReader, Deltas
+from recckpt.cli import main
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 DATA = ROOT.parent / "shared/data"
@@ -271,6 +272,22 @@ def test_the_page_on_looking_into_checkpoints_runs_as_it_stands(
     names["connection"].close()  # type: ignore[attr-defined]
     assert (names["item"].added, names["item"].changed) == (100, 100)  # type: ignore[attr-defined]
     assert isinstance(names["largest"], float)
+
+
+def test_the_tutorial_runs_as_it_stands_and_resumes_where_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    page = ROOT / "docs/tutorial.md"
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+
+    exec(python_of(page), {"__name__": "__main__"})
+
+    assert "restored ckpt_40, step 40" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    commands = re.findall(r"^recckpt ([^#\n]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) == 4
+    assert [main(shlex.split(command)) for command in commands] == [0] * 4
 
 
 def test_every_link_of_the_documents_leads_to_a_file() -> None:
