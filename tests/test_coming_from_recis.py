@@ -3,11 +3,13 @@
 import inspect
 import re
 
+import pytest
 from paths import ROOT
 from torch import nn
 
 import recckpt
 from recckpt import CheckpointManager, Saver, sparse
+from recckpt.policies import when
 from recckpt.sparse import HashTable
 
 PAGE = (ROOT / "docs/coming-from-recis.md").read_text()
@@ -43,3 +45,35 @@ def test_the_slots_and_defaults_are_those_it_says():
         assert name in slots | {"sparse_optim"}
     assert inspect.signature(sparse.SparseAdagrad).parameters["lr"].default == 1e-2
     assert {"weight_decay", "lr_decay", "maximize"} <= inspect.signature(sparse.SparseAdagrad).parameters.keys()
+
+
+# of SaverOptions, TrainingArguments, a save and Exporter in RecIS 1.2
+OPTIONS = [
+    *("model", "sparse_optim", "output_dir", "model_bank", "max_keep", "concurrency", "params_not_save"),
+    *("save_filter_fn", "max_to_keep", "save_concurrency_per_rank", "save_steps", "save_every_n_windows"),
+    *("save_every_n_epochs", "save_end", "load_update_steps", "load_update_windows", "load_update_epochs"),
+    *("saver_option", "ckpt_save_arg", "ckpt_load_arg", "gradient_accumulation_steps", "train_epoch"),
+    *("window_iter", "train_steps", "mixed_precision", "prefetch", "ckpt_dir", "export_dir"),
+    *("filter_sparse_opt", "sparse_model_name", "dense_model_name", "dataset", "dense_optimizer"),
+    *("export_folder_name", "export_model_name", "export_outputs", "fg", "fg_conf_or_path", "mc_conf_or_path"),
+    *("label_key", "label_value"),
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_of_recis_is_on_the_left(option):
+    left = "\n".join(line.rpartition(" | ")[0] for line in PAGE.splitlines() if line.startswith("| `"))
+    left += "\n".join(line for line in PAGE.splitlines() if line.startswith("| labels"))
+    assert re.search(rf"\b{option}\b", left)
+
+
+def test_the_policies_and_arguments_that_it_names_are_there():
+    for name in set(re.findall(r"\b(Every[A-Z]\w+)\(", PAGE)):
+        assert hasattr(when, name)
+    saver, manager = (inspect.signature(made).parameters for made in (Saver, CheckpointManager))
+    assert {"save_slots", "save_where", "max_keep", "concurrency"} <= saver.keys()
+    assert {"save_interval", "reload_interval"} <= manager.keys()
+    assert [saver[name].default for name in ("output_dir", "max_keep", "concurrency")] == ["./", 1, 4]
+    assert manager["save_interval"].default is inspect.Parameter.empty
+    for name in set(re.findall(r"`manager\.(\w+)`", PAGE)):
+        assert hasattr(CheckpointManager, name)
