@@ -20,14 +20,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PY) -m pytest -n 2 --dist loadscope
 
-# Trainers, trackers, TorchRec and an index, each of them installed, in an environment of its own: mypy is to see the same everywhere.
+# Trainers, trackers, TorchRec and an index, each of them installed, in an environment of its own: mypy is to see the same
+# everywhere. What .venv has is not installed a second time, and not all of it compiled, which takes longer than the tests.
 INTEGRATIONS := .venv-integrations
-$(INTEGRATIONS)/.installed: setup.py constraints.txt
-	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch" "setuptools>=70"
-	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[integrations]" pytest hypothesis torchdata s3fs \
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+$(INTEGRATIONS)/.installed: $(STAMP)
+	test -x $(INTEGRATIONS)/bin/python || $(PY) -m venv --without-pip $(INTEGRATIONS)
+	$(PY) -c '$(SITE)' > "$$($(INTEGRATIONS)/bin/python -c '$(SITE)')/shared.pth"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation --editable ".[integrations]" \
 		tensordict torchmetrics iopath pyre-extensions
-	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps torchrec fbgemm-gpu-cpu
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-deps torchrec fbgemm-gpu-cpu
 	touch $@
 
 test-integrations: $(INTEGRATIONS)/.installed
