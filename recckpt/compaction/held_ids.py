@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +22,25 @@ _Flags = npt.NDArray[np.bool_]  # one an id
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """What the files of one checkpoint hold of the ids, what it stands on apart."""
+class HeldOfTable:
+    """What the files of one checkpoint hold of the ids in a table, what it stands on apart."""
 
     rows: _Flags  # of which ids there are rows
     n_deletes: int  # deletes of them, each counted as often as it is there
     deletes: _Flags  # of which ids there are deletes
     parts: frozenset[str]  # the files in which they are
+
+
+@dataclass(frozen=True)
+class Held:
+    """What they hold in several tables."""
+
+    tables: dict[str, HeldOfTable]
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The files in which any of the ids are."""
+        return frozenset[str]().union(*(held.parts for held in self.tables.values()))
 
     @property
     def is_any(self) -> bool:
@@ -52,18 +64,23 @@ def open_link(storage: Storage, checkpoint: Checkpoint) -> OpenedLink:
     return OpenedLink(checkpoint, files, read_catalogs(checkpoint, files))
 
 
-def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> Held:
-    """Look for ids in the files of one checkpoint; batches that cannot hold them are not read.
+def held_in(storage: Storage, checkpoint: Checkpoint, tables: Iterable[str], ids: Ids) -> Held:
+    """Look for ids of tables in the files of one checkpoint; batches that cannot hold them are not read.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
     """
+    link = open_link(storage, checkpoint)
+    return Held({table: _of_table(link, table, ids) for table in tables})
+
+
+def _of_table(link: OpenedLink, table: str, ids: Ids) -> HeldOfTable:
     rows, deletes = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
     n_deletes, parts = 0, set[str]()
-    entry = checkpoint.manifest.table(table)
+    entry = link.checkpoint.manifest.table(table)
     if entry is not None:
-        link, buckets = open_link(storage, checkpoint), np.unique(bucket_of(ids))
-        reader = TableReader(link.files, checkpoint.directory, link.catalogs, entry, ())
+        buckets = np.unique(bucket_of(ids))
+        reader = TableReader(link.files, link.checkpoint.directory, link.catalogs, entry, ())
         for catalog in link.catalogs:
             for part, _, batch in reader.batches(catalog, "rows", buckets):
                 parts.update([part.file] if _mark(rows, ids, ids_in(batch)) else ())
@@ -71,7 +88,7 @@ def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> H
                 n_found = _mark(deletes, ids, ids_in(batch))
                 n_deletes += n_found
                 parts.update([part.file] if n_found else ())
-    return Held(rows, n_deletes, deletes, frozenset(parts))
+    return HeldOfTable(rows, n_deletes, deletes, frozenset(parts))
 
 
 def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
@@ -83,9 +100,9 @@ def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
 
 def rows_in_chain(links: Sequence[tuple[Checkpoint, Held]], table: str) -> int:
     """Return how many of the ids have a row in the checkpoint whose links these are, newest first; pure."""
-    alive: _Flags = np.zeros(len(links[0][1].rows), np.bool_)
-    for checkpoint, held in reversed(links):
-        entry = checkpoint.manifest.table(table)
+    alive: _Flags = np.zeros(len(links[0][1].tables[table].rows), np.bool_)
+    for checkpoint, of_link in reversed(links):
+        entry, held = checkpoint.manifest.table(table), of_link.tables[table]
         if entry is None:
             alive = np.zeros_like(alive)
         else:

@@ -28,9 +28,9 @@ _Batch = tuple[str, tuple[int, int], list[ColumnBytes]]  # table, buckets, colum
 
 @dataclass(frozen=True)
 class Erasure:
-    """What is left out: ids of a table."""
+    """What is left out: ids of tables."""
 
-    table: str
+    tables: tuple[str, ...]
     ids: Ids
 
 
@@ -79,7 +79,7 @@ def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: Erasure, sum
         columns = reader.read(number)
         ids = ids_in(columns)
         values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in specs]
-        if batch.table == erasure.table:
+        if batch.table in erasure.tables:
             stays = np.flatnonzero(~np.isin(ids, erasure.ids))
             if len(stays) < len(ids):
                 ids, values = ids[stays], [column[stays] for column in values]

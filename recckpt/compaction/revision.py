@@ -45,10 +45,9 @@ class Revising:
     erasure: Erasure
     request: str
 
-    @property
-    def n_rows(self) -> int:
-        """How many of the ids have a row in the checkpoint."""
-        return rows_in_chain(list(zip(self.checkpoint.links, self.held, strict=True)), self.erasure.table)
+    def n_rows(self, table: str) -> int:
+        """Return how many of the ids have a row of a table in the checkpoint."""
+        return rows_in_chain(list(zip(self.checkpoint.links, self.held, strict=True)), table)
 
 
 def revise(storage: Storage, fence: Fence, revising: Revising, threads: int) -> Checkpoint:
@@ -106,7 +105,7 @@ def _record(
 ) -> Manifest:
     of, below = revising.checkpoint.manifest, revising.below
     number = 1 + (of.revision_of.number if of.revision_of else 0)
-    parent = None
+    parent, n_rows = None, revising.n_rows(revising.erasure.tables[0])
     if below:
         base = below[0]
         parent = Parent(base.ckpt_id, base.manifest.origin, base.directory, base.manifest.origin_xxh3)
@@ -121,21 +120,19 @@ def _record(
         parent=parent,
         chain=tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in below),
         form_of=None,
-        revision_of=RevisionOf(
-            of.save_id, revising.checkpoint.directory, *of.place, number, revising.request, revising.n_rows
-        ),
+        revision_of=RevisionOf(of.save_id, revising.checkpoint.directory, *of.place, number, revising.request, n_rows),
     )
 
 
 def _entry(table: TableEntry, revising: Revising) -> TableEntry:
     """Return the entry of a table with the counts of the revision."""
-    if table.name != revising.erasure.table:
+    if table.name not in revising.erasure.tables:
         return table
-    held, delta = revising.held[0], table.delta
+    held, delta = revising.held[0].tables[table.name], table.delta
     if delta is not None:
         n_rows = int(held.rows.sum())
         delta = replace(delta, upserts=delta.upserts - n_rows, deletes=delta.deletes - held.n_deletes)
-    n_left = table.rows - revising.n_rows
+    n_left = table.rows - revising.n_rows(table.name)
     if n_left < 0:
         path, found = layout.join(revising.checkpoint.directory, layout.MANIFEST), f"{table.rows} rows"
         raise CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected="those of its chain at least")

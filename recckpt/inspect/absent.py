@@ -13,7 +13,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
-from recckpt.output_dir.forget_requests import audit, digests, key, pending
+from recckpt.output_dir.forget_requests import audit, digests, key, pending, tables_of
 from recckpt.output_dir.listing import attempt_dirs
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, TABLE, Messages, column_items, ids_in
@@ -64,7 +64,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
     Args:
         path: a checkpoint or an output dir; any fsspec URL.
         ids: int64.
-        table: the table that is meant; None for all.
+        table: the table that is meant, with its counts of ids that have no row yet; None for all.
 
     Raises:
         CheckpointNotFoundError: it is neither.
@@ -74,7 +74,8 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
     storage, directories = _directories(path)
     files = [(directory, name) for directory in directories for name in storage.list_files(directory)]
     parts = [pair for pair in files if layout.is_part(pair[1])]
-    looks = run_all(lambda pair: _look(storage, *pair, wanted, table), parts, storage.threads(_THREADS))
+    tables = None if table is None else tables_of(table)
+    looks = run_all(lambda pair: _look(storage, *pair, wanted, tables), parts, storage.threads(_THREADS))
     found: dict[tuple[str, str], Holding] = {}
     unread: dict[str, str] = {}
     names = {directory: _ckpt_id(storage, directory) for directory in {directory for directory, _ in parts}}
@@ -114,14 +115,16 @@ def _ckpt_id(storage: Storage, directory: str) -> str | None:
     return None if record is None else record.ckpt_id
 
 
-def _look(storage: Storage, directory: str, name: str, wanted: Ids, table: str | None) -> dict[str, Ids] | str:
+def _look(
+    storage: Storage, directory: str, name: str, wanted: Ids, tables: Sequence[str] | None
+) -> dict[str, Ids] | str:
     """Return which of the ids a part holds, by table; or why it cannot be read."""
     try:
         memory = mapped(storage, layout.join(directory, name))
         found: dict[str, list[Ids]] = {}
         for of_table, ids in _ids_of(memory):
             there = ids[np.isin(ids, wanted)]
-            if len(there) and table in (None, of_table):
+            if len(there) and (tables is None or of_table in tables):
                 found.setdefault(of_table, []).append(there)
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as error:
         return f"{type(error).__name__}: {error}"

@@ -23,6 +23,11 @@ _KEY_BYTES = 32
 _TMP = ".tmp"
 
 
+def tables_of(table: str) -> tuple[str, ...]:
+    """Return the tables in which the ids of a table are: it, and that of counts of ids which wait for a row."""
+    return table, f"{table}.candidates"
+
+
 def put_request(storage: Storage, request: Request) -> None:
     """Make a request durable; from now on whoever owns the output dir has to carry it out."""
     for directory in (layout.OWN_DIR, layout.FORGET_DIR):

@@ -14,6 +14,7 @@ from forgetting import ForgettingRun, files_with, fill, ids_at
 from spec_reader import read
 
 import recckpt
+from recckpt import Saver
 from recckpt.compaction.adopting import adopt
 from recckpt.compaction.forget import finish, forget
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriterFencedError
@@ -24,6 +25,8 @@ from recckpt.output_dir import forget_requests
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.output_dir.rotation import pin
+from recckpt.policies.admit import MinCount
+from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 
 GONE = ids_at(5, 7, 50, 200, 99, 4000)  # changed; deleted; changed last; new in a delta; untouched; never there
@@ -206,6 +209,20 @@ def test_what_was_saved_by_two_ranks_stays_in_two_shards(tmp_path):
     found = locate(run, "ckpt_3")
     assert all(len(link.manifest.shards) == 2 for link in found.links)
     assert rows_of(run, "ckpt_3") == {id_: row for id_, row in before.items() if id_ not in gone}
+
+
+def test_counts_of_ids_that_wait_for_a_row_go_too(tmp_path):
+    user = HashTable(2, name="user", admit=MinCount(3))
+    saver = Saver(torch.nn.ModuleDict({"user": user}), output_dir=str(tmp_path / "runs"))
+    user(torch.tensor([*ids_at(1, 1, 1), *ids_at(2, 3)]))
+    saver.save("ckpt_1", step=1)
+    assert set(read(tmp_path / "runs", "ckpt_1", "user.candidates")) == set(ids_at(2, 3))
+    assert len(look_for(str(tmp_path / "runs"), np.array(ids_at(2)), "user").holding) == 1
+    [done] = forget(tmp_path / "runs", "user", ids_at(1, 2))
+    assert done.n_rows == {"ckpt_1": 1}
+    assert set(read(tmp_path / "runs", "ckpt_1", "user.candidates")) == set(ids_at(3))
+    assert files_with(tmp_path / "runs", ids_at(1, 2)) == {}
+    assert verify(str(tmp_path / "runs")) == []
 
 
 def test_an_object_store_will_do(memory_url):

@@ -1,12 +1,11 @@
 """A compactor, and an owner that adopts, are killed at any point: what is restored stays what it was."""
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
 from delta_runs import rows_of, run_with_chain
-from in_fork import in_fork
+from killed import killed_at
 
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.whole import Means
@@ -14,15 +13,9 @@ from recckpt.format import layout
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, locate
 from recckpt.output_dir.offers import DAY_SEC, adopt_offers
-from recckpt.storage.local import LocalStorage
-from recckpt.storage.local_files import LocalSink
 from recckpt.storage.transfers import VISIBLE
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
-CALLS = [
-    *((LocalStorage, name) for name in ("make_dir", "put_if_absent", "create", "sync_dir", "remove")),
-    *((LocalSink, name) for name in ("write", "close")),
-]
 MOST_CALLS = 1000
 
 
@@ -34,33 +27,6 @@ def adopt(run) -> list[str]:
     fence = Fence(run)
     fence.hold()
     return [form.directory for form in adopt_offers(run, fence, VISIBLE, 1)]
-
-
-def killed_at(number, work) -> bool:
-    """Do some work in a child that is killed before or after one of its calls; False where it has not as many."""
-    n_calls = 0
-
-    def counted(real):
-        def call(*args):
-            nonlocal n_calls
-            own, n_calls = n_calls, n_calls + 1
-            if number == 2 * own:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = real(*args)
-            if number == 2 * own + 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-    def patched() -> str:
-        for owner, name in CALLS:
-            setattr(owner, name, counted(getattr(owner, name)))
-        work()
-        return str(n_calls)
-
-    said = in_fork(patched)
-    return not said or number < 2 * int(said)  # a call that raises has no end to be killed at
 
 
 def sweep(tmp_path, work, check, stride) -> None:
