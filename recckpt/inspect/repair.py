@@ -113,7 +113,12 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
             Leftover(directory, what, is_dead),
             partial(rotation.remove_leftover, storage, directory, rotation.THREADS),
         )
-    for request in pending(storage):
+    try:
+        requests = pending(storage)
+    except CorruptCheckpointError as error:
+        requests = []
+        yield Leftover(error.path, f"a damaged request to forget ids: {error}", False), lambda: None
+    for request in requests:
         what = f"a request to forget {plural(len(request.ids), 'id')}, not ended: `recckpt forget DIR` goes on"
         yield Leftover(layout.forget_request(request.request), what, False), lambda: None
     for name in filter(layout.is_temporary, storage.list_files("")):

@@ -69,6 +69,10 @@ def _read(storage: Storage, path: str) -> Request | None:
         return forget_request.decode(storage.read(path, forget_request.MAX_BYTES), path)
     except ABSENT:
         return None  # done meanwhile
+    except CorruptCheckpointError as error:
+        remedy = "remove it, and ask again: nobody can say which ids it names"
+        found, expected = error.found, error.expected
+        raise CorruptCheckpointError(path, error.where, found=found, expected=expected, remedy=remedy) from error
     except NotPlainError as error:
         raise missing(path, error, "a request to forget ids") from error
 

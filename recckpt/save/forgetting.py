@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from recckpt.compaction.forget import check_table, checked_ids
 from recckpt.compaction.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
 from recckpt.compaction.held_ids import Ids
-from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.output_dir.forget_requests import pending, requests
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination
@@ -50,10 +51,13 @@ class Forgetting:
         return _telling(ranks).on_first(self._end_pending)
 
     def _end_pending(self) -> Left:
-        storage, fence, left = self._to.storage, self._to.fence, []
+        storage, fence = self._to.storage, self._to.fence
+        left: Left = []
         if not all(requests(storage).values()):
             fence.hold()
-            left = [(each.table, each.ids) for each in pending(storage)] if not end_pending(self._to) else []
+            if not end_pending(self._to):
+                with suppress(CorruptCheckpointError):  # of a request that is damaged itself, as the log says by now
+                    left = [(each.table, each.ids) for each in pending(storage)]
         fence.requests_seen = frozenset(requests(storage))
         return left
 

@@ -36,6 +36,13 @@ def with_a_form(run):
     recckpt.compact(run.url, "ckpt_2")
 
 
+def with_two_forms(run):
+    """Both deltas have forms, so that there are three chains."""
+    for ckpt_id in ("ckpt_2", "ckpt_3"):
+        recckpt.compact(run.url, ckpt_id)
+    adopt(run.url)
+
+
 def with_leftovers(run):
     """A save that died, and a copy that a person made."""
     shutil.copytree(f"{run.url}/ckpt_2", f"{run.url}/ckpt_9")
@@ -71,7 +78,7 @@ def restore(run):
         forget(run.url, "item", GONE)
 
 
-SCENES = [chain, with_a_form, with_leftovers, begun_before]
+SCENES = [chain, with_a_form, with_two_forms, with_leftovers, begun_before]
 NEXT = [forget_again, go_on, restore]
 
 

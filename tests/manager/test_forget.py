@@ -14,6 +14,7 @@ from recckpt import CheckpointManager, Saver
 from recckpt.compaction.forget import forget
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.inspect.absent import look_for
+from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.sparse import HashTable, gen_slice
@@ -235,3 +236,21 @@ def test_ranks_forget_together_and_refuse_together(tmp_path):
     assert set(first[3]) | set(second[3]) == set(ids_at(*range(100))) - set(GONE)
     assert is_absent(tmp_path / "runs")
     assert verify(str(tmp_path / "runs")) == []
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data.replace(b"user", b"uses")])
+def test_a_damaged_request_is_told_and_stops_no_training(root, monkeypatch, caplog, damage):
+    begin_to_forget(root, monkeypatch)
+    [path] = (root / ".recckpt" / "forget").glob("*.json")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CorruptCheckpointError, match="remove it, and ask again"):
+        forget(str(root), "user", GONE)
+    assert any("a damaged request" in left.what for left in repair(str(root), clean=True).leftovers)
+    run = Managed(root)
+    with caplog.at_level(logging.ERROR):
+        assert run.manager.restore() == 4
+    assert "remove it, and ask again" in caplog.text
+    run.manager.step()
+    path.unlink()
+    forget(str(root), "user", GONE)
+    assert is_absent(root)
