@@ -21,8 +21,9 @@ from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ColumnBytes, PartWriter, column_buffer
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
 from recckpt.sparse.files.merged_rows import merged_range
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.files.row_sums import RowSums
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import check_part
@@ -118,7 +119,7 @@ def _batches(task: PartTask, links: Links, sums: RowSums) -> Iterator[_Batch]:
             values = [np.frombuffer(column_buffer(batch.column(spec.name)), np.uint8) for spec in specs]
             ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
             first, last = bucket_of(ids[[0, -1]])
-            columns = [ColumnBytes(spec, column) for spec, column in zip(specs, values, strict=True)]
+            columns = [ColumnBytes(spec, len(ids), [value]) for spec, value in zip(specs, values, strict=True)]
             yield cut.table, (int(first), int(last) + 1), columns
 
 

@@ -15,9 +15,10 @@ from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part
 from recckpt.output_dir.new_checkpoint import Target
-from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter, column_buffer, ids_in
+from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
 from recckpt.sparse.files.link_cursors import row_of
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.files.row_sums import RowSums
 from recckpt.sparse.files.verifier import check_part
 from recckpt.types import SlotSpec
@@ -86,7 +87,7 @@ def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: Erasure, sum
         if len(ids):
             sums.add(batch.table, values, slice(None))
             first, last = bucket_of(ids[[0, -1]])
-            as_bytes = [ColumnBytes(spec, v.view(np.uint8)) for spec, v in zip(specs, values, strict=True)]
+            as_bytes = [ColumnBytes(spec, len(v), [v.view(np.uint8)]) for spec, v in zip(specs, values, strict=True)]
             yield batch.table, (int(first), int(last) + 1), as_bytes
 
 

@@ -17,7 +17,8 @@ from recckpt.format.manifest import Content, FileEntry, Names, Scalar, ShardEntr
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.output_dir.writer import WRITER
-from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter
+from recckpt.sparse.files.arrow_format import ID_SPEC
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.types import SlotSpec
 
 PART_BYTES, BATCH_BYTES = 1 << 30, 8 << 20
@@ -104,10 +105,11 @@ def _write_piece(writer: PartWriter, piece: _Piece, advance: Advance) -> None:
     batch_rows = max(1, BATCH_BYTES // (2 + table.row_bytes))
     for first in range(0, len(ids), batch_rows):
         rows = slice(first, first + batch_rows)
-        values = [ColumnBytes(ID_SPEC, ids[rows].view(np.uint8))]
-        values += [ColumnBytes(s, c[rows].view(np.uint8)) for s, c in zip(table.slots, columns, strict=True)]
+        n_rows = len(ids[rows])
+        values = [ColumnBytes(ID_SPEC, n_rows, [ids[rows].view(np.uint8)])]
+        values += [ColumnBytes(s, n_rows, [c[rows].view(np.uint8)]) for s, c in zip(table.slots, columns, strict=True)]
         writer.write(table.name, buckets_of(ids[rows]), values)
-        advance(sum(column.values.nbytes for column in values))
+        advance(sum(column.n_bytes for column in values))
 
 
 def _write_dense(to: Target, new: NewCheckpoint) -> list[FileEntry]:

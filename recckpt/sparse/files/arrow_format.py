@@ -1,20 +1,16 @@
-"""The Arrow form of a part (docs/format.md, section 5): its columns, its writer, and what no message in it may say."""
+"""The Arrow form of a part (docs/format.md, section 5): its columns, and what no message in it may say."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import xxhash
 
-from recckpt.format.catalog import Batch, Part
-from recckpt.storage import Sink, SinkFile
 from recckpt.types import SlotSpec
 
 TABLE, ID = "table", "id"  # part of the format
@@ -31,7 +27,6 @@ _ARROW = {
     "int64": pa.int64(),
 }
 _TABLE_TYPE = pa.dictionary(pa.int16(), pa.utf8())
-_SMALL_BYTES = 16 << 10  # pieces of a file that are written together
 ID_SPEC = SlotSpec(ID, "int64", ())
 
 
@@ -91,82 +86,6 @@ def column_items(array: pa.Array) -> pa.Array:
         width = rows.type.list_size
         return rows.values.slice(rows.offset * width, len(rows) * width)  # flatten() imports pyarrow.compute
     return rows.indices if isinstance(rows, pa.DictionaryArray) else rows
-
-
-@dataclass(frozen=True)
-class ColumnBytes:
-    """Values of one column of a batch, in memory that the caller may reuse after the write."""
-
-    spec: SlotSpec
-    values: npt.NDArray[np.uint8]
-
-
-class PartWriter:
-    """Writes one part into a sink; :meth:`finish` returns its catalog entry. Not thread-safe."""
-
-    def __init__(self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec]) -> None:
-        self._file, self._tables = file, tuple(tables)
-        self._numbers = {name: number for number, name in enumerate(tables)}
-        self._dictionary = pa.array(self._tables, pa.utf8())
-        self._schema = part_schema(slots)
-        self._framed = _FrameSink(sink)
-        self._batches: list[Batch] = []
-        self._arrow = pa.ipc.new_file(pa.PythonFile(self._framed, "w"), self._schema)
-
-    def write(self, table: str, buckets: tuple[int, int], columns: Sequence[ColumnBytes]) -> None:
-        """Write rows of one table; the first column is the ids, the others are in the order of the slots."""
-        n_rows = len(columns[0].values) // 8
-        numbers = np.full(n_rows, self._numbers[table], np.int16)
-        buffers = {TABLE: pa.py_buffer(numbers), **{c.spec.name: pa.py_buffer(c.values) for c in columns}}
-        xxh3 = {name: xxhash.xxh3_64_intdigest(buffer) for name, buffer in buffers.items()}
-        indices = pa.Array.from_buffers(pa.int16(), n_rows, [None, buffers[TABLE]])
-        arrays = [pa.DictionaryArray.from_arrays(indices, self._dictionary)]
-        arrays += [column_array(column.spec, buffers[column.spec.name], n_rows) for column in columns]
-        self._framed.values = {buffer.address for buffer in buffers.values()}
-        self._arrow.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._framed.values = set()
-        self._batches.append(Batch(table, n_rows, buckets, xxh3))
-
-    def finish(self) -> Part:
-        """Write the footer; the sink is still the caller's to close."""
-        self._arrow.close()
-        self._framed.write_small()
-        frame = self._framed.frame.intdigest()
-        return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches))
-
-
-class _FrameSink(SinkFile):
-    """The file object that Arrow writes to; hashes what no column checksum covers.
-
-    Arrow writes a batch in many small pieces, each of which would cost as much as writing the rows of a small delta:
-    they go on together.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        super().__init__(sink)
-        self.frame = xxhash.xxh3_64()
-        self._small = bytearray()
-        self.values: set[int] = set()  # addresses of the column values that are being written
-
-    def write(self, data: Any) -> int:
-        if not (isinstance(data, pa.Buffer) and data.address in self.values):
-            self.frame.update(data)
-        if len(data) < _SMALL_BYTES:
-            self._small += data
-        else:
-            self.write_small()
-            super().write(data)
-        return len(data)
-
-    def tell(self) -> int:
-        """Return the bytes so far, those included that are yet to go on."""
-        return self.n_bytes + len(self._small)
-
-    def write_small(self) -> None:
-        """Let small pieces go on."""
-        if self._small:
-            small, self._small = self._small, bytearray()
-            super().write(small)
 
 
 # Places in the flatbuffers of an Arrow file.

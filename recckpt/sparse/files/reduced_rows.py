@@ -117,21 +117,26 @@ class ReducedSource:
         deleted = self._source.deletes()
         return deleted if self._rows is None else np.concatenate([deleted, self._rows.gone])
 
-    def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
-        """Copy rows, each of which is read once, into a target each for id and slots.
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, for_good: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; those read for good are not read again, in any slot.
 
         Raises:
             ValueError: a number is beyond the dtype that it is stored in.
         """
-        by_name = {slot.name: target for slot, target in zip(self.slots, targets[1:], strict=True)}
-        own = [self._own_target(slot, by_name.get(slot.name), len(rows)) for slot in self._source.slots]
-        self._source.read(self._of_source(rows), [targets[0], *own])
-        for slot, values in zip(self._source.slots, own, strict=True):
-            if slot.name in self._errors:
-                stored = next(other for other in self.slots if other.name == slot.name)
-                error = narrow(self.name, values, slot, by_name[slot.name], stored)
-                with self._lock:
-                    self._errors[slot.name] = max(self._errors[slot.name], error)
+        rows = self._of_source(rows)
+        if column == 0:
+            self._source.read(0, rows, target, for_good=for_good)
+            return
+        stored = self.slots[column - 1]
+        number, slot = next((n, s) for n, s in enumerate(self._source.slots, start=1) if s.name == stored.name)
+        if slot.name not in self._errors:
+            self._source.read(number, rows, target, for_good=for_good)
+            return
+        values = self._memory(len(rows) * slot.row_bytes)
+        self._source.read(number, rows, values, for_good=for_good)
+        error = narrow(self.name, values, slot, target, stored)
+        with self._lock:
+            self._errors[slot.name] = max(self._errors[slot.name], error)
 
     def close(self) -> None:
         """Let the table go."""
@@ -143,15 +148,12 @@ class ReducedSource:
     def _read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         target[:] = self._source.ids.gather(self._of_source(rows).astype(np.int64)).numpy().view(np.uint8)
 
-    def _own_target(self, slot: SlotSpec, target: Bytes | None, n_rows: int) -> Bytes:
-        """Return where a slot of the source goes: to memory of this thread, where it is not stored as it is."""
-        if target is not None and slot.name not in self._errors:
-            return target
-        n_bytes = n_rows * slot.row_bytes
-        kept: dict[str, Bytes] = self._scratch.__dict__
-        if slot.name not in kept or len(kept[slot.name]) < n_bytes:
-            kept[slot.name] = np.empty(n_bytes, np.uint8)
-        return kept[slot.name][:n_bytes]
+    def _memory(self, n_bytes: int) -> Bytes:
+        """Return memory of this thread."""
+        kept: Bytes | None = getattr(self._scratch, "kept", None)
+        if kept is None or len(kept) < n_bytes:
+            kept = self._scratch.kept = np.empty(n_bytes, np.uint8)
+        return kept[:n_bytes]
 
 
 @dataclass(frozen=True)

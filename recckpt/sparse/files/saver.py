@@ -16,8 +16,10 @@ from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Catalog, Held, Part
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_format import ID_SPEC, ColumnBytes, PartWriter
+from recckpt.sparse.files.arrow_format import ID_SPEC
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.files.table_rows import BucketOrder, TableSource, deleted_from
+from recckpt.sparse.table.column import aligned_bytes
 from recckpt.sparse.table.kernels import first_repeat
 from recckpt.storage import NewFiles
 from recckpt.types import SlotSpec
@@ -29,7 +31,7 @@ _MAX_TABLES = 32_767  # part of the format: the table column counts in int16
 _ID_BYTES = 8 + 2  # the id and table columns
 ORDER_BYTES = 128 << 20  # all writers together
 _ORDER_ITEM = 4
-_ALIGN = 64
+PIECE_BYTES = 512 << 10  # of a column, copied, hashed and written: it stays in the second cache of a core meanwhile
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ class RepeatFinder:
 class SparseSaver:
     """Writes the tables of one shard with several threads, each of which keeps one buffer from save to save.
 
-    Memory beyond the tables: ``concurrency * batch_bytes``, and ``order_bytes`` for the order of the rows; larger
-    tables are ordered in passes.
+    Memory beyond the tables: a buffer of ``PIECE_BYTES`` a thread, and ``order_bytes`` for the order of the rows;
+    larger tables are ordered in passes.
     """
 
     def __init__(self, concurrency: int, *, batch_bytes: int = BATCH_BYTES, order_bytes: int = ORDER_BYTES) -> None:
@@ -176,11 +178,11 @@ class SparseSaver:
                     source, order = part.sources[chunk.table], part.orders[chunk.table]
                     repeats = _repeats_before(chunk, source, order)
                     for rows in self._batches(chunk, order, self._batch_rows(source, plan.row_bytes)):
-                        columns = _gather(source, rows, buffer)
-                        ids = columns[0].values.view(np.int64)
+                        ids = np.empty(len(rows), np.int64)
+                        source.read(0, rows, ids.view(np.uint8), for_good=False)
                         _check_ids(source, ids, repeats)
                         first, last = bucket_of(ids[[0, -1]])
-                        writer.write(source.name, (int(first), int(last) + 1), columns)
+                        writer.write(source.name, (int(first), int(last) + 1), _columns(source, rows, ids, buffer))
                         advance(len(rows) * plan.row_bytes)
                 return replace(writer.finish(), holds=part.holds)
 
@@ -219,12 +221,12 @@ class SparseSaver:
 
     @contextmanager
     def _buffer(self, plan: PartPlan) -> Iterator[npt.NDArray[np.uint8]]:
-        """Lend a buffer that holds a batch; it is kept, since the first touch of fresh memory is what is slow."""
-        n_bytes = max(self._batch_bytes, plan.row_bytes) + _ALIGN * (len(plan.slots) + 1)
+        """Lend a buffer that holds a piece; it is kept, since the first touch of fresh memory is what is slow."""
+        n_bytes = max(PIECE_BYTES, plan.row_bytes)
         with self._lock:
             buffer = self._buffers.pop() if self._buffers else None
         if buffer is None or len(buffer) < n_bytes:
-            buffer = np.empty(n_bytes, np.uint8)
+            buffer = aligned_bytes(n_bytes)
         try:
             yield buffer
         finally:
@@ -252,11 +254,23 @@ def _check_ids(source: TableSource, ids: npt.NDArray[np.int64], repeats: RepeatF
         )
 
 
-def _gather(source: TableSource, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]) -> list[ColumnBytes]:
-    """Copy rows of all columns into the buffer, one column after another."""
-    columns, begin = [], 0
-    for spec in (ID_SPEC, *source.slots):
-        columns.append(ColumnBytes(spec, buffer[begin : begin + len(rows) * spec.row_bytes]))
-        begin += -(-len(rows) * spec.row_bytes // _ALIGN) * _ALIGN
-    source.read(rows, [column.values for column in columns])
+def _columns(
+    source: TableSource, rows: npt.NDArray[Any], ids: npt.NDArray[np.int64], buffer: npt.NDArray[np.uint8]
+) -> list[ColumnBytes]:
+    """Return the columns of a batch; the slots are copied into the buffer when they are written."""
+    columns = [ColumnBytes(ID_SPEC, len(rows), [ids.view(np.uint8)])]
+    for number, spec in enumerate(source.slots, start=1):
+        columns.append(ColumnBytes(spec, len(rows), _pieces(source, number, spec.row_bytes, rows, buffer)))
     return columns
+
+
+def _pieces(
+    source: TableSource, column: int, row_bytes: int, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Copy rows of one column into the buffer, as many at a time as fit."""
+    piece_rows = len(buffer) // row_bytes
+    for begin in range(0, len(rows), piece_rows):
+        some = rows[begin : begin + piece_rows]
+        piece = buffer[: len(some) * row_bytes]
+        source.read(column, some, piece, for_good=column == len(source.slots))  # the last one to be read
+        yield piece

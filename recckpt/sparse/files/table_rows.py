@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -135,8 +135,11 @@ class TableSource(Protocol):
     def deletes(self) -> npt.NDArray[np.int64]:
         """Return the ids, all different, that were deleted since that other checkpoint."""
 
-    def read(self, rows: npt.NDArray[Any], targets: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Copy the bytes of rows, each asked for once, into a target for the ids and one for each slot. Thread-safe."""
+    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, for_good: bool) -> None:
+        """Copy the bytes of rows of the id, column 0, or of a slot. Thread-safe.
+
+        Rows that are read for good, their last slot last, may change from then on, and are not read again.
+        """
 
     def close(self) -> None:
         """Drop the rows; nothing may be read any more."""
@@ -162,10 +165,10 @@ class StillTable:
         """Return nothing: who has all rows knows what is not there."""
         return np.empty(0, np.int64)
 
-    def read(self, rows: npt.NDArray[Any], targets: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Copy rows of all columns."""
-        for column, target in zip((self.ids, *self.columns.values()), targets, strict=True):
-            column.gather_into(rows, target)
+    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, for_good: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; all stay as they are."""
+        source = [self.ids, *self.columns.values()][column]
+        source.gather_into(rows, target)
 
     def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]]) -> None:
         """Copy rows of some columns into a target each."""

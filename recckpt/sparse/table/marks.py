@@ -193,9 +193,9 @@ class DeltaSource:
             erased = erased[upserts.find(erased) < 0]
         return erased[np.argsort(bucket_of(erased), kind="stable")]
 
-    def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
-        """Copy rows, each of which is read once, into a target each for id and slots."""
-        self.snapshot.read(self.rows[rows], targets)
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, for_good: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; those read for good are not read again, in any column."""
+        self.snapshot.read(column, self.rows[rows], target, for_good=for_good)
 
     def close(self) -> None:
         """Let the table go."""

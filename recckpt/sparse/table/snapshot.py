@@ -190,11 +190,12 @@ class Snapshot:
         """Copy aside the ids of ``rows``, all different, which are about to belong to others."""
         self._ids.keep(rows)
 
-    def read(self, rows: npt.NDArray[Any], targets: Sequence[Bytes]) -> None:
-        """Copy rows, each of which is read once in the life of a snapshot, into a target each for id and slots."""
-        self.read_ids(rows, targets[0])
-        by_name = {spec.name: target for spec, target in zip(self.slots, targets[1:], strict=True)}
-        self._slots.read(rows, by_name, for_good=True)
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, for_good: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; those read for good are not read again, in any slot."""
+        if column == 0:
+            self.read_ids(rows, target)
+        else:
+            self._slots.read(rows, {self.slots[column - 1].name: target}, for_good=for_good)
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows; as often as one likes."""

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ColumnBytes, PartWriter, column_values
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_values
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.storage import Storage, open_storage
 from recckpt.types import SlotSpec
 
@@ -54,7 +55,8 @@ def columns(ids: list[int]) -> list[ColumnBytes]:
         (matrix.view(np.uint32) >> 16).astype(np.uint16),
         np.arange(n_rows, dtype=np.int64),
     ]
-    return [ColumnBytes(spec, value.view(np.uint8)) for spec, value in zip((ID_SPEC, *SLOTS), values, strict=True)]
+    specs = (ID_SPEC, *SLOTS)
+    return [ColumnBytes(spec, n_rows, [value.view(np.uint8)]) for spec, value in zip(specs, values, strict=True)]
 
 
 def write(storage: Storage, file: str) -> Part:

@@ -172,7 +172,10 @@ def check_snapshot(snapshot, expected, where):
         [np.empty((snapshot.n_rows, *spec.shape), spec.dtype) for spec in snapshot.slots],
     )
     try:
-        snapshot.read(np.arange(snapshot.n_rows), [some.reshape(-1).view(np.uint8) for some in (ids, *values)])
+        for column, some in enumerate((ids, *values)):
+            snapshot.read(
+                column, np.arange(snapshot.n_rows), some.reshape(-1).view(np.uint8), for_good=column == len(values)
+            )
     except MemoryError:
         return
     for spec, some in zip(snapshot.slots, values, strict=True):

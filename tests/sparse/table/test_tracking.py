@@ -164,7 +164,8 @@ def counts_in(snapshot):
     """Return id -> count as the snapshot has them."""
     targets = [np.empty(snapshot.n_rows * spec.row_bytes, np.uint8) for spec in snapshot.slots]
     ids = np.empty(snapshot.n_rows, np.int64)
-    snapshot.read(np.arange(snapshot.n_rows), [ids.view(np.uint8), *targets])
+    for column, target in enumerate((ids.view(np.uint8), *targets)):
+        snapshot.read(column, np.arange(snapshot.n_rows), target, for_good=column == len(targets))
     names = [spec.name for spec in snapshot.slots]
     return dict(zip(ids.tolist(), targets[names.index("count")].view(np.int64).tolist(), strict=True))
 

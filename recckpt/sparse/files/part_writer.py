@@ -1,0 +1,134 @@
+"""Writes the Arrow form of a part: Arrow makes the frame, and the values go past it in pieces."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from recckpt.format.catalog import Batch, Part
+from recckpt.sparse.files.arrow_format import TABLE, column_array, part_schema
+from recckpt.storage import Sink, SinkFile
+from recckpt.types import SlotSpec
+
+_SMALL_BYTES = 16 << 10  # pieces of a file that are written together
+_TABLE_SPEC = SlotSpec(TABLE, "int16", ())
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class ColumnBytes:
+    """Values of one column of a batch, in pieces, each in memory that may be reused once the next is asked for."""
+
+    spec: SlotSpec
+    n_rows: int
+    pieces: Iterable[npt.NDArray[np.uint8]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return self.n_rows * self.spec.row_bytes
+
+
+class PartWriter:
+    """Writes one part into a sink; :meth:`finish` returns its catalog entry. Not thread-safe."""
+
+    def __init__(self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec]) -> None:
+        self._file, self._tables = file, tuple(tables)
+        self._numbers = {name: number for number, name in enumerate(tables)}
+        self._dictionary = pa.array(self._tables, pa.utf8())
+        self._schema = part_schema(slots)
+        self._framed = _FrameSink(sink)
+        self._batches: list[Batch] = []
+        self._arrow = pa.ipc.new_file(pa.PythonFile(self._framed, "w"), self._schema)
+
+    def write(self, table: str, buckets: tuple[int, int], columns: Sequence[ColumnBytes]) -> None:
+        """Write rows of one table; the first column is the ids, the others are in the order of the slots."""
+        n_rows = columns[0].n_rows
+        numbers = np.full(n_rows, self._numbers[table], np.int16).view(np.uint8)
+        buffers = self._framed.stand_ins([ColumnBytes(_TABLE_SPEC, n_rows, [numbers]), *columns])
+        indices = pa.Array.from_buffers(pa.int16(), n_rows, [None, buffers[TABLE]])
+        arrays = [pa.DictionaryArray.from_arrays(indices, self._dictionary, safe=False)]
+        arrays += [column_array(column.spec, buffers[column.spec.name], n_rows) for column in columns]
+        self._arrow.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._batches.append(Batch(table, n_rows, buckets, self._framed.take_checksums()))
+
+    def finish(self) -> Part:
+        """Write the footer; the sink is still the caller's to close."""
+        self._arrow.close()
+        self._framed.write_small()
+        frame = self._framed.frame.intdigest()
+        return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches))
+
+
+class _FrameSink(SinkFile):
+    """The file object that Arrow writes to; hashes what no column checksum covers.
+
+    Arrow makes the frame and never reads a value. So it gets memory that nobody ever touches, and where it writes that,
+    the values are fetched, hashed and written piece by piece, which lie in the cache all that time. The many small
+    pieces of a frame, each of which would cost as much as writing the rows of a small delta, go on together.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__(sink)
+        self.frame = xxhash.xxh3_64()
+        self._small = bytearray()
+        self._space = pa.py_buffer(b"")
+        self._columns: dict[int, ColumnBytes] = {}  # by address: those that are being written
+        self._xxh3: dict[str, int] = {}
+
+    def stand_ins(self, columns: Sequence[ColumnBytes]) -> dict[str, pa.Buffer]:
+        """Return a buffer to give to Arrow in place of each column."""
+        ends = np.cumsum([-(-column.n_bytes // _ALIGN) * _ALIGN for column in columns]).tolist()
+        if self._space.size < ends[-1]:
+            self._space = pa.py_buffer(mmap.mmap(-1, ends[-1], access=mmap.ACCESS_READ))
+        begins = [0, *ends[:-1]]
+        buffers = [self._space.slice(begin, c.n_bytes) for begin, c in zip(begins, columns, strict=True)]
+        self._columns = {buffer.address: column for buffer, column in zip(buffers, columns, strict=True)}
+        self._xxh3 = {}
+        return {column.spec.name: buffer for buffer, column in zip(buffers, columns, strict=True)}
+
+    def take_checksums(self) -> dict[str, int]:
+        """Return the checksums of the columns that were written."""
+        self._columns = {}
+        return self._xxh3
+
+    def write(self, data: Any) -> int:
+        column = self._columns.get(data.address) if isinstance(data, pa.Buffer) else None
+        if column is None:
+            self.frame.update(data)
+            self._pass_on(data)
+            return len(data)
+        xxh3, n_bytes = xxhash.xxh3_64(), 0
+        for piece in column.pieces:
+            buffer = pa.py_buffer(piece)
+            xxh3.update(buffer)
+            self._pass_on(buffer)
+            n_bytes += len(buffer)
+        if n_bytes != column.n_bytes:
+            raise RuntimeError(f"column {column.spec.name!r} has {n_bytes} bytes in place of {column.n_bytes}")
+        self._xxh3[column.spec.name] = xxh3.intdigest()
+        return n_bytes
+
+    def _pass_on(self, data: Any) -> None:
+        if len(data) < _SMALL_BYTES:
+            self._small += data
+        else:
+            self.write_small()
+            super().write(data)
+
+    def tell(self) -> int:
+        """Return the bytes so far, those included that are yet to go on."""
+        return self.n_bytes + len(self._small)
+
+    def write_small(self) -> None:
+        """Let small pieces go on."""
+        if self._small:
+            small, self._small = self._small, bytearray()
+            super().write(small)
