@@ -25,7 +25,7 @@ from recckpt.storage import NewFiles
 from recckpt.types import SlotSpec
 
 BATCH_BYTES = 8 << 20
-LEAST_BATCH_BYTES = 256 << 10  # of a delta, whose batches are the smaller the fewer rows have changed
+LEAST_BATCH_BYTES = 1 << 20  # of a delta, whose batches are the smaller the fewer rows have changed: each has its cost
 PART_BYTES = 1 << 30
 _MAX_TABLES = 32_767  # part of the format: the table column counts in int16
 _ID_BYTES = 8 + 2  # the id and table columns
