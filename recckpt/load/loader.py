@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource, opened
+from recckpt.load.other_forms import alone, from_whole
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
 from recckpt.load.source import Source, locate_asked, locate_bank
@@ -85,22 +87,28 @@ class Loader:
         """As :meth:`recckpt.Saver.plan`."""
         entries = as_bank(bank, conf)
 
-        def plan(found: tuple[list[Source], Problems]) -> LoadPlan:
-            with opened(found[0]) as sources:
-                return loading.plan(self.live_state(shard_id), sources, found[1])
+        def plan(problems: Problems, sources: Sequence[Source]) -> LoadPlan:
+            with opened(sources) as open_sources:
+                return loading.plan(self.live_state(shard_id), open_sources, problems)
 
-        return until_whole(lambda: locate_bank(entries), plan)
+        def plan_found(found: tuple[list[Source], Problems]) -> LoadPlan:
+            return from_whole(found[0], partial(plan, found[1]), alone)
+
+        return until_whole(lambda: locate_bank(entries), plan_found)
 
     def names(self) -> list[str]:
         """As :meth:`recckpt.Saver.names`."""
         return list_inventory(self.live_state().inventory)
 
     def _load_from(self, sources: Sequence[Source], problems: Problems, shard_id: int | None) -> LoadReport:
-        live = self.live_state(shard_id)
-        with opened(sources, live.needs) as open_sources:
-            report = self.load_sources(live, open_sources, problems)
-            self.tell_if_whole(live, open_sources, report)
-            return report
+        def load(sources: Sequence[Source]) -> LoadReport:
+            live = self.live_state(shard_id)
+            with opened(sources, live.needs) as open_sources:
+                report = self.load_sources(live, open_sources, problems)
+                self.tell_if_whole(live, open_sources, report)
+                return report
+
+        return from_whole(sources, load, alone)
 
     def load_sources(
         self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool = False

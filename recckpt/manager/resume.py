@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -17,6 +16,7 @@ from recckpt.load.live_state import LiveState
 from recckpt.load.load import plan
 from recckpt.load.loader import Loader
 from recckpt.load.open_source import OpenSource, opened
+from recckpt.load.other_forms import FoundDamage, alone, damaged_link, from_whole
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.rows_of_ranks import row_errors, rows_read
@@ -24,7 +24,7 @@ from recckpt.load.source import Source, locate_bank
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import Run
 from recckpt.output_dir.index_file import warn_of_index
-from recckpt.output_dir.listing import Checkpoint, chained, list_checkpoints, locate, newest_first
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import best_id, best_in
@@ -40,14 +40,7 @@ def _failed(rank: int, cause: str) -> RecckptError:
     return RecckptError(f"restoring failed on rank {rank}: {cause}")
 
 
-def _damaged_link(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str:
-    """Return the directory in which there is damage: that of a checkpoint, or of a link that it stands on."""
-    directories = (link.directory for link in checkpoint.links)
-    return next((name for name in directories if error.path.startswith(f"{name}/")), checkpoint.directory)
-
-
-def _said(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str:
-    link = _damaged_link(checkpoint, error)
+def _said(checkpoint: Checkpoint, link: str) -> str:
     if link == checkpoint.directory:
         return f"{checkpoint.ckpt_id} is damaged"
     return f"{checkpoint.ckpt_id} stands on {link}, which is damaged"
@@ -111,13 +104,16 @@ class Restorer:
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
         """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
 
-        def load(found: _Located) -> LoadReport:
-            sources, candidates, problems = found
+        def load_from(candidates: Sequence[Checkpoint], problems: Problems, sources: Sequence[Source]) -> LoadReport:
             live = self._live()
             with self._opened(live, sources) as of_bank:
                 report = self._load(live, of_bank, candidates, _OWN, problems, rng=True, holds=True)
                 self._followed = followed(live, of_bank)
             return report
+
+        def load(found: _Located) -> LoadReport:
+            sources, candidates, problems = found
+            return from_whole(sources, partial(load_from, candidates, problems), self._ranks.on_first)
 
         first = self._ranks.on_first(lambda: self._located(bank))
         again = partial(self._ranks.on_first, partial(self._located, bank, required=bool(first[1])))
@@ -126,11 +122,14 @@ class Restorer:
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """As :meth:`recckpt.CheckpointManager.plan`."""
 
+        def plan_from(problems: Problems, sources: Sequence[Source]) -> LoadPlan:
+            with opened(sources) as open_sources:
+                return plan(self._live(), open_sources, problems)
+
         def plan_one(found: _Located) -> LoadPlan:
             sources, candidates, problems = found
             own = [Source(_OWN, self._loader.storage, checkpoint) for checkpoint in candidates[:1]]
-            with opened([*sources, *own]) as open_sources:
-                return plan(self._live(), open_sources, problems)
+            return from_whole([*sources, *own], partial(plan_from, problems), alone)
 
         return until_whole(lambda: self._located(bank), plan_one)
 
@@ -138,11 +137,16 @@ class Restorer:
         """As :meth:`recckpt.CheckpointManager.reload_dynamic`."""
         reports: list[LoadReport] = []
 
+        def load_from(live: LiveState, sources: Sequence[Source]) -> Source:
+            with self._opened(live, sources) as open_sources:
+                reports.append(self._load_sources(live, open_sources, Problems(), rng=False))
+            return sources[0]
+
         def load(entry: Followed, source: Source | None) -> Source | None:
             if source is not None:
                 live = self._live()
-                with self._opened(live, [entry.since_taken(source, live)]) as sources:
-                    reports.append(self._load_sources(live, sources, Problems(), rng=False))
+                new = [entry.since_taken(source, live)]
+                source = from_whole(new, partial(load_from, live), self._ranks.on_first)
                 entry.take(source, live)
             return source
 
@@ -165,7 +169,7 @@ class Restorer:
         holds: bool,
     ) -> LoadReport:
         """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
-        damaged: dict[str, CorruptCheckpointError] = {}
+        damage = FoundDamage()
         while candidates:
             checkpoint = candidates[0]
             try:
@@ -174,11 +178,15 @@ class Restorer:
                     self._check_rows(live, checkpoint, report)
                     self._loader.tell_if_whole(live, [*bank, *own], report)
             except CorruptCheckpointError as error:
-                damaged[_damaged_link(checkpoint, error)] = error
-                candidates = self._ranks.on_first(partial(self._without, candidates, damaged))
+                link = damaged_link(checkpoint, error)
+                if link is None and bank:
+                    raise  # it is in the bank
+                link = link or checkpoint.directory
+                damage.note(self._loader.storage, link, error)
+                candidates = self._ranks.on_first(partial(self._without, candidates, damage))
                 if not candidates:
                     raise
-                log.error("%s, restoring %s instead: %s", _said(checkpoint, error), candidates[0].ckpt_id, error)
+                log.error("%s, restoring %s instead: %s", _said(checkpoint, link), candidates[0].ckpt_id, error)
                 continue
             # Ranks may hold different tables, of which the bank has some.
             holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
@@ -223,13 +231,10 @@ class Restorer:
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
 
-    def _without(
-        self, candidates: Sequence[Checkpoint], damaged: Mapping[str, CorruptCheckpointError]
-    ) -> list[Checkpoint]:
+    def _without(self, candidates: Sequence[Checkpoint], damage: FoundDamage) -> list[Checkpoint]:
         """Return the candidates that need nothing damaged, or other forms of them, best first."""
         wanted = {checkpoint.ckpt_id for checkpoint in candidates}
-        listing = list_checkpoints(self._loader.storage)
-        whole = replace(listing, committed=chained(listing.committed, damaged)[0])
+        whole = damage.whole(self._loader.storage)
         return [checkpoint for checkpoint in reversed(whole.current) if checkpoint.ckpt_id in wanted]
 
     def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
