@@ -67,7 +67,7 @@ OF_CHAINS = {
         "        rotation.remove_leftover(storage, found.directory, 1)\n        return None\n",
     ),
     "form_keeps_place": Plant(
-        f"{OFFERS}:_form", "delta.epoch, delta.seq, said.save_id", "fence.epoch, fence.listing.next_seq, said.save_id"
+        f"{OFFERS}:_form", "*delta.place, said.save_id", "fence.epoch, fence.listing.next_seq, said.save_id"
     ),
     "form_has_flags": Plant(f"{OFFERS}:_form", "**said.content", "**{**said.content, 'ephemeral': False}"),
     "whole_before_full": Plant(
@@ -119,7 +119,7 @@ OF_MARKS = {
     "present_are_not_deleted": Plant(f"{MARKS}:DeltaSource.deletes", "erased[upserts.find(erased) < 0]", "erased"),
     "new_slot_replaces": (
         Plant(f"{STORE}.add_column", "self._replaced()", "pass"),
-        Plant(f"{SAVE}.full_or_delta:tell", "is_replaced or base.slots.get(table.name) != table.slots", "is_replaced"),
+        Plant(f"{SAVE}.full_or_delta:tell", " or base.slots.get(table.name) != slots", ""),
     ),
     "new_store_replaces": Plant(
         f"{MARKS}:Tracker._of",
