@@ -1,4 +1,4 @@
-"""The hashtable: index insert and look-up, a training step against torch, memory while it grows.
+"""The hashtable: index insert and look-up, a training step against torch and with counters, memory while it grows.
 
 Prints one JSON line a case. Rounds alternate between the contestants and the medians are compared, since the speed of a
 shared machine drifts. About a minute.
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ import torch
 from machine import describe_machine
 from torch import Tensor, nn
 
+from recckpt.policies.admit import MinCount
+from recckpt.policies.bloom import Bloom
 from recckpt.sparse.optim import SparseAdam
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import Normal
@@ -45,6 +48,7 @@ def main() -> None:
     cases: dict[str, Callable[[], dict[str, object]]] = {
         "index_speed": lambda: index_speed(args.ids),
         "training_step": lambda: training_step(args.steps),
+        "tracking": lambda: tracking(args.steps),
         "growth_memory": lambda: growth_memory(args.ids),
     }
     for case, figures in cases.items():
@@ -95,19 +99,12 @@ def training_step(rounds: int, warm_up: int = 20) -> dict[str, object]:
         tracker.freeze(table).snapshot.close()
     theirs = torch.optim.SparseAdam([p for module in modules for p in module.parameters()])
 
-    def train(layers: list[HashTable] | list[nn.Embedding], optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-        features = torch.cat([layer(column) for layer, column in zip(layers, ids, strict=True)], 1)
-        loss = torch.sigmoid(features @ weights).mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
-        optimizer.step()
-        optimizer.zero_grad()
-
     times: dict[str, list[float]] = {"recckpt": [], "marked": [], "torch": []}
     for _ in range(rounds + warm_up):
         ids = torch.from_numpy(zipf_ids(rng, (FEATURES, BATCH)))
-        times["recckpt"].append(seconds(lambda: train(tables, ours, ids)))  # noqa: B023
-        times["marked"].append(seconds(lambda: train(marked, marking, ids)))  # noqa: B023
-        times["torch"].append(seconds(lambda: train(modules, theirs, ids)))  # noqa: B023
+        times["recckpt"].append(seconds(lambda: train(tables, ours, ids, weights)))  # noqa: B023
+        times["marked"].append(seconds(lambda: train(marked, marking, ids, weights)))  # noqa: B023
+        times["torch"].append(seconds(lambda: train(modules, theirs, ids, weights)))  # noqa: B023
     taken = {name: round(median(values[warm_up:]) * 1e3, 2) for name, values in times.items()}
     return {
         "unit": "ms",
@@ -116,6 +113,42 @@ def training_step(rounds: int, warm_up: int = 20) -> dict[str, object]:
         "marks": round(taken["marked"] / taken["recckpt"], 3),
         "target": {"ratio": 1, "marks": 1.02},
     }
+
+
+def train(
+    layers: list[HashTable] | list[nn.Embedding], optimizer: torch.optim.Optimizer, ids: Tensor, weights: Tensor
+) -> None:
+    features = torch.cat([layer(column) for layer, column in zip(layers, ids, strict=True)], 1)
+    loss = torch.sigmoid(features @ weights).mean()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tracking(rounds: int, warm_up: int = 20) -> dict[str, object]:
+    """Milliseconds of processor time of such a step, and medians of the ratio to one that neither tracks nor admits."""
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        **{name: {"track": name} for name in ("count", "step", "time")},
+        "all": {"track": ("count", "step", "time")},
+        "admit": {"admit": MinCount(2)},
+        "bloom": {"admit": MinCount(2, Bloom(10_000_000, 0.01))},
+    }
+    runs: dict[str, tuple[list[HashTable], SparseAdam]] = {}
+    for name, given in options.items():
+        tables = [HashTable(DIM, name=f"f{i}", initializer=Normal(0, 0.01), **given) for i in range(FEATURES)]
+        runs[name] = tables, SparseAdam(tables)
+    rng, weights = np.random.default_rng(0), torch.randn(FEATURES * DIM)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + warm_up):
+        ids = torch.from_numpy(zipf_ids(rng, (FEATURES, BATCH)))
+        for name in rng.permutation(list(runs)):
+            start = time.process_time()
+            train(*runs[name], ids, weights)
+            times[name].append(time.process_time() - start)
+    taken = {name: np.array(values[warm_up:]) for name, values in times.items()}
+    ratios = {name: round(float(np.median(values / taken["plain"])), 3) for name, values in taken.items()}
+    return {"unit": "ms", "plain": round(float(np.median(taken["plain"])) * 1e3, 2), "ratios": ratios, "target": 1.03}
 
 
 def zipf_ids(rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:

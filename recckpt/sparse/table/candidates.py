@@ -23,7 +23,7 @@ Int64s = npt.NDArray[np.int64]
 MakeTable = Callable[[int, torch.dtype, str], "HashTable"]
 
 _INVERSE_1, _INVERSE_2 = np.uint64(0x96DE1B173F119089), np.uint64(0x319642B2D24D8EC3)  # of the factors of mix64
-_S27, _S30, _S31, _S48, _S54, _S60, _S62 = (np.uint64(n) for n in (27, 30, 31, 48, 54, 60, 62))
+_S16, _S27, _S30, _S31, _S48, _S54, _S60, _S62 = (np.uint64(n) for n in (16, 27, 30, 31, 48, 54, 60, 62))
 _SECOND = np.uint64(0x9E3779B97F4A7C15)  # the step of splitmix64: other bits than those that choose the block
 
 
@@ -111,7 +111,9 @@ def block_of(ids: Int64s, geometry: Geometry) -> Int64s:
     hashed = mix64(ids.view(np.uint64))
     inside = hashed & ((np.uint64(1) << _S48) - np.uint64(1))
     number = (inside * np.uint64(geometry.blocks)) >> _S48
-    blocks: Int64s = _unmix64((hashed >> _S48 << _S48) | number).view(np.int64)
+    bucket = hashed >> _S48
+    # The bucket again in the lowest bits, by which the index of a table spreads its ids.
+    blocks: Int64s = _unmix64((bucket << _S48) | (number << _S16) | bucket).view(np.int64)
     return blocks
 
 

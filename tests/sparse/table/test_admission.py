@@ -12,7 +12,7 @@ from paths import ROOT
 
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
 from recckpt.errors import StateMismatchError
-from recckpt.format.buckets import bucket_of
+from recckpt.format.buckets import bucket_of, mix64
 from recckpt.policies.admit import MinCount, Probability
 from recckpt.policies.bloom import Bloom
 from recckpt.sparse import Constant, HashTable, Normal, SparseAdam
@@ -214,6 +214,14 @@ def test_the_block_of_an_id_is_in_its_bucket():
         assert (bucket_of(block_of(ids, bloom.geometry)) == bucket_of(ids)).all()
 
 
+def test_the_blocks_of_a_filter_are_spread_over_the_index_of_their_table():
+    """The lowest bits of the hash of a row are its home there: rows of one home would be searched one by one."""
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 100_000)
+    blocks = np.unique(block_of(ids, Bloom(10**7, 0.01).geometry))
+    homes = mix64(blocks.view(np.uint64)) & np.uint64((1 << 19) - 1)
+    assert len(np.unique(homes)) == len(blocks) > 50_000
+
+
 def cells_by_the_format(id_, blocks, hashes):
     """Return the hash of the row of an id, and its cells, as docs/format.md has them."""
 
@@ -228,7 +236,8 @@ def cells_by_the_format(id_, blocks, hashes):
         if i == 8:
             g = mix((g + s) % 2**64)
         cells.append(g >> 8 * (i % 8) & 255)
-    return ((h >> 48) << 48) + (((h % 2**48) * blocks) >> 48), sorted({*cells}), mix
+    bucket, number = h >> 48, ((h % 2**48) * blocks) >> 48
+    return (bucket << 48) + (number << 16) + bucket, sorted({*cells}), mix
 
 
 @pytest.mark.parametrize("bloom", [SMALL, Bloom(10**8, 0.001)], ids=str)
