@@ -11,7 +11,27 @@ from recckpt.cli.app import parser_of_commands
 PAGE = Path(__file__).parent / "command-line.md"
 _HEAD = """# Command line
 
-`recckpt COMMAND --help` says the same. No command imports torch. `recckpt` is also `python -m recckpt`.
+`recckpt` is also `python -m recckpt`. No command imports torch.
+
+```sh
+recckpt ls runs/clicks                    # checkpoints, oldest first
+recckpt show runs/clicks/ckpt_300         # tables, slots, dense tensors, training state; --files: those of each table
+recckpt head runs/clicks/ckpt_300 item    # the first rows
+recckpt get runs/clicks item 17 42        # rows by id, of the newest checkpoint
+recckpt consolidate runs/clicks           # the dense state, of FSDP and tensor parallel runs too, as ./model.pt, or
+                                          # --out FILE; a file that is there already is not overwritten
+recckpt diff runs/clicks/ckpt_300 runs/clicks    # rows, tensors and state that differ, and by how much
+recckpt sql runs/clicks \"select count(*) from item\"    # duckdb: tables, `checkpoints`, `timeline`; --json, --csv
+recckpt verify runs/clicks                # read and check every byte; --quick: manifests and sizes
+recckpt salvage runs/clicks/ckpt_300 item --out item.arrow    # the rows that are whole, of a damaged checkpoint
+recckpt export runs/clicks vectors --to npy                   # ids and vectors of each table, ready for an index
+recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run: make the index file anew; --clean
+```
+
+[look.md](look.md) is about `diff` and `sql`, [convert.md](convert.md) about `import` and `export`,
+[guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was found, 2 wrong usage.
+
+Below stands what `recckpt COMMAND --help` says.
 
 """
 

@@ -183,20 +183,22 @@ def python_of(document: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL))
 
 
-def test_the_python_blocks_of_the_readme_and_then_its_commands_run_as_they_stand(
+def test_the_readme_and_the_pages_on_loading_and_reading_run_and_then_their_commands_as_they_stand(
     tmp_path: Path, python: Python
 ) -> None:
-    readme = ROOT / "README.md"
-    commands = re.findall(r"^recckpt ([^#\n]+)", readme.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) >= 5
+    pages = [ROOT / "README.md", ROOT / "docs/loading.md", ROOT / "docs/reading.md"]
+    overview = (ROOT / "docs/command-line.md").read_text(encoding="utf-8").partition("## ")[0]
+    said = pages[0].read_text(encoding="utf-8") + overview
+    commands = {" ".join(found.split()) for found in re.findall(r"^recckpt ([^#\n]+)", said, re.MULTILINE)}
+    assert len(commands) >= 11
     script = tmp_path / "readme.py"
-    script.write_text(python_of(readme), encoding="utf-8")
+    script.write_text("\n".join(map(python_of, pages)), encoding="utf-8")
 
     done = python(script, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/clicks/ckpt_300/manifest.json").exists()
-    for command in commands:
+    for command in sorted(commands):
         done = python("-m", "recckpt", *shlex.split(command), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
