@@ -118,6 +118,20 @@ def test_the_next_item_of_a_session_is_learned_against_negatives_and_the_run_res
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not SESSIONS.exists(), reason="the sessions of the OTTO dataset are not here")
+def test_rows_that_are_not_asked_for_go_at_no_loss_and_too_small_a_table_costs_quality(tmp_path: Path) -> None:
+    done = warm_python.run(ROOT / "examples/evict_rows.py", SESSIONS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"loss (\S+)  at most (\d+) rows, \d+ in the end, ([\d,]+) evicted", done.stdout)
+    (all_loss, all_rows, none), (unseen_loss, _, some), (small_loss, small_rows, many) = found
+    assert (all_rows, none) == ("510", "0")
+    assert int(small_rows) <= 450
+    assert int(some) > 0 < int(many.replace(",", ""))
+    assert float(all_loss) < 2.5
+    assert abs(float(unseen_loss) - float(all_loss)) < 0.1 < float(small_loss) - float(all_loss)
+
+
+@pytest.mark.slow
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
     done = train(tmp_path, "runs", "--steps", 300, "--batch-size", 256, "--save-interval", 300)
 
