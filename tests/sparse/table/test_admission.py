@@ -9,6 +9,7 @@ import torch
 from drawn import drawn
 from hypothesis import strategies as st
 from paths import ROOT
+from raising import RaisingAt
 
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
 from recckpt.errors import StateMismatchError
@@ -150,6 +151,34 @@ def test_erase_forgets_what_was_counted_too():
     assert table.erase(ids_of(1)) == 0
     table(ids_of(1))
     assert len(table) == 0
+
+
+def test_after_an_exception_rows_are_as_before_or_after_and_counts_never_ahead_of_them():
+    def started():
+        table = HashTable(2, name="t", initializer=Normal(), track="count", admit=MinCount(3))
+        table(ids_of(1, 1, 2, 9, 9, 9))
+        return table
+
+    def look_up(table):
+        table(ids_of(1, 2, 3, 9, 4, 4, 4))
+        return table
+
+    def state(table):
+        return rows_of(table), waiting(table)
+
+    before, after = state(started()), state(look_up(started()))
+    for number in range(0, 10_000, 7):
+        table = started()
+        try:
+            with RaisingAt(number, KeyboardInterrupt, "sparse"):
+                look_up(table)
+        except KeyboardInterrupt:
+            rows, counts = state(table)
+            assert rows in (before[0], after[0])
+            assert counts == before[1] or rows == after[0]
+        else:
+            break
+    assert number > 50
 
 
 BATCHES = st.lists(
