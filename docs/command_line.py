@@ -29,7 +29,8 @@ recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run
 ```
 
 [look.md](look.md) is about `diff` and `sql`, [convert.md](convert.md) about `import` and `export`,
-[guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was found, 2 wrong usage.
+[guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
+found, 2 wrong usage.
 
 Below stands what `recckpt COMMAND --help` says.
 
