@@ -46,7 +46,7 @@ def requests(storage: Storage) -> dict[str, bool]:
     for name in storage.list_files(layout.FORGET_DIR):
         parsed = layout.parse_forget_request(name)
         if parsed is not None:
-            found[parsed[0]] = found.get(parsed[0], False) or parsed[1]
+            found[parsed[0]] = found.get(parsed[0], True) and parsed[1]  # the request itself goes last
     return found
 
 

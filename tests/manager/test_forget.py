@@ -18,8 +18,10 @@ from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.sparse import HashTable, gen_slice
+from recckpt.storage.local import LocalStorage
 
 GONE = ids_at(5, 50, 200)
+REMOVE = LocalStorage.remove
 
 
 class Managed(ForgettingRun):
@@ -254,3 +256,14 @@ def test_a_damaged_request_is_told_and_stops_no_training(root, monkeypatch, capl
     path.unlink()
     forget(str(root), "user", GONE)
     assert is_absent(root)
+
+
+def test_a_request_that_is_noted_as_done_and_still_there_is_ended_by_a_restore(root, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "remove", lambda self, name: die() if "/forget/" in name else REMOVE(self, name))
+        with pytest.raises(KeyboardInterrupt):
+            forget(str(root), "user", GONE)
+    assert not is_absent(root)
+    Managed(root).manager.restore()
+    assert is_absent(root)
+    assert len((root / "forgotten.jsonl").read_text().splitlines()) == 1
