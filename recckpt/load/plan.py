@@ -14,7 +14,7 @@ from recckpt.load.inventory import PLAIN, Inventory, Offer, Thing
 from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
 from recckpt.load.report import SETTINGS_STAY, UNASKED, LoadPlan, Planned
 from recckpt.text import nearest
-from recckpt.types import EMBEDDING
+from recckpt.types import EMBEDDING, is_optimizer_slot
 
 _EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
 
@@ -128,7 +128,9 @@ def _checked_optimizer(item: Planned, model: Inventory, offers: Sequence[Offer])
     """Leave out the scalars of another sparse optimizer, which is known by its slots."""
     if item.name.text != SPARSE_OPTIM or item.name.is_slot or item.offer is None:
         return item
-    saved, live = _optimizer_slots(offers[item.offer].inventory), _optimizer_slots(model)
+    offer, live = offers[item.offer], _optimizer_slots(model)
+    left_out = {slot for reduced in offer.reduced.values() for slot in reduced.slots if is_optimizer_slot(slot)}
+    saved = sorted({*_optimizer_slots(offer.inventory), *left_out})  # a save that leaves slots out has their optimizer
     if saved == live:
         return item
     return Planned(item.name, reason=f"saved by an optimizer with slots {saved}, this one has {live}")

@@ -195,7 +195,7 @@ def estimated_bytes(tables: Mapping[str, HashTable], dense: Mapping[str, Any], r
 
 def _row_bytes(table: HashTable, choice: Choice) -> int:
     slots = slots_of_table(table)
-    wanted = choice.of(table.name, slots)
+    wanted = choice.of_table(table).of(table.name, slots)
     return 8 + sum(slot.row_bytes for slot in slots) if wanted is None else wanted.row_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt.format.names import GROUPS, ID, Pattern, slot_name, wildcards
@@ -17,7 +17,6 @@ from recckpt.text import nearest
 from recckpt.types import EMBEDDING, HashTable, SlotSpec, is_list
 
 _GROUPS = ("sparse", "sparse_opt")  # that slots of tables are in
-_Slots = Mapping[str, Sequence[SlotSpec]]  # by table
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,17 @@ class Choice:
     def is_everything(self) -> bool:
         """Whether tables are saved as they are."""
         return self == Choice()
+
+    def of_table(self, table: HashTable) -> Choice:
+        """Return what is said of a table: of one of counts, which belongs to another one, what is said by its name.
+
+        Patterns mean the tables that people make: one of counts has no slots, and in a Bloom filter other ids.
+        """
+        if self.is_everything or getattr(table, "is_trained", True):
+            return self
+        where = tuple((pattern, said) for pattern, said in self.where if pattern.is_explicit)
+        store = tuple((pattern, said) for pattern, said in self.store if pattern.is_explicit)
+        return replace(self, where=where, store=store)
 
     def of(self, table: str, slots: Iterable[SlotSpec]) -> Wanted | None:
         """Return what is to be saved of a table with these slots, None for all of it as it is."""
@@ -64,7 +74,11 @@ class Choice:
         """
         if self.is_everything:
             return
-        problems = [problem for name, slots in slots_of(tables).items() for problem in self._problems(name, slots)]
+        problems = [
+            problem
+            for name, table in tables.items()
+            for problem in self.of_table(table)._problems(name, slots_of_table(table))
+        ]
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -72,8 +86,8 @@ class Choice:
         """Refuse what slots that are there already cannot be stored as; others may come until the first save."""
         problems = [
             problem
-            for name, slots in (slots_of(tables) if self.store else {}).items()
-            for problem in self._store_problems(name, slots)
+            for name, table in (tables if self.store else {}).items()
+            for problem in self.of_table(table)._store_problems(name, slots_of_table(table))
         ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -82,13 +96,15 @@ class Choice:
         """Return what is said of nothing that there is, each with the nearest name that there is."""
         if self.is_everything:
             return frozenset()
-        slots = slots_of(tables)
+        slots = {name: slots_of_table(table) for name, table in tables.items()}
         names = [slot_name(table, slot.name) for table, found in slots.items() for slot in found]
-        patterns = [("save_slots", pattern) for pattern in (*(self.slots or ()), *self.without)]
-        patterns += [("store", pattern) for pattern, _ in self.store]
         known = [*slots, *(name.text for name in names)]
-        lost = [(what, p) for what, p in patterns if not any(map(p.matches, names))]
-        lost += [("save_where", p) for p, _ in self.where if not any(_is_of(p, table) for table in slots)]
+        lost = [("save_slots", p) for p in (*(self.slots or ()), *self.without) if not any(map(p.matches, names))]
+        choices = {name: self.of_table(table) for name, table in tables.items()}
+        stored = {p for name in names for p, _ in choices[name.table].store if p.matches(name)}
+        chosen = {p for table, choice in choices.items() for p, _ in choice.where if _is_of(p, table)}
+        lost += [("store", p) for p, _ in self.store if p not in stored]
+        lost += [("save_where", p) for p, _ in self.where if p not in chosen]
         return frozenset(f"{what}: {p.text!r} is nothing that the model has{_hint(p.text, known)}" for what, p in lost)
 
     def _keeps(self, table: str, slot: str) -> bool:
@@ -134,11 +150,6 @@ def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
     rows, dtypes = _pairs("save_where", save_where), _pairs("store", store)
     where = tuple((_pattern("save_where", name), _row_filter(name, said)) for name, said in rows)
     return Choice(kept, without, where, tuple((_pattern("store", name), _dtype(name, said)) for name, said in dtypes))
-
-
-def slots_of(tables: Mapping[str, HashTable]) -> _Slots:
-    """Return the slots of tables."""
-    return {name: slots_of_table(table) for name, table in tables.items()}
 
 
 def slots_of_table(table: HashTable) -> Sequence[SlotSpec]:

@@ -66,7 +66,8 @@ class Staged:
         """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
         for table in tables.values():
             with table.store.lock if isinstance(table, OurTable) else nullcontext():  # slots and rows of one moment
-                wanted = None if choice.is_everything else choice.of(table.name, slots_of_table(table))
+                asked = choice.of_table(table)
+                wanted = None if asked.is_everything else asked.of(table.name, slots_of_table(table))
                 slots = None if wanted is None else wanted.read
                 if tracker is not None and isinstance(table, OurTable):
                     self.frozen[table.name] = tracker.freeze(table, slots)

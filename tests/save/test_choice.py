@@ -6,6 +6,8 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
+from recckpt.policies.admit import MinCount
+from recckpt.policies.bloom import Bloom
 from recckpt.save.choice import Choice, parse_choice
 from recckpt.sparse import HashTable, SparseAdam
 from recckpt.types import SlotSpec
@@ -134,3 +136,36 @@ def test_a_number_that_the_narrower_dtype_does_not_hold_fails_the_save(tmp_path)
         saver.save("a")
     table.insert(torch.tensor([3]), torch.full((1, 4), float("inf")))  # which float16 has
     assert saver.save("b").rows == 10
+
+
+@pytest.mark.parametrize("bloom", [None, Bloom(capacity=1000, error=0.01)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save_where": {"*": {"count": {"min": 2}}}},
+        {"save_where": {"*": {"sample": 0.5}}},
+        {"save_where": {"*": [1]}},
+        {"store": {"*@embedding": "bfloat16"}},
+        {"save_slots": []},
+    ],
+)
+def test_patterns_do_not_mean_the_counts_of_ids_that_wait_for_a_row(tmp_path, options, bloom):
+    table = HashTable(4, name="user", track=("count",), admit=MinCount(3, bloom=bloom))
+    table(torch.arange(50))
+    saver = Saver(model_of(table), output_dir=str(tmp_path), **options)
+    *_, counts = saver.save("a").tables
+    assert (counts.name, counts.rows, counts.reduced) == (table.candidates.name, len(table.candidates), None)
+
+
+def test_the_counts_of_ids_that_wait_are_reduced_where_they_are_named(tmp_path):
+    table = HashTable(4, name="user", admit=MinCount(3))
+    table(torch.arange(5))
+    saver = Saver(model_of(table), output_dir=str(tmp_path), save_where={"user.candidates": [1, 2]})
+    assert [(found.name, found.rows) for found in saver.save("a").tables] == [("user", 0), ("user.candidates", 2)]
+
+
+def test_a_pattern_that_means_such_counts_alone_is_refused(tmp_path):
+    table = HashTable(4, name="user", admit=MinCount(3))
+    saver = Saver(model_of(table), output_dir=str(tmp_path), save_where={"*.candidates": [1, 2]})
+    with pytest.raises(ValueError, match=r"save_where: '\*.candidates' is nothing that the model has"):
+        saver.save("a")

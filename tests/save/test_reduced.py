@@ -20,7 +20,7 @@ from recckpt import CheckpointManager, CheckpointReader, Deltas, Saver
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import locate
-from recckpt.sparse import Constant, HashTable, gen_slice
+from recckpt.sparse import Constant, HashTable, SparseAdam, gen_slice
 from recckpt.storage import open_storage
 
 COUNT_2, SAMPLE = {"t": {"count": {"min": 2}}}, {"*": {"sample": 0.5, "count": {"min": 1}}}
@@ -268,6 +268,35 @@ def test_a_resume_says_in_plain_words_what_is_not_as_it_was(tmp_path, caplog):
     rows = dict(zip(restored.ids().tolist(), restored.embeddings().tolist(), strict=True))
     assert rows == {id_: torch.tensor([id_ / 3, id_ / 7]).bfloat16().tolist() for id_ in (1, 2)}
     assert restored.slots["late"].tolist() == [[0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("save_slots", "steps"),
+    [
+        (["!sparse_opt"], {}),
+        (["!t@*exp_avg*"], {"u": {"step": 3}}),
+        (["!*@*exp_avg"], {"t": {"step": 3}, "u": {"step": 3}}),
+    ],
+)
+def test_an_optimizer_keeps_its_settings_and_where_all_of_a_tables_moments_are_left_out_starts_its_steps_anew(
+    tmp_path, save_slots, steps
+):
+    def made():
+        tables = [HashTable(2, name="t"), HashTable(2, name="u")]
+        optimizer = SparseAdam(tables, lr=0.1)
+        return tables, optimizer, Saver(Tables(tables), optimizer, str(tmp_path), save_slots=save_slots)
+
+    tables, optimizer, saver = made()
+    for _ in range(3):
+        sum(table(torch.arange(4)).sum() for table in tables).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.025  # as a schedule does
+    saver.save("a")
+    _, resumed, again = made()
+    again.load()
+    assert resumed.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert resumed.state_dict()["state"] == steps
 
 
 def test_what_is_saved_as_it_is_says_nothing(tmp_path, caplog):
