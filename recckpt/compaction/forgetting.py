@@ -174,12 +174,17 @@ def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
             removed.append(directory)
     for directory in fence.listing.uncommitted:
         names = storage.list_files(directory)
-        if layout.MANIFEST not in names and any(map(layout.is_ours, names)):
+        if layout.MANIFEST not in names and any(map(_is_of_attempt, names)):
             fence.check()
             rotation.remove_leftover(storage, directory, rotation.THREADS)
             removed.append(directory)
     fence.look_again()
     return removed
+
+
+def _is_of_attempt(name: str) -> bool:
+    """Say whether only an attempt or an offer has such a file: another program, or a person, has a model.pt too."""
+    return name in (layout.INTENT, layout.OFFER) or (layout.is_ours(name) and layout.has_rows(name))
 
 
 def _check_gone(storage: Storage, directories: Sequence[str]) -> None:

@@ -178,6 +178,16 @@ def test_what_crashed_saves_and_fenced_writers_left_goes(root):
     check_forgotten(root, before, GONE)
 
 
+def test_files_of_others_stay_though_they_are_called_like_ours(root):
+    for name in ("export/model.pt", "recis/model.pt", "recis/extra.pt", "recis/io_state_0.pt", "recis/sparse/x.json"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"mine")
+    before = [tree(root / name) for name in ("export", "recis")]
+    [done] = forget(str(root), "user", GONE)
+    assert [tree(root / name) for name in ("export", "recis")] == before
+    assert set(done.removed) == set(CHAIN)
+
+
 def test_superseded_checkpoints_and_copies_by_hand_go(root):
     run = ForgettingRun(root, deltas=False)
     run.saver.load()
