@@ -23,7 +23,7 @@ def absent(args: argparse.Namespace) -> Outcome:
     url, where = one_line(found.url), "any table" if args.table is None else f"table {escaped(args.table)}"
     lines = grid(_HEAD, map(_row, found.holding), ("ROWS", "DELETES")) if found.holding else []
     if args.print_ids:
-        lines += [f"{escaped(each.directory)}, {escaped(each.table)}: {_ids(each)}" for each in found.holding]
+        lines += [f"{escaped(each.directory) or '.'}, {escaped(each.table)}: {_ids(each)}" for each in found.holding]
     if not _problems(found, len(ids), where):
         lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(found.n_parts, 'file')}")
     if found.n_asked:
@@ -33,7 +33,7 @@ def absent(args: argparse.Namespace) -> Outcome:
 
 def _row(each: Holding) -> tuple[str, ...]:
     name = "-" if each.ckpt_id is None else escaped(each.ckpt_id)
-    return escaped(each.directory), name, escaped(each.table), count(each.n_rows), count(each.n_deletes)
+    return escaped(each.directory or "."), name, escaped(each.table), count(each.n_rows), count(each.n_deletes)
 
 
 def _problems(found: Absence, n_ids: int, where: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
+from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
 from recckpt.output_dir.forget_requests import audit, digests, key, pending, tables_of
@@ -19,6 +20,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, TABLE, Messages, column_items, ids_in
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.storage.local_files import mapped
+from recckpt.text import nearest
 
 _THREADS = 8
 
@@ -68,51 +70,83 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
 
     Raises:
         CheckpointNotFoundError: it is neither.
-        ValueError: no storage takes the path.
+        ValueError: no storage takes the path, or no checkpoint there has such a table.
     """
-    wanted = np.unique(ids)
-    storage, directories = _directories(path)
-    files = [(directory, name) for directory in directories for name in storage.list_files(directory)]
-    parts = [pair for pair in files if layout.is_part(pair[1])]
+    wanted, unread = np.unique(ids), dict[str, str]()
+    storage, directories = _directories(path, unread)
+    manifests = {directory: _manifest(storage, directory) for directory in directories}
+    if table is not None:
+        _check_table(storage, table, manifests.values())
+    parts = [(each, name) for each in directories for name in _parts(storage, each, manifests[each], unread)]
     tables = None if table is None else tables_of(table)
     looks = run_all(lambda pair: _look(storage, *pair, wanted, tables), parts, storage.threads(_THREADS))
     found: dict[tuple[str, str], Holding] = {}
-    unread: dict[str, str] = {}
-    names = {directory: _ckpt_id(storage, directory) for directory in {directory for directory, _ in parts}}
     for (directory, name), look in zip(parts, looks, strict=True):
         if isinstance(look, str):
             unread[layout.join(directory, name)] = look
             continue
         for of_table, there in look.items():
-            own = found.setdefault((directory, of_table), Holding(directory, names[directory], of_table))
+            own = found.setdefault((directory, of_table), Holding(directory, _ckpt_id(manifests[directory]), of_table))
             if ".deletes." in name:
                 own.n_deletes += len(there)
             else:
                 own.n_rows += len(there)
             own.ids.append(there)
-    requests = {r.table: int(np.isin(r.ids, wanted).sum()) for r in pending(storage) if table in (None, r.table)}
+    meant = [r for r in pending(storage) if tables is None or not set(tables).isdisjoint(tables_of(r.table))]
+    requests = {r.table: int(np.isin(r.ids, wanted).sum()) for r in meant}
     holding = tuple(found[name] for name in sorted(found))
     return Absence(storage.url, holding, unread, requests, len(parts), _asked(storage, wanted, table))
 
 
-def _directories(path: str) -> tuple[Storage, Sequence[str]]:
-    storage, directory = open_parent(path)
-    if has_manifest(storage, directory):
-        found = find_checkpoints(path)
-        return found.storage, found.directories
-    inside = open_storage(path)
-    directories = attempt_dirs(inside)
-    if not directories and layout.OWN_DIR not in inside.list_dirs():
-        raise CheckpointNotFoundError(f"{inside.url}: {inside.why_empty() or 'found no checkpoint'}")
-    return inside, directories
+def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:
+    """Return where parts may lie, "" for the output dir itself; note a link that is not there to be looked at."""
+    inside, (parent, directory) = open_storage(path), open_parent(path)
+    if not has_manifest(parent, directory):
+        directories = attempt_dirs(inside)
+        if directories or layout.OWN_DIR in inside.list_dirs():
+            return inside, [*directories, ""]
+        if not inside.why_empty():
+            raise CheckpointNotFoundError(f"{inside.url}: found no checkpoint")
+    found = find_checkpoints(path)  # CheckpointNotFoundError where it is nothing of ours
+    record = _manifest(found.storage, found.directories[0])
+    if record is None or (record.kind == "delta" and len(found.directories) == 1):
+        unread[layout.join(found.directories[0], layout.MANIFEST)] = (
+            "that its manifest or what it stands on is damaged or missing"
+        )
+    return found.storage, found.directories
 
 
-def _ckpt_id(storage: Storage, directory: str) -> str | None:
+def _manifest(storage: Storage, directory: str) -> Manifest | None:
     try:
-        record = read_manifest(storage, directory)
+        return read_manifest(storage, directory) if directory else None
     except (CorruptCheckpointError, FormatVersionError, OSError):
         return None
+
+
+def _ckpt_id(record: Manifest | None) -> str | None:
     return None if record is None else record.ckpt_id
+
+
+def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | None]) -> None:
+    """Raise ValueError for a table that is nowhere: that its ids are absent would prove nothing."""
+    records = [record for record in manifests if record is not None]
+    names = {entry.name for record in records for entry in record.tables}
+    names |= {request.table for request in pending(storage)}
+    names |= {line["table"] for line in audit(storage) if isinstance(line.get("table"), str)}
+    if records and names.isdisjoint(tables_of(table)):
+        raise ValueError(f"{storage.url}: found no table {table!r} in any checkpoint{nearest(table, sorted(names))}")
+
+
+def _parts(storage: Storage, directory: str, record: Manifest | None, unread: dict[str, str]) -> list[str]:
+    """Return the parts that are there, and those that the manifest has: one that is missing cannot be read."""
+    names = {file.name for file in record.files} if record else set()
+    try:
+        there = storage.list_files(directory)
+    except OSError as error:
+        unread[directory or "."] = f"{type(error).__name__}: {error}"
+    else:
+        names.update(name for name in there if directory or "/" not in name)
+    return sorted(name for name in names if layout.is_part(name) or name == layout.SPARSE_DIR)  # that is a link
 
 
 def _look(

@@ -83,6 +83,7 @@ class Forgetting:
 
     def _forget_here(self, table: str, ids: Ids) -> list[Forgotten]:
         storage, fence = self._to.storage, self._to.fence
+        self._to.offers.close()  # it would go on writing rows of these ids to its own directory
         try:
             return forget_as_owner(storage, fence, table, ids, _BY)
         finally:
@@ -111,6 +112,8 @@ def end_pending(to: Destination) -> bool:
     Raises:
         WriterFencedError: another writer has taken the output dir over.
     """
+    if not to.fence.is_settled:
+        to.offers.close()  # it would go on writing rows of these ids to its own directory
     try:
         settle(to.storage, to.fence)
     except WriterFencedError:

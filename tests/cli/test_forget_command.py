@@ -184,6 +184,52 @@ def test_a_part_that_cannot_be_read_is_no_proof(recckpt, run, gone, tmp_path):
     assert "nobody can say what it holds" in answer.err
 
 
+def test_a_table_that_is_nowhere_is_no_proof(recckpt, run, gone):
+    answer = recckpt("verify", run.url, "--absent", gone, "--table", "itme")
+    assert answer.code == 2
+    assert "no table 'itme' in any checkpoint; did you mean 'item'" in answer.err
+
+
+def test_parts_that_are_missing_or_behind_a_link_are_no_proof(recckpt, run, gone, tmp_path):
+    root = tmp_path / "runs"
+    recckpt("forget", run.url, "--table", "item", "--ids", gone)
+    assert recckpt("verify", run.url, "--absent", gone).code == 0
+    [directory] = root.glob("ckpt_1*")
+    (directory / "sparse").rename(tmp_path / "sparse")
+    missing = recckpt("verify", run.url, "--absent", gone)
+    assert (missing.code, "FileNotFoundError" in missing.err) == (1, True)
+    (directory / "sparse").symlink_to(tmp_path / "sparse")
+    assert recckpt("verify", run.url, "--absent", gone).code == 1
+    (directory / "manifest.json").unlink()  # nothing says that it had parts
+    elsewhere = recckpt("verify", run.url, "--absent", gone)
+    assert (elsewhere.code, "nobody can say what it holds" in elsewhere.err) == (1, True)
+    alone = recckpt("verify", str(next(root.glob("ckpt_2*"))), "--absent", gone)
+    assert (alone.code, "what it stands on is damaged or missing" in alone.err) == (1, True)
+
+
+def test_a_directory_that_is_a_link_is_no_proof(recckpt, run, gone, tmp_path):
+    recckpt("forget", run.url, "--table", "item", "--ids", gone)
+    (directory,) = (tmp_path / "runs").glob("ckpt_3*")
+    directory.rename(tmp_path / "moved")
+    directory.symlink_to(tmp_path / "moved")
+    answer = recckpt("verify", run.url, "--absent", gone)
+    assert (answer.code, "found a symbolic link" in answer.err) == (1, True)
+
+
+def test_parts_beside_the_checkpoints_are_looked_at(recckpt, run, gone, tmp_path):
+    [part, *_] = (tmp_path / "runs" / "ckpt_1" / "sparse").glob("*.g0.00.arrow")
+    (tmp_path / "runs" / "mine.arrow").write_bytes(part.read_bytes())
+    recckpt("forget", run.url, "--table", "item", "--ids", gone)
+    answer = recckpt("verify", run.url, "--absent", gone)
+    assert answer.code == 1
+    assert answer.lines[1][:3] == [".", "-", "item"]
+
+
+def test_an_id_is_looked_up_where_it_lives_now(recckpt, run, gone):
+    recckpt("forget", run.url, "--table", "item", "--ids", gone)
+    assert recckpt("verify", f"{run.url}/ckpt_3", "--absent", gone).code == 0
+
+
 def test_a_fence_of_a_trainer_says_nothing_of_forgetting(run):
     first, second = Fence(run), Fence(run)
     first.hold()

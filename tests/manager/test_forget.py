@@ -1,6 +1,7 @@
 """A manager forgets ids while it trains, and takes up what others have begun to forget."""
 
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -10,13 +11,15 @@ from forgetting import LONG, ForgettingRun, files_with, fill, ids_at
 from spec_reader import read
 from thread_ranks import on_ranks
 
-from recckpt import CheckpointManager, Saver
+from recckpt import CheckpointManager, Deltas, Saver
+from recckpt.compaction.compact import make_offer
 from recckpt.compaction.forget import forget
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
+from recckpt.save import offer_thread
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 
@@ -199,6 +202,27 @@ def test_wrong_input_is_refused_before_anything_changes(root):
         run.manager.forget("user", GONE)
     assert set(GONE) <= set(run.user.ids().tolist())
     assert tree(root) == before
+
+
+def test_a_compaction_in_the_background_is_ended_first(tmp_path, monkeypatch):
+    begun = threading.Event()
+
+    def until_stopped(storage, checkpoint, means):
+        """Write nothing before it is stopped: it holds what it reads open, and would make its directory anew."""
+        begun.set()
+        while not means.is_stopped():
+            threading.Event().wait(0.001)
+        return make_offer(storage, checkpoint, means)
+
+    monkeypatch.setattr(offer_thread, "make_offer", until_stopped)
+    run = Managed(tmp_path / "runs", deltas=Deltas(full_every=1, max_chain_bytes=100.0, max_dirty=1.0, compact=True))
+    for value in (1.0, 2.0, 3.0):
+        fill(run.user, ids_at(*range(100)[: None if value == 1.0 else 9]), value)
+        run.manager.step()
+    assert begun.wait(10)
+    run.manager.forget("user", GONE)
+    assert not any(thread.name == "recckpt-compact" for thread in threading.enumerate())
+    assert is_absent(tmp_path / "runs")
 
 
 class OnRank:
