@@ -18,6 +18,7 @@ from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
+from recckpt.sparse.files.ages import ages_of
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.split import load_dense
@@ -128,7 +129,7 @@ def _fill_tables(rows: Sequence[LinkLoad], what: str, when_checked: Callable[[],
 
 def _rows(
     tables: Mapping[str, HashTable],
-    items: Iterable[Planned],
+    items: Sequence[Planned],
     sources: Sequence[OpenSource],
     download_dir: WorkDir | None,
     concurrency: int,
@@ -139,12 +140,15 @@ def _rows(
         if item.offer is not None and item.name.is_slot:
             by_source[item.offer].append(item)
     rows: list[LinkLoad] = []
+    step = _global_step(items, sources)
     for slots, source in zip(by_source, sources, strict=True):
-        rows += source.rows(_table_loads(slots, source, tables), download_dir, concurrency)
+        rows += source.rows(_table_loads(slots, source, tables, step), download_dir, concurrency)
     return rows
 
 
-def _table_loads(items: Iterable[Planned], source: OpenSource, tables: Mapping[str, HashTable]) -> list[TableLoad]:
+def _table_loads(
+    items: Iterable[Planned], source: OpenSource, tables: Mapping[str, HashTable], step: int | None
+) -> list[TableLoad]:
     """Gather the slots that come from one table of one checkpoint, whose ids are then read once."""
     slots: dict[tuple[str, str], dict[str, str]] = {}
     for item in items:
@@ -160,6 +164,7 @@ def _table_loads(items: Iterable[Planned], source: OpenSource, tables: Mapping[s
             clear=source.at.entry.hashtable_clear,
             where=source.at.entry.where,
             is_update=there in source.held,
+            ages=ages_of(tables[name], source.at.checkpoint.manifest, step),
         )
         for (name, there), pairs in slots.items()
     ]

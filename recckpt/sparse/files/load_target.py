@@ -10,6 +10,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Batch, Part
 from recckpt.format.tables import TableEntry
+from recckpt.sparse.files.ages import Ages
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
@@ -75,6 +76,7 @@ class TableLoad:
     clear: bool  # whether the table has no other rows in the end; otherwise rows are merged in, and the loaded ones win
     where: RowFilter
     is_update: bool  # whether the table holds what older links give, and nothing has changed since it was loaded
+    ages: Ages
 
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""

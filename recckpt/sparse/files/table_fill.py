@@ -63,6 +63,9 @@ class Filler:
         if self.load.empties:
             self._touched = True
             self._target.clear()
+        if isinstance(self.load.table, HashTable):
+            for slot, value in self.load.ages.missing.items():
+                self._target.store.set_initial(slot, value)
         takes_all = self._where == RowFilter()
         if isinstance(self.load.table, HashTable) and takes_all:
             self._target.store.reserve(len(self._target) + min(self._n_expected, self.load.entry.rows))
@@ -117,7 +120,7 @@ class Filler:
             ids, found = self._new_rows(ids, found, path)
         ids, found = self._kept(ids, found)
         self._touched = True
-        values = {slot: found[there] for slot, there in self.load.slots.items()}
+        values = self.load.ages.of_rows({slot: found[there] for slot, there in self.load.slots.items()})
         if not self.load.with_rows:
             self._fill_present(ids, values)
         elif not isinstance(self.load.table, HashTable):

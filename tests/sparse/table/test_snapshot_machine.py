@@ -28,6 +28,7 @@ from recckpt import Saver
 from recckpt.format.buckets import bucket_of
 from recckpt.format.tables import TableEntry
 from recckpt.sparse import Constant, HashTable, Normal
+from recckpt.sparse.files.ages import Ages
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import load_tables
@@ -91,7 +92,7 @@ class Saving:
 
     def as_load(self, table: HashTable, clear: bool) -> LinkLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
-        load = TableLoad(table, self.entry, slots, True, clear, RowFilter(), False)
+        load = TableLoad(table, self.entry, slots, True, clear, RowFilter(), False, Ages())
         return LinkLoad([load], [self.parts], self._storage, self._directory)
 
     def _save(self, saver: SparseSaver) -> None:

@@ -1,0 +1,52 @@
+"""How long ago rows were looked up that come from a checkpoint, in the steps of the run that loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from recckpt.format.manifest import Manifest
+from recckpt.policies.evict import LAST_STEP, LAST_TIME
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import HashTable as AnyTable
+
+EVENT_TIME = "event_time"  # part of the format: in the state of a manifest
+
+
+@dataclass(frozen=True)
+class Ages:
+    """What becomes of the dates of rows; of steps that another run has counted, the distance to its last one counts.
+
+    Attributes:
+        added_steps: is added to each ``last_step`` of the checkpoint.
+        missing: tracked slots, and what rows get of which the checkpoint has no such slot: its own age.
+    """
+
+    added_steps: int = 0
+    missing: Mapping[str, float] = field(default_factory=dict)
+
+    def of_rows(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the slots of rows of the checkpoint as they are here."""
+        if not self.added_steps or LAST_STEP not in values:
+            return values
+        return {**values, LAST_STEP: values[LAST_STEP].to(torch.int64) + self.added_steps}
+
+
+def ages_of(table: AnyTable, manifest: Manifest, taken_step: int | None) -> Ages:
+    """Return those of rows of a checkpoint; ``taken_step`` is where the run goes on, None where it stays at its own."""
+    if not isinstance(table, HashTable):
+        return Ages()
+    if taken_step is None and table.is_step_known:
+        taken_step = table.step
+    missing: dict[str, float] = {}
+    if "step" in table.track:
+        missing[LAST_STEP] = (taken_step if taken_step is not None else manifest.step) or 0
+    event_time = manifest.state.get(EVENT_TIME)
+    if "time" in table.track and isinstance(event_time, int | float):
+        missing[LAST_TIME] = float(event_time)
+    if "step" not in table.track or taken_step is None or manifest.step is None:
+        return Ages(0, missing)
+    return Ages(taken_step - manifest.step, missing)
