@@ -104,6 +104,7 @@ def _marks(checkpoint: Checkpoint, listing: Listing, pinned: set[str]) -> list[s
         "replaced by a form": is_replaced,
         "pinned": checkpoint.ckpt_id in pinned,
         "ephemeral": checkpoint.manifest.ephemeral,
+        "reduced": any(table.reduced is not None for table in checkpoint.manifest.tables),
     }
     return [mark for mark, holds in flags.items() if holds]
 

@@ -109,7 +109,7 @@ def export_checkpoint(
             export = _opened(*found, choice, module.ALL_SLOTS)
             n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
             with Progress(f"exporting {found[1].ckpt_id}", n_bytes) as progress:
-                left = module.write(export, files, progress)
+                left = [*_not_saved(found[1], export), *module.write(export, files, progress)]
             left += _states_left(found[1], export, with_states=to == "recis")
         return Exported(found[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
 
@@ -214,6 +214,12 @@ def _asked(table: TableEntry, choice: _Choice, all_slots: bool) -> list[str]:
             where, remedy = f"table {table.name!r}", nearest(name, slots).strip("; ")
             raise ConversionError(where, "", found=f"no slot {name!r}", expected=f"one of {slots}", remedy=remedy)
     return [name for name in slots if name in choice.slots]
+
+
+def _not_saved(checkpoint: Checkpoint, export: Export) -> list[LeftOut]:
+    """List the tables that were not saved as they were: no target has what the checkpoint lacks."""
+    reduced = {view.name: checkpoint.manifest.named_table(view.name).reduced for view in export.tables}
+    return [LeftOut(f"table {name}", f"was saved {said}") for name, said in reduced.items() if said and str(said)]
 
 
 def _states_left(checkpoint: Checkpoint, export: Export, *, with_states: bool) -> list[LeftOut]:

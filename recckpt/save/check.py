@@ -187,16 +187,21 @@ def estimated_bytes(tables: Mapping[str, HashTable], dense: Mapping[str, Any], r
     0 where nothing can be said, of a state that staging refuses.
     """
     try:
-        rows = sum(source_of(table).n_rows * _row_bytes(table, choice) for table in tables.values())
-        return rows + sum(_written_bytes(value, rank) for value in dense.values() if isinstance(value, Tensor))
+        return sum(_rows_bytes(table, choice) for table in tables.values()) + sum(
+            _written_bytes(value, rank) for value in dense.values() if isinstance(value, Tensor)
+        )
     except Exception:
         return 0
 
 
-def _row_bytes(table: HashTable, choice: Choice) -> int:
+def _rows_bytes(table: HashTable, choice: Choice) -> int:
+    """Return the bytes of the rows of a table; 0 where conditions choose them, and a save finds out how many it has."""
     slots = slots_of_table(table)
     wanted = choice.of_table(table).of(table.name, slots)
-    return 8 + sum(slot.row_bytes for slot in slots) if wanted is None else wanted.row_bytes
+    if wanted is not None and wanted.where is not None:
+        return 0
+    row_bytes = 8 + sum(slot.row_bytes for slot in slots) if wanted is None else wanted.row_bytes
+    return source_of(table).n_rows * row_bytes
 
 
 def _written_bytes(value: Tensor, rank: int) -> int:

@@ -14,7 +14,10 @@ from recckpt.sparse.table.marks import Frozen
 
 @dataclass(frozen=True)
 class TableChanges:
-    """A table on one rank: rows and deleted ids that a delta would hold, of so many rows; or it has to hold all."""
+    """A table on one rank: rows and deleted ids that a delta would hold, of so many rows; or it has to hold all.
+
+    ``row_bytes`` is 0 where conditions choose the rows: the room that they take is not known before they are written.
+    """
 
     n_changed: int
     n_rows: int
@@ -62,10 +65,11 @@ def tell(
     base = changes.base
 
     def changes_of(table: TableSource) -> TableChanges:
-        slots, reduced = table.slots, None
+        slots, reduced, is_filtered = table.slots, None, False
         if table.name in wanted:
-            slots, reduced = wanted[table.name].slots, wanted[table.name].reduced
-        row_bytes = 8 + sum(slot.row_bytes for slot in slots)
+            asked = wanted[table.name]
+            slots, reduced, is_filtered = asked.slots, asked.reduced, asked.where is not None
+        row_bytes = 0 if is_filtered else 8 + sum(slot.row_bytes for slot in slots)
         is_otherwise = base is not None and table.name in base.slots and base.reduced.get(table.name) != reduced
         marks = frozen.get(table.name)  # a table of the user's own has none
         is_replaced = base is None or marks is None or marks.is_replaced(base.save_id)

@@ -76,3 +76,15 @@ def test_a_step_that_no_manifest_can_hold_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="step must be an int of at least 0, below 10\\^18"):
         saver.save("a", step=step)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_rows_that_conditions_leave_out_need_no_room(tmp_path, monkeypatch, deltas):
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 500)
+    table = HashTable(64, name="t", track=("count",))
+    model = nn.ModuleDict({"t": table})
+    table(torch.arange(1000))
+    table(torch.arange(3))
+    options = {"save_where": {"t": {"count": {"min": 2}}}, "deltas": deltas}
+    saver = Saver(model, output_dir=str(tmp_path), **options)
+    assert [saver.save(name).tables[0].rows for name in "ab"] == [3, 3]

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from argparse import Namespace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +18,10 @@ from thread_ranks import on_ranks
 
 import recckpt
 from recckpt import CheckpointManager, CheckpointReader, Deltas, Saver
+from recckpt.cli.ls import ls
+from recckpt.convert import export_checkpoint
 from recckpt.errors import SaveFailedError
+from recckpt.inspect.diff.lines import lines_of
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import locate
 from recckpt.sparse import Constant, HashTable, SparseAdam, gen_slice
@@ -297,6 +301,25 @@ def test_an_optimizer_keeps_its_settings_and_where_all_of_a_tables_moments_are_l
     again.load()
     assert resumed.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
     assert resumed.state_dict()["state"] == steps
+
+
+def test_whoever_looks_compares_or_exports_is_told_what_was_not_saved(tmp_path):
+    saver, table, _ = saver_of(tmp_path / "run", save_slots=["*@count"], save_where=COUNT_2, deltas=False)
+    fill(table, {1: 2, 2: 3, 3: 1})
+    saver.save("a")
+    whole, other, _ = saver_of(tmp_path / "whole", deltas=False)
+    fill(other, {1: 2, 2: 3, 3: 1})
+    whole.save("a")
+    said = "without late; without 1 row (saved: count of at least 2)"
+    assert ls(Namespace(dir=str(tmp_path / "run"))).data["checkpoints"][0]["marks"] == ["newest", "reduced"]
+    assert ls(Namespace(dir=str(tmp_path / "whole"))).data["checkpoints"][0]["marks"] == ["newest"]
+    found = recckpt.diff(tmp_path / "whole", tmp_path / "run")
+    assert (found.before.reduced, found.after.reduced) == ((), (f"table 't' {said}",))
+    assert f"; saved with table 't' {said}" in "\n".join(lines_of(found))
+    done = export_checkpoint(tmp_path / "run", tmp_path / "out", to="parquet")
+    assert [(left.name, left.reason) for left in done.left_out] == [("table t", f"was saved {said}")]
+    done = export_checkpoint(tmp_path / "whole", tmp_path / "out_whole", to="parquet")
+    assert done.left_out == ()
 
 
 def test_what_is_saved_as_it_is_says_nothing(tmp_path, caplog):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from recckpt.format import layout
+from recckpt.format.reduced import said_of
 from recckpt.inspect.diff.found import slots_of
 from recckpt.inspect.diff.result import CheckpointDiff, Side, TableDiff
 from recckpt.inspect.diff.tables import Wish, compare_table
@@ -91,4 +92,6 @@ def _tables(
 def _side(opened: OpenCheckpoint) -> Side:
     checkpoint, manifest = opened.checkpoint, opened.manifest
     path = layout.join(opened.storage.url.removesuffix("/"), checkpoint.directory)
-    return Side(path, manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, len(checkpoint.links))
+    reduced = said_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})
+    said = manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, len(checkpoint.links)
+    return Side(path, *said, tuple(reduced))

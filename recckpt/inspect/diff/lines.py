@@ -52,7 +52,8 @@ def side_text(side: Side) -> str:
     """Return a side in one line."""
     step = "" if side.step is None else f", step {side.step}"
     links = f" of {plural(side.n_links, 'link')}" if side.n_links > 1 else ""
-    return f"{one_line(side.path)} ({side.kind}{links}{step}, {plural(side.rows, 'row')})"
+    reduced = "".join(f"; saved with {one_line(said)}" for said in side.reduced)
+    return f"{one_line(side.path)} ({side.kind}{links}{step}, {plural(side.rows, 'row')}){reduced}"
 
 
 def table_row(table: TableDiff) -> Sequence[str]:
