@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import numpy as np
-
 from recckpt.cli.result import Outcome, usage_checked
+from recckpt.format.distinct import distinct
 from recckpt.inspect.absent import Absence, Holding, look_for
 from recckpt.inspect.ids_file import read_ids
 from recckpt.text import count, escaped, grid, one_line, plural
@@ -18,7 +17,7 @@ _HEAD = ("DIRECTORY", "CHECKPOINT", "TABLE", "ROWS", "DELETES")
 def absent(args: argparse.Namespace) -> Outcome:
     """List which checkpoints and leftovers still hold any of the ids."""
     with usage_checked():
-        ids = np.unique(read_ids(args.absent))
+        ids = distinct(read_ids(args.absent))
         found = look_for(args.path, ids, args.table)
     url, where = one_line(found.url), "any table" if args.table is None else f"table {escaped(args.table)}"
     lines = grid(_HEAD, map(_row, found.holding), ("ROWS", "DELETES")) if found.holding else []
@@ -51,7 +50,7 @@ def _problems(found: Absence, n_ids: int, where: str) -> list[str]:
 
 
 def _ids(each: Holding) -> str:
-    return ", ".join(map(str, np.unique(np.concatenate(each.ids))))
+    return ", ".join(map(str, distinct(*each.ids)))
 
 
 def _data(found: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def _data(found: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, Any
         said: dict[str, Any] = {"directory": each.directory, "id": each.ckpt_id, "table": each.table}
         said |= {"rows": each.n_rows, "deletes": each.n_deletes}
         if args.print_ids:
-            said["ids"] = np.unique(np.concatenate(each.ids)).tolist()
+            said["ids"] = distinct(*each.ids).tolist()
         holding.append(said)
     return {
         "url": found.url,

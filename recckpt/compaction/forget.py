@@ -11,6 +11,7 @@ import numpy as np
 from recckpt.compaction.forgetting import Forgotten, check_readable, finish_pending, forget_as_owner, scan
 from recckpt.compaction.held_ids import Ids
 from recckpt.errors import CheckpointNotFoundError
+from recckpt.format.distinct import distinct
 from recckpt.format.forget_request import MAX_IDS
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Listing, list_checkpoints
@@ -74,7 +75,7 @@ def checked_ids(ids: Any) -> Ids:
         raise TypeError(f"expected ids that are int64, found {found.dtype}")
     if found.size > MAX_IDS:
         raise ValueError(f"expected at most {MAX_IDS} ids at once, found {found.size}: forget them in several calls")
-    return np.unique(found.astype(np.int64))
+    return distinct(found.astype(np.int64))
 
 
 def check_table(listing: Listing, table: str, url: str) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Catalog
+from recckpt.format.distinct import distinct, is_among
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.arrow_format import ids_in
@@ -79,7 +80,7 @@ def _of_table(link: OpenedLink, table: str, ids: Ids) -> HeldOfTable:
     n_deletes, parts = 0, set[str]()
     entry = link.checkpoint.manifest.table(table)
     if entry is not None:
-        buckets = np.unique(bucket_of(ids))
+        buckets = distinct(bucket_of(ids))
         reader = TableReader(link.files, link.checkpoint.directory, link.catalogs, entry, ())
         for catalog in link.catalogs:
             for part, _, batch in reader.batches(catalog, "rows", buckets):
@@ -93,7 +94,7 @@ def _of_table(link: OpenedLink, table: str, ids: Ids) -> HeldOfTable:
 
 def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
     """Mark the ids that are there, and return how many."""
-    found = there[np.isin(there, ids)]
+    found = there[is_among(there, ids)]
     flags[np.searchsorted(ids, found)] = True
     return len(found)
 

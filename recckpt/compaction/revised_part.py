@@ -14,6 +14,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part
+from recckpt.format.distinct import is_among
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
 from recckpt.sparse.files.link_cursors import row_of
@@ -81,7 +82,7 @@ def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: Erasure, sum
         ids = ids_in(columns)
         values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in specs]
         if batch.table in erasure.tables:
-            stays = np.flatnonzero(~np.isin(ids, erasure.ids))
+            stays = np.flatnonzero(~is_among(ids, erasure.ids))
             if len(stays) < len(ids):
                 ids, values = ids[stays], [column[stays] for column in values]
         if len(ids):

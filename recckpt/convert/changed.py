@@ -11,8 +11,8 @@ import pyarrow as pa
 from recckpt.convert.source import Int64s
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import N_BUCKETS
+from recckpt.format.distinct import distinct, is_among
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.id_check import is_among
 from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of
 from recckpt.sparse.files.merged_rows import merged_range
 from recckpt.sparse.files.table_reader import TableReader
@@ -61,9 +61,9 @@ def deletes(links: Sequence[TableReader]) -> Iterator[Int64s]:
         known: Int64s = np.empty(0, np.int64)  # to newer links
         for cursor in chain:
             rows, gone = cursor.between(begin, end)
-            there = np.union1d(known, ids_of(rows))
-            deleted = np.unique(ids_of(gone))
+            there = distinct(known, ids_of(rows))
+            deleted = distinct(ids_of(gone))
             new = deleted[~is_among(deleted, there)]
             if len(new):
                 yield new
-            known = np.union1d(there, deleted)
+            known = distinct(there, deleted)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from recckpt.convert.row_checks import int64_ids
 from recckpt.convert.source import Int64s, SourceTensor
 from recckpt.errors import ConversionError
+from recckpt.format.distinct import distinct
 
 _RAW, _PLACES, _HASHED = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
 _FREE = np.iinfo(np.int64).max  # in place of the raw id of a place that has none
@@ -60,7 +61,7 @@ def row_ids(table: str, n_places: int, tensors: Mapping[str, SourceTensor], url:
     if len(places) and not 0 <= places.min() <= places.max() < n_places:
         found = f"places from {places.min()} to {places.max()}"
         raise ConversionError(url, where, found=found, expected=f"places in a matrix of {n_places} rows")
-    if len(np.unique(places)) < len(places):
+    if len(distinct(places)) < len(places):
         raise ConversionError(url, where, found="two ids in one place", expected="each in its own")
     ids = np.full(n_places, _FREE, np.int64)
     ids[places] = raw

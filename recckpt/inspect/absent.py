@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
+from recckpt.format.distinct import distinct, is_among
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
@@ -72,7 +73,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
         CheckpointNotFoundError: it is neither.
         ValueError: no storage takes the path, or no checkpoint there has such a table.
     """
-    wanted, unread = np.unique(ids), dict[str, str]()
+    wanted, unread = distinct(ids), dict[str, str]()
     storage, directories = _directories(path, unread)
     manifests = {directory: _manifest(storage, directory) for directory in directories}
     if table is not None:
@@ -93,7 +94,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
                 own.n_rows += len(there)
             own.ids.append(there)
     meant = [r for r in pending(storage) if tables is None or not set(tables).isdisjoint(tables_of(r.table))]
-    requests = {r.table: int(np.isin(r.ids, wanted).sum()) for r in meant}
+    requests = {r.table: int(is_among(r.ids, wanted).sum()) for r in meant}
     holding = tuple(found[name] for name in sorted(found))
     return Absence(storage.url, holding, unread, requests, len(parts), _asked(storage, wanted, table))
 
@@ -157,7 +158,7 @@ def _look(
         memory = mapped(storage, layout.join(directory, name))
         found: dict[str, list[Ids]] = {}
         for of_table, ids in _ids_of(memory):
-            there = ids[np.isin(ids, wanted)]
+            there = ids[is_among(ids, wanted)]
             if len(there) and (tables is None or of_table in tables):
                 found.setdefault(of_table, []).append(there)
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as error:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.format import layout
+from recckpt.format.distinct import distinct
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
@@ -148,7 +149,7 @@ class CheckpointReader:
             CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
         """
         table = self._table(name, columns)
-        return table.all_rows() if ids is None else table.rows_of(np.unique(as_ids(ids)))
+        return table.all_rows() if ids is None else table.rows_of(distinct(as_ids(ids)))
 
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
         """Return one row for each of ``ids``, in their order, and which of them the table has. Thread-safe.

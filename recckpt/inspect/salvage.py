@@ -12,6 +12,7 @@ import pyarrow as pa
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
+from recckpt.format.distinct import distinct, is_among
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
@@ -19,7 +20,7 @@ from recckpt.inspect.salvage_link import LinkRemains, Lost
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import look_around
 from recckpt.sparse.files.arrow_format import ids_in
-from recckpt.sparse.files.id_check import Int64s, is_among
+from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import SinkFile, Storage, new_file, open_parent, open_storage
 from recckpt.text import Progress, escaped
@@ -124,7 +125,7 @@ class _Remains:
         if n_doubtful and not unverified:
             path, reason = layout.join(link.directory, layout.SPARSE_DIR), "may have changed or gone in newer links"
             lost.append(Lost(path, _span(self._is_doubtful), n_doubtful, reason))
-        self._known = np.unique(np.concatenate([self._known, remains.deleted, *own]))
+        self._known = distinct(self._known, remains.deleted, *own)
         self._lose(lost)
 
     def _lose(self, lost: Iterable[Lost]) -> None:

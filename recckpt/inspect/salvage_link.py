@@ -14,6 +14,7 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
+from recckpt.format.distinct import distinct
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ids_in
@@ -63,7 +64,7 @@ class LinkRemains:
     @property
     def deleted(self) -> Int64s:
         """The ids that the checkpoint deletes, once all batches have been asked for."""
-        return np.unique(np.concatenate([np.empty(0, np.int64), *self._deleted]))
+        return distinct(np.empty(0, np.int64), *self._deleted)
 
     def lost(self) -> tuple[Lost, ...]:
         """Return what was lost, once all batches have been asked for."""

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS
-from recckpt.sparse.files.id_check import Int64s, is_among
+from recckpt.format.distinct import distinct, is_among
+from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of
 from recckpt.sparse.files.table_reader import TableReader
 
@@ -68,7 +69,7 @@ class _Ids:
     def add(self, rows: Sequence[Piece], deletes: Sequence[Piece]) -> None:
         """Take the ids of the next node."""
         self._upserts.append(np.sort(ids_of(rows)))
-        deleted = np.unique(ids_of(deletes))
+        deleted = distinct(ids_of(deletes))
         self._deletes.append(deleted[~is_among(deleted, self._upserts[-1])])
 
     def changes(self, number: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
+from recckpt.format.distinct import distinct, is_among
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.catalogs import read_catalogs
@@ -103,7 +104,7 @@ class ChainTable:
             batches, deleted = _rows_and_deletes(link, left)
             yield from batches
             known = [batch.column(ID).to_numpy() for batch in batches]
-            left = np.setdiff1d(left, np.concatenate([deleted, *known]), assume_unique=True)
+            left = left[~is_among(left, distinct(deleted, *known))]
 
     def with_slots(self, slots: Sequence[str]) -> ChainTable:
         """Return the reader of other slots of the table."""
@@ -121,7 +122,7 @@ def _rows_and_deletes(link: TableReader, ids: Int64s) -> tuple[list[pa.RecordBat
         _refuse_repeats(link, "in one shard", [_ids(upserted), deleted[-1]])
         batches += upserted
     _refuse_repeats(link, "between shards", [_ids(batches)])
-    return batches, np.unique(np.concatenate(deleted))
+    return batches, distinct(*deleted)
 
 
 def _refuse_repeats(link: TableReader, where: str, ids: Sequence[Int64s]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog
+from recckpt.format.distinct import distinct, is_among
 from recckpt.format.manifest import ShardEntry
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ids_in
@@ -55,37 +55,29 @@ class IdCheck:
         if self._bucket < 0:
             self._first_bucket = int(buckets[0])
         if buckets[0] == self._first_bucket:
-            self._head = np.union1d(self._head, ids[buckets == self._first_bucket])
+            self._head = distinct(self._head, ids[buckets == self._first_bucket])
         self._bucket = int(buckets[-1])
         ended = ids[buckets == self._bucket]
-        self._tail = np.union1d(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
+        self._tail = distinct(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
 
     def follow(self, before: IdCheck) -> Iterator[tuple[str, str]]:
         """Yield (found, expected) for what does not fit to the part before; take over what goes on from there."""
         if self._first_bucket < before._bucket:
             yield _OUT_OF_ORDER
         elif self._first_bucket == before._bucket:
-            twice = np.intersect1d(before._tail, self._head)
+            twice = before._tail[is_among(before._tail, self._head)]
             yield from repeats(np.concatenate([twice, twice]))
             if self._bucket == self._first_bucket:
-                self._tail = np.union1d(before._tail, self._tail)
+                self._tail = distinct(before._tail, self._tail)
 
 
 def repeats(ids: Int64s) -> Iterator[tuple[str, str]]:
     """Yield (found, expected) if an id is there twice."""
     ordered = np.sort(ids)
-    twice = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    twice = distinct(ordered[1:][ordered[1:] == ordered[:-1]])
     if len(twice):
         others = f" and {len(twice) - 1} others" if len(twice) > 1 else ""
         yield f"id {twice[0]}{others} twice", "every id once"
-
-
-def is_among(keys: npt.NDArray[Any], ordered: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the keys that are among others, which are sorted."""
-    if not len(ordered):
-        return np.zeros(len(keys), np.bool_)
-    found: npt.NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)] == keys
-    return found
 
 
 def repeated_between_shards(
@@ -99,7 +91,7 @@ def repeated_between_shards(
     if not _shards_overlap(catalogs, table):
         return
     for window in _windows(sum(catalog.rows.get(table.name, 0) for catalog in catalogs)):
-        shards = [np.unique(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
+        shards = [distinct(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
         for found, expected in repeats(np.concatenate(shards)):
             path, where = layout.join(directory, layout.SPARSE_DIR), f"table {table.name!r}, between shards"
             yield CorruptCheckpointError(path, where, found=found, expected=expected)

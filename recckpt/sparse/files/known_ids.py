@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.sparse.files.id_check import is_among
+from recckpt.format.distinct import is_among
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import compiled
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.format.buckets import N_BUCKETS, mix64
+from recckpt.format.distinct import is_among
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
-from recckpt.sparse.files.id_check import Int64s, is_among
+from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, down_to_whole, ids_of
 from recckpt.sparse.files.table_reader import TableReader, table_damage, table_schema
 from recckpt.types import SlotSpec

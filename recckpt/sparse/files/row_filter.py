@@ -13,6 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from recckpt.format.buckets import mix64
+from recckpt.format.distinct import is_among
 from recckpt.format.reduced import Where
 from recckpt.types import is_list
 
@@ -43,7 +44,7 @@ class RowFilter:
         for slot, least in self.minimum:
             kept &= values[slot] >= least
         if self.ids is not None:
-            kept &= np.isin(ids, self._ids)
+            kept &= is_among(ids, self._ids)
         if self.sample < 1.0:
             kept &= mix64(ids.view(np.uint64) ^ _SAMPLE_SALT) < np.uint64(self.sample * 2**64)
         return kept

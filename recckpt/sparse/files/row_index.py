@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.catalog import Catalog, Part
+from recckpt.format.distinct import distinct, is_among
 from recckpt.sparse.files.arrow_format import ID, column_buffer
-from recckpt.sparse.files.id_check import Int64s, is_among, repeats
+from recckpt.sparse.files.id_check import Int64s, repeats
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_damage
 from recckpt.types import SlotSpec
@@ -52,7 +53,7 @@ class RowIndex:
         self._firsts = np.cumsum([0, *(batch.part.batches[batch.number].rows for batch in self._batches)])
         ids = np.concatenate(found)
         self._places = np.argsort(ids)
-        self._ids, self._deleted = ids[self._places], np.unique(np.concatenate(deleted))
+        self._ids, self._deleted = ids[self._places], distinct(*deleted)
         for twice in repeats(np.repeat(self._ids[1:][self._ids[1:] == self._ids[:-1]], 2)):
             raise table_damage(table, "between shards", *twice)
 

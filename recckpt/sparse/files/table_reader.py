@@ -12,6 +12,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Catalog, Held, Part
+from recckpt.format.distinct import distinct, is_among
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, slot_field
 from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
@@ -61,11 +62,11 @@ class TableReader:
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice.
         """
-        buckets, is_found = np.unique(bucket_of(ids)), np.zeros(len(ids), np.bool_)
+        buckets, is_found = distinct(bucket_of(ids)), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
             for part, _, batch in self.batches(catalog, "rows", buckets):
                 there = batch.column(ID).to_numpy()
-                rows = np.flatnonzero(np.isin(there, ids))
+                rows = np.flatnonzero(is_among(there, ids))
                 places = np.searchsorted(ids, there[rows])
                 for found, expected in repeats(np.repeat(ids[places[is_found[places]]], 2)):
                     where = f"table {self.entry.name!r}, between shards"
@@ -81,11 +82,11 @@ class TableReader:
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a shard.
         """
-        buckets, found = np.unique(bucket_of(ids)), [np.empty(0, np.int64)]
+        buckets, found = distinct(bucket_of(ids)), [np.empty(0, np.int64)]
         for catalog in self.catalogs:
             for _, _, batch in self.batches(catalog, "deletes", buckets):
                 deleted = batch.column(ID).to_numpy()
-                found.append(deleted[np.isin(deleted, ids)])
+                found.append(deleted[is_among(deleted, ids)])
         return np.sort(np.concatenate(found))
 
     def check_shards(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from recckpt.format.distinct import distinct
 from recckpt.policies.evict import NORM, Capacity, Columns, Evict, Mask, first_rows, is_evict
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import N_PARTS
@@ -219,7 +220,7 @@ class EvictingTable(TrackedTable):
     def _check_batch(self, ids: Int64s) -> None:
         """Raise ValueError where a look-up has more different ids than the table may have rows."""
         capacity = self._plan.capacity
-        if capacity is not None and len(ids) > capacity.n and (n_ids := len(np.unique(ids))) > capacity.n:
+        if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
             raise ValueError(
                 f"table {self.name!r}: found a look-up of {n_ids} different ids, expected at most those that "
                 f"{capacity} holds: give a larger n, or smaller batches"

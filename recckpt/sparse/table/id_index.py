@@ -272,8 +272,10 @@ def erase_ids(cells: Any, counts: Any, ids: Any, moved_ids: Any, rows: Any) -> N
     counts[VERSION] |= 1
     fence()
     for i in range(len(ids)):
+        _prefetch_cell(cells, ids, i + _AHEAD)
         _empty_cell(cells, _cell_of(cells, ids[i]))
     for i in range(len(moved_ids)):
+        _prefetch_cell(cells, moved_ids, i + _AHEAD)
         cells[_cell_of(cells, moved_ids[i]), 1] = rows[i] + 1
     counts[N_ROWS] -= len(ids)
     counts[N_CLAIMED] = counts[N_ROWS]

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.buckets import bucket_of
+from recckpt.format.distinct import distinct
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.mark_set import MarkSet, marked_rows
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
@@ -184,7 +185,7 @@ class DeltaSource:
 
     def deletes(self) -> Int64s:
         """Return the ids that were erased and are not there again, all different, in bucket order."""
-        erased = np.unique(np.concatenate([np.empty(0, np.int64), *self._erased]))
+        erased = distinct(np.empty(0, np.int64), *self._erased)
         if len(erased):
             upserts = IdIndex()
             upserts.reserve(self.n_rows)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.format.distinct import distinct
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.mark_set import MarkSet
 from recckpt.sparse.table.marks import Marks
@@ -82,8 +83,7 @@ class RowStore:
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
         with self.lock:
-            rows = self._rows
-            names = sorted(rows.columns, key=lambda s: (s != EMBEDDING, s))
+            rows, names = self._rows, sorted(self._rows.columns, key=lambda s: (s != EMBEDDING, s))
             columns = {slot: rows.columns[slot] for slot in names if slots is None or slot in slots}
             specs = tuple(column.spec for column in columns.values())
             logs, self._spare_logs = self._spare_logs, None
@@ -155,7 +155,7 @@ class RowStore:
         """Count and stamp the rows of ``ids``, those that are new added, and return what ``take`` makes of them."""
         with self.lock:
             at, _ = self._claim(ids, frozenset(), embeddings)
-            self._announce(np.unique(at) if self._is_watched else at, with_ids=False)
+            self._announce(distinct(at) if self._is_watched else at, with_ids=False)
             self._rows.visit(at, visit)
             return take(self._rows.columns, at)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.format.distinct import distinct
 from recckpt.sparse.table.addresses import Addresses
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import N_CLAIMED, N_ROWS, VERSION, IdIndex, erase_ids
@@ -214,7 +215,7 @@ class Rows:
 
     def find_erasure(self, ids: Int64s) -> Erasure:
         """Return what has to be done to drop those of ``ids`` that are present; the last rows move into the gaps."""
-        rows = np.unique(self.index.find(ids))
+        rows = distinct(self.index.find(ids))
         rows = rows[rows >= 0]
         n_left = len(self) - len(rows)
         tail = np.arange(n_left, len(self), dtype=np.int64)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from recckpt.format.buckets import Slice
+from recckpt.format.distinct import distinct
 from recckpt.sparse.table.checks import flat_ids
 
 Embedding = nn.Embedding | nn.EmbeddingBag
@@ -63,7 +63,7 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
     _check_plain(module, name)
     weight = module.weight.detach()
     given = torch.arange(len(weight)) if ids is None else torch.from_numpy(flat_ids(ids).copy())
-    n_different = len(np.unique(given.numpy()))
+    n_different = len(distinct(given.numpy()))
     if len(given) != len(weight) or n_different != len(given):
         found = f"{len(given)} ids, {n_different} of them different"
         raise ValueError(f"table {name!r}: found {found}, expected a different one for each of {len(weight)} rows")
