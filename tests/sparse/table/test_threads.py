@@ -105,7 +105,7 @@ def test_a_look_up_that_begins_while_memory_goes_back_is_repeated(monkeypatch):
     def take(columns, rows):
         has_begun.set()
         may_read.wait(60)
-        return table._read(columns, rows)
+        return table.read(columns, rows)
 
     reader = threading.Thread(target=lambda: found.append(table.store.look_up(np.arange(10), take)))
     fitted = Rows.fitted
