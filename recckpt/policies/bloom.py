@@ -15,6 +15,7 @@ from recckpt.types import positive_int, positive_number
 CELLS = 256  # of a block: one byte each, and one byte says which
 MAX_BLOOM_COUNT = 255
 _MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # of a bucket
+_MAX_CELLS = N_BUCKETS * _MAX_BLOCKS * CELLS  # with an id a cell, more than half share theirs; more are not summed up
 _MIN_ERROR = 1e-4
 
 
@@ -48,7 +49,7 @@ class Bloom:
         positive_int("Bloom: capacity", self.capacity)
         if not _MIN_ERROR <= positive_number("Bloom: error", self.error) <= 0.5:
             raise ValueError(f"Bloom: error must be {_MIN_ERROR} to 0.5, found {self.error!r}")
-        if false_positives(self.capacity, _MAX_BLOCKS) > self.error:
+        if self.capacity > _MAX_CELLS or false_positives(self.capacity, _MAX_BLOCKS) > self.error:
             raise ValueError(f"Bloom: no filter has room for capacity={self.capacity} at error={self.error}")
 
     @property

@@ -45,7 +45,16 @@ def test_a_probability_that_is_none_is_refused(p):
 
 
 def test_a_filter_that_cannot_be_is_refused():
-    for capacity, error in ((0, 0.01), (1.5, 0.01), (10, 0), (10, 0.9), (10, 1e-9), (10, "x"), (10**11, 0.01)):
+    for capacity, error in (
+        (0, 0.01),
+        (1.5, 0.01),
+        (10, 0),
+        (10, 0.9),
+        (10, 1e-9),
+        (10, "x"),
+        (10**11, 0.1),
+        (10**25, 0.5),
+    ):
         with pytest.raises(ValueError, match="Bloom: "):
             Bloom(capacity, error)
     with pytest.raises(ValueError, match="counts to 255"):
