@@ -86,7 +86,11 @@ def cell(value: Any) -> str:
         if len(value) > _MAX_VALUES:
             shown.append(f"... ({len(value)})")
         return f"[{', '.join(shown)}]"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    if 1e6 <= abs(value) < 1e15:  # seconds since 1970, of which six digits would be a day of two weeks
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    return f"{value:.6g}"
 
 
 def _width(text: str) -> int:
