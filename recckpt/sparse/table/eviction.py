@@ -192,7 +192,7 @@ class EvictingTable(TrackedTable):
             by = columns[plan.capacity.by][left]
             n_left = n_rows - int(gone.sum())
             gone[left[self._beyond(plan.capacity, part, n_left, by, ids[left], target)]] = True
-        n_evicted = self._store.erase(ids[gone])
+        n_evicted = self._erase(ids[gone])
         self._n_evicted += n_evicted
         return n_evicted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,14 @@ class _Entry:
     grads: Tensor
     era: object
     used: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
+
+    def without(self, ids: Int64s) -> _Entry:
+        """Return those of other ids."""
+        kept = np.flatnonzero(~np.isin(self.ids, ids))
+        if len(kept) == len(self.ids):
+            return self
+        grads = self.grads[torch.from_numpy(kept).to(self.grads.device)]
+        return replace(self, ids=self.ids[kept], grads=grads)
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,11 @@ class Gradients:
         with self._lock:
             kept = [] if set_to_none else self._entries[:1]
             self._entries = [_Entry(entry.ids[:0], entry.grads[:0], entry.era) for entry in kept]
+
+    def forget(self, ids: Int64s) -> None:
+        """Forget those of ids whose rows have been erased; the caller has the lock of the store."""
+        with self._lock:
+            self._entries = [entry.without(ids) for entry in self._entries]
 
     def values(self, store: RowStore) -> Tensor | None:
         """Return the gradients that wait, one row a different id; changed in place, they stay so."""

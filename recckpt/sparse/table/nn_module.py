@@ -240,6 +240,14 @@ class TableModule(nn.Module):
         super().zero_grad(set_to_none)
         self._gradients.clear(set_to_none)
 
+    def _erase(self, ids: Int64s) -> int:
+        """Drop rows, and the gradients that wait for them: an id that comes back has nothing to do with these."""
+        with self._store.lock:
+            n_rows = self._store.erase(ids)
+            if n_rows:
+                self._gradients.forget(ids)
+        return n_rows
+
     def _exposed(self, grads: Tensor) -> Tensor:
         """Return gradients as scalers and clipping are to see them."""
         return grads

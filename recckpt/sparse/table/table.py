@@ -227,13 +227,14 @@ class HashTable(AdmittingTable, EvictingTable):
     def erase(self, ids: Tensor) -> int:
         """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped.
 
+        Gradients that wait for the optimizer go with them.
         What was counted of ids that wait for a row is dropped too, where it is counted by id.
         """
         flat = flat_ids(ids)
         with self._store.lock:
             if self._admission is not None and self._admission.candidates is not None:
                 self._admission.candidates.forget(flat)
-            return self._store.erase(flat)
+            return self._erase(flat)
 
     @opaque
     def clear(self) -> None:

@@ -264,6 +264,21 @@ def test_the_gradients_of_a_row_that_is_evicted_go_with_it_and_those_of_others_s
     assert torch.equal(table.embeddings(), before - 1)
 
 
+@pytest.mark.parametrize("drop", [lambda table: table.evict(LowCount(3)), lambda table: table.erase(torch.arange(3))])
+def test_gradients_of_a_row_that_is_dropped_are_not_those_of_an_id_that_comes_back(drop):
+    table = table_of(4)
+    optim = SparseSGD([table], lr=1.0)
+    table(torch.tensor([3]))
+    table(torch.arange(4)).sum().backward()  # of a step whose gradients are accumulated
+    expected = table.lookup(torch.arange(4))[0]
+    assert drop(table) == 3
+    table(torch.arange(2)).sum().backward()
+    assert len(table.grad) == 3
+    optim.step()
+    expected[[0, 1, 3]] -= 1
+    assert torch.equal(table.lookup(torch.tensor([0, 1, 3]))[0], expected[[0, 1, 3]])
+
+
 def test_a_table_that_never_hears_of_a_step_says_that_it_evicts_nothing(caplog, monkeypatch):
     monkeypatch.setattr(eviction_module, "_PATIENCE", 5)
     table = table_of(evict=LowCount(2), evict_every=10)
