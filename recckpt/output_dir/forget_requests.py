@@ -88,7 +88,7 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
             "by": request.by,
         }
         said |= {"version": request.version, **done, "n_ids": len(request.ids)}
-        line = {**said, "digests": digests(key(storage), request.ids)}
+        line = {**said, "digests": digests(key(storage) or _made_key(storage), request.ids)}
         storage.replace(layout.FORGOTTEN, b"".join(_line(each) for each in (*lines, line)))
     with suppress(FileExistsError):
         storage.put_if_absent(layout.forget_request(request.request, is_done=True), b"{}\n")
@@ -126,9 +126,17 @@ def _damaged(found: str) -> CorruptCheckpointError:
 def key(storage: Storage) -> bytes:
     """Return the key of the digests of this output dir; b"" where it has none, or none any more."""
     try:
-        return bytes.fromhex(storage.read(layout.FORGET_KEY, 2 * _KEY_BYTES + 1).decode())
+        found = bytes.fromhex(storage.read(layout.FORGET_KEY, 2 * _KEY_BYTES + 1).decode())
     except (*ABSENT, ValueError):
         return b""
+    return found if len(found) == _KEY_BYTES else b""
+
+
+def _made_key(storage: Storage) -> bytes:
+    """Put a new key in place of one that is gone or damaged: digests without a key could be tested by anybody."""
+    made = secrets.token_bytes(_KEY_BYTES)
+    storage.replace(layout.FORGET_KEY, made.hex().encode())
+    return made
 
 
 def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list[str]:

@@ -261,6 +261,17 @@ def test_the_audit_says_what_was_done_and_names_no_id(root):
     assert look_for(str(root), np.array(GONE)).n_asked == 0
 
 
+@pytest.mark.parametrize("damage", [b"", b"ab", b"no hex", b"ab" * 40])
+def test_no_digest_is_written_without_a_whole_key(root, damage):
+    forget(str(root), "user", ids_at(1))
+    (root / ".recckpt" / "forget" / "key").write_bytes(damage)
+    forget(str(root), "user", ids_at(2))
+    line = json.loads((root / "forgotten.jsonl").read_text().splitlines()[-1])
+    key = forget_requests.key(open_storage(str(root)))
+    assert len(key) == 32
+    assert line["digests"] == forget_requests.digests(key, ids_at(2))
+
+
 def test_ids_that_are_nowhere_change_no_checkpoint(root):
     before = {name: tree(root / name) for name in CHAIN}
     [done] = forget(str(root), "user", ids_at(4000))
