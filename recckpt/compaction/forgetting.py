@@ -23,7 +23,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.commit import time_now
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.forget_requests import close_request, pending, put_request, remove_drafts, tables_of
+from recckpt.output_dir.forget_requests import close_request, meant_in, pending, put_request, remove_drafts
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.storage import Storage
 from recckpt.text import plural
@@ -105,7 +105,7 @@ def check_readable(listing: Listing) -> None:
 
 def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, Held]:
     """Return what each committed checkpoint holds in its own files; CorruptCheckpointError where one is damaged."""
-    return {c.directory: held_in(storage, c, tables_of(table), ids) for c in listing.committed}
+    return {c.directory: held_in(storage, c, table, ids) for c in listing.committed}
 
 
 def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: bool) -> Forgotten:
@@ -154,7 +154,8 @@ def _revising(
         parent = revised.get(checkpoint.below[0].directory)
         below = checkpoint.below if parent is None else parent.links
     of_links = [held[link.directory] for link in checkpoint.links]
-    return Revising(checkpoint, of_links, below, Erasure(tables_of(request.table), request.ids), request.request)
+    erasure = Erasure(meant_in(checkpoint.manifest, request.table), request.ids)
+    return Revising(checkpoint, of_links, below, erasure, request.request)
 
 
 def _newest_first(gone: Sequence[Checkpoint]) -> list[Checkpoint]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy.typing as npt
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Catalog
 from recckpt.format.distinct import distinct, is_among
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir.forget_requests import meant_in, tables_of
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.arrow_format import ids_in
@@ -65,20 +67,21 @@ def open_link(storage: Storage, checkpoint: Checkpoint) -> OpenedLink:
     return OpenedLink(checkpoint, files, read_catalogs(checkpoint, files))
 
 
-def held_in(storage: Storage, checkpoint: Checkpoint, tables: Iterable[str], ids: Ids) -> Held:
-    """Look for ids of tables in the files of one checkpoint; batches that cannot hold them are not read.
+def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> Held:
+    """Look for ids of a table, and of its counts, in the files of one checkpoint; only batches that can hold them.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
     """
     link = open_link(storage, checkpoint)
-    return Held({table: _of_table(link, table, ids) for table in tables})
+    meant = meant_in(checkpoint.manifest, table)
+    entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
+    return Held({name: _of_table(link, entry, ids) for name, entry in entries.items()})
 
 
-def _of_table(link: OpenedLink, table: str, ids: Ids) -> HeldOfTable:
+def _of_table(link: OpenedLink, entry: TableEntry | None, ids: Ids) -> HeldOfTable:
     rows, deletes = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
     n_deletes, parts = 0, set[str]()
-    entry = link.checkpoint.manifest.table(table)
     if entry is not None:
         buckets = distinct(bucket_of(ids))
         reader = TableReader(link.files, link.checkpoint.directory, link.catalogs, entry, ())

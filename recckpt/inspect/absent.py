@@ -15,7 +15,7 @@ from recckpt.format.distinct import distinct, is_among
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
-from recckpt.output_dir.forget_requests import audit, digests, key, pending, tables_of
+from recckpt.output_dir.forget_requests import audit, digests, key, meant_in, pending, tables_of
 from recckpt.output_dir.listing import attempt_dirs
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, TABLE, Messages, column_items, ids_in
@@ -80,7 +80,8 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
         _check_table(storage, table, manifests.values())
     parts = [(each, name) for each in directories for name in _parts(storage, each, manifests[each], unread)]
     tables = None if table is None else tables_of(table)
-    looks = run_all(lambda pair: _look(storage, *pair, wanted, tables), parts, storage.threads(_THREADS))
+    of = {each: None if table is None else meant_in(record, table) for each, record in manifests.items()}
+    looks = run_all(lambda pair: _look(storage, *pair, wanted, of[pair[0]]), parts, storage.threads(_THREADS))
     found: dict[tuple[str, str], Holding] = {}
     for (directory, name), look in zip(parts, looks, strict=True):
         if isinstance(look, str):

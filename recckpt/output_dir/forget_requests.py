@@ -15,17 +15,26 @@ import numpy.typing as npt
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import forget_request, layout
 from recckpt.format.forget_request import Request
+from recckpt.format.manifest import Manifest
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
+from recckpt.types import EMBEDDING, SlotSpec
 
 _AUDIT_BYTES = 1 << 30
 _DIGEST_BYTES = 16
 _KEY_BYTES = 32
 _TMP = ".tmp"
+_COUNTS = (SlotSpec(EMBEDDING, "int64", (1,)),)  # part of the format: the slots of a table of counts
 
 
 def tables_of(table: str) -> tuple[str, ...]:
     """Return the tables in which the ids of a table are: it, and that of counts of ids which wait for a row."""
     return table, f"{table}.candidates"
+
+
+def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
+    """Return those of :func:`tables_of` that are meant in a checkpoint: one of a like name that holds rows is not."""
+    counts = record.table(f"{table}.candidates") if record else None
+    return (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
 
 
 def put_request(storage: Storage, request: Request) -> None:

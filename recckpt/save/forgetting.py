@@ -64,7 +64,7 @@ class Forgetting:
     def after_restore(self, left: Left, model: nn.Module) -> None:
         """Drop the rows of ids that could not be removed from what was restored."""
         for table, ids in left:
-            self._erase(filter_out_sparse_param(model).get(table), ids)
+            self._erase(_live(model, table), ids)
 
     def forget(self, ranks: Ranks, model: nn.Module, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
         """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save is under way."""
@@ -74,7 +74,7 @@ class Forgetting:
         others = [rank for rank, each in enumerate(asked) if each != asked[0]]
         if others:
             raise RecckptError(f"forgetting failed on rank {others[0]}: it was given other ids, or another table")
-        live = filter_out_sparse_param(model).get(table)
+        live = _live(model, table)
         ranks.on_each(lambda: _check_erasable(live, table))
         is_live = any(ranks.gather(live is not None))
         ranks.on_first(lambda: self._check(table, wanted, is_live=is_live))
@@ -122,6 +122,13 @@ def end_pending(to: Destination) -> bool:
         log.error("%s: ids that were to be forgotten may still be there: %s", to.storage.url, error)
         return False
     return True
+
+
+def _live(model: nn.Module, table: str) -> HashTable | None:
+    """Return a table of the model, or that of the counts of one, None where it has no such table."""
+    tables = filter_out_sparse_param(model)
+    counts = (getattr(each, "candidates", None) for each in tables.values())
+    return tables.get(table) or next((each for each in counts if each is not None and each.name == table), None)
 
 
 def _check_erasable(live: HashTable | None, table: str) -> None:

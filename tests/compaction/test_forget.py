@@ -235,6 +235,21 @@ def test_counts_of_ids_that_wait_for_a_row_go_too(tmp_path):
     assert verify(str(tmp_path / "runs")) == []
 
 
+def test_a_table_of_rows_that_is_called_like_counts_is_left_alone(tmp_path):
+    user, other = HashTable(2, name="user"), HashTable(2, name="user.candidates")
+    saver = Saver(torch.nn.ModuleDict({"user": user, "other": other}), output_dir=str(tmp_path / "runs"), deltas=True)
+    for number in (1, 2):
+        for table in (user, other):
+            fill(table, ids_at(*range(3)), float(number))
+        saver.save(f"ckpt_{number}", step=number)
+    before = read(tmp_path / "runs", "ckpt_2", "user.candidates")
+    forget(tmp_path / "runs", "user", ids_at(1))
+    assert set(read(tmp_path / "runs", "ckpt_2", "user")) == set(ids_at(0, 2))
+    assert read(tmp_path / "runs", "ckpt_2", "user.candidates") == before
+    assert look_for(str(tmp_path / "runs"), np.array(ids_at(1)), "user").holding == ()
+    assert verify(str(tmp_path / "runs")) == []
+
+
 def test_an_object_store_will_do(memory_url):
     ForgettingRun(memory_url).save_chain()
     [done] = forget(memory_url, "user", GONE)

@@ -19,6 +19,7 @@ from recckpt.inspect.absent import look_for
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
+from recckpt.policies.admit import MinCount
 from recckpt.save import offer_thread
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
@@ -179,6 +180,16 @@ def test_a_table_that_no_checkpoint_has_yet_is_forgotten_from(tmp_path):
     assert (len(run.user), done.revised) == (0, {})
     run.manager.step()
     assert is_absent(tmp_path / "runs")
+
+
+def test_counts_alone_are_forgotten_from_the_live_table_too(tmp_path):
+    user = HashTable(2, name="user", admit=MinCount(3))
+    manager = CheckpointManager(Saver(torch.nn.ModuleDict({"user": user}), output_dir=str(tmp_path / "runs")), 1)
+    user(torch.tensor(ids_at(2, 3)))
+    manager.step()
+    manager.forget("user.candidates", ids_at(2))
+    manager.step()
+    assert set(read(tmp_path / "runs", "ckpt_2", "user.candidates")) == set(ids_at(3))
 
 
 def test_wrong_input_is_refused_before_anything_changes(root):
