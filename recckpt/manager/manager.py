@@ -162,9 +162,10 @@ class CheckpointManager(Resumable):
 
         Raises:
             TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
-            ValueError: an entry of ``state`` is neither number nor string, or a metric not a number, or one of them is
-                called ``event_time``, ``windows`` or ``epochs``. One rank alone has not counted a step that is refused;
-                of several, where a save is due, all raise ``SaveFailedError``.
+            ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is neither
+                number nor string, or a metric not a number, or one of them is called ``event_time``, ``windows`` or
+                ``epochs``. One rank alone has not counted a step that is refused; of several, where a save is due, all
+                raise ``SaveFailedError``.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """

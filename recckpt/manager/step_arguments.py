@@ -12,6 +12,8 @@ from recckpt.save.arguments import as_numbers, as_scalars, check_scalars
 State = Mapping[str, Scalar] | None
 Metrics = Mapping[str, float] | None
 
+_FAR_AHEAD = 1e11  # seconds: the year 5138; milliseconds are below it until 1973
+
 
 def check_step(state: State, metrics: Metrics) -> None:
     """Refuse what a save would refuse, without waiting for a device."""
@@ -27,13 +29,19 @@ def as_state(state: State, metrics: Metrics) -> dict[str, Scalar]:
 
 
 def is_finite(event_time: float) -> bool:
-    """Say whether this is a time, and not NaN or infinite; TypeError where it is no number at all."""
+    """Say whether this is a time, and not NaN or infinite; TypeError where it is no number, ValueError if far ahead."""
     try:
-        return math.isfinite(event_time)
+        is_time = math.isfinite(event_time)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
         raise TypeError(
             f"event_time must be a number of seconds since 1970, found {event_time!r}; a datetime has timestamp()"
         ) from error
+    if is_time and event_time > _FAR_AHEAD:  # tables would take all rows for old ones, and no later time would count
+        raise ValueError(
+            f"event_time must be seconds since 1970, found {event_time!r}, beyond the year 5000: divide milliseconds "
+            "by 1000, nanoseconds by 1e9"
+        )
+    return is_time
 
 
 def latest(times: Sequence[float | None]) -> float | None:

@@ -76,6 +76,16 @@ def test_a_step_with_an_event_time_that_is_no_number_is_refused_and_does_not_cou
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.parametrize("event_time", [1_790_000_000_000, 1.79e18, torch.tensor(1.79e12)])
+def test_a_time_in_milliseconds_or_nanoseconds_is_refused_before_rows_are_old_by_it(tmp_path, event_time):
+    manager, _ = small(tmp_path)
+    with pytest.raises(ValueError, match="beyond the year 5000: divide milliseconds by 1000"):
+        manager.step(event_time=event_time)
+    assert manager.global_step == 0
+    manager.step(event_time=float("inf"))  # no time at all
+    assert manager.global_step == 1
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
