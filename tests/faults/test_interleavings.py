@@ -124,9 +124,10 @@ def train_and_stop(url, halt):
 
     def before(operation):
         nonlocal left
-        left -= not operation.startswith("write")
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if not operation.startswith("write"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     watch(trainer.saver.storage, before)
     code = 0
