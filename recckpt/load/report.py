@@ -190,8 +190,8 @@ class LoadReport(LoadPlan):
 
 def _is_expected(item: Planned) -> bool:
     """Say whether nobody expects a name of a warm start: it belongs to a resume."""
-    of_a_resume = item.name.group == GLOBAL_STEP or item.name.is_position
-    return (of_a_resume and item.reason == UNASKED) or item.reason == SETTINGS_STAY
+    is_unasked = item.name.is_position and item.reason == UNASKED
+    return is_unasked or item.name.group == GLOBAL_STEP or item.reason == SETTINGS_STAY
 
 
 def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:

@@ -197,7 +197,8 @@ def test_ranks_that_disagree_on_a_table_are_refused_by_name():
     def record(shape):
         slot = SlotSpec("embedding", "float32", shape)
         shard = ShardEntry("x", (0, 1))
-        return ShardRecord("id", shard, (TableEntry("t", 3, (slot,)),), (), RankTimes(0.0, 0.0, 0.0, 0), n_kept=0)
+        tables, times = (TableEntry("t", 3, (slot,)),), RankTimes(0.0, 0.0, 0.0, 0)
+        return ShardRecord("id", shard, tables, (), times, n_kept=0, n_evicted=0)
 
     assert _tables_of_all([record((2,)), record((2,))])[0].rows == 6
     with pytest.raises(StateMismatchError, match="table 't' of rank 1"):
