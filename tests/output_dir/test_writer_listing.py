@@ -45,7 +45,7 @@ def test_a_save_lists_the_output_dir_once_and_reads_each_manifest_once_in_its_li
     saver = Saver(nn.Linear(1, 1), output_dir=url, max_keep=6)
     counts = looks(saver)
     saver.save("ckpt_4")
-    assert counts.pop("listings") == 3  # before its claim, after it, and once earlier owners have nothing left to forget
+    assert counts.pop("listings") == 3  # before and after its claim, and once nothing is left to forget
     for step in range(5, 10):
         saver.save(f"ckpt_{step}")
         assert counts.pop("listings") == 1
