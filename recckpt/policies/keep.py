@@ -118,6 +118,18 @@ class Best(_Joined):
         return {checkpoints[place].ckpt_id for _, place in ranked[-self.k :]}
 
 
+def idle(keep: object, checkpoints: Sequence[Manifest]) -> list[str]:
+    """Say of each policy of the best by a metric that no checkpoint has why it keeps nothing."""
+    parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
+    names = sorted(_metrics(checkpoints))
+    unknown = [part for part in parts if isinstance(part, Best) and part.metric not in names]
+    return [f"{part} keeps nothing: no checkpoint has the metric {part.metric!r}, found {names}" for part in unknown]
+
+
+def _metrics(checkpoints: Sequence[Manifest]) -> set[str]:
+    return {name for found in checkpoints for name, value in found.state.items() if _is_number(value)}
+
+
 def best_in(keep: object) -> Best:
     """Return the policy of the best checkpoints in what ``max_keep`` may be; ValueError where it is not one."""
     parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
@@ -145,7 +157,7 @@ def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
     checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.ephemeral]
     found = replace(best, k=1).kept(checkpoints, datetime.now(timezone.utc))
     if not found:
-        names = sorted({name for found in checkpoints for name, value in found.state.items() if _is_number(value)})
+        names = sorted(_metrics(checkpoints))
         raise CheckpointNotFoundError(
             f"{place}: found no checkpoint with the metric {best.metric!r}, only with {names}"
         )

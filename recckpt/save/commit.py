@@ -16,7 +16,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.output_dir.writer import WRITER
-from recckpt.policies.keep import Keep
+from recckpt.policies.keep import Keep, idle
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import SaveInfo, append_to_timeline
 from recckpt.save.stage import Staged
@@ -130,6 +130,10 @@ def rotate(job: Job, to: Destination) -> None:
             listing = fence.listing
             victims = _expired(listing, job.max_keep, rotation.pinned_ids(storage), _base_of(to))
             going = {victim.directory for victim in victims}
+            for text in idle(job.max_keep, [c.manifest for c in listing.current]) if victims else ():
+                if ("max_keep", text) not in to.told:
+                    to.told.add(("max_keep", text))
+                    log.warning("%s: max_keep: %s", storage.url, text)
             for directory, error in listing.damaged.items():
                 if directory not in going and (directory, str(error)) not in to.told:
                     to.told.add((directory, str(error)))

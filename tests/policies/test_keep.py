@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT
+from torch import nn
 
+from recckpt import Saver
 from recckpt.format.manifest import Manifest
 from recckpt.policies.keep import All, Best, EveryNth, Keep, KeptByAny, Newest, YoungerThan, as_keep
 
@@ -99,6 +101,17 @@ def test_what_is_no_finite_number_is_never_best(mode, value):
 
 def test_checkpoints_without_the_metric_are_never_best():
     assert kept(Best(9, "auc"), [one("a", loss=1.0), one("b", auc=1.0), one("c")]) == "b"
+
+
+def test_a_saver_says_so_once_where_no_checkpoint_that_goes_or_stays_has_the_metric(tmp_path, caplog):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), max_keep=Newest(1) | Best(1, "acu"))
+    for step in range(4):
+        saver.save(f"ckpt_{step}", state={"auc": 0.5})
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    text = (
+        "max_keep: Best(k=1, metric='acu', mode='max') keeps nothing: no checkpoint has the metric 'acu', found ['auc']"
+    )
+    assert said == [f"{tmp_path}: {text}"]
 
 
 def test_integers_of_any_size_have_a_rank():
