@@ -49,15 +49,15 @@ lint: $(STAMP)
 	$(PY) -m mypy
 
 # The site of the documentation, which asks for nothing of what the package needs: mkdocstrings reads the sources.
-SITE := .venv-docs
-$(SITE)/.installed: docs/requirements.txt
-	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
-	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+DOCS_VENV := .venv-docs
+$(DOCS_VENV)/.installed: docs/requirements.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
 	touch $@
 
-docs: $(SITE)/.installed
-	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(SITE)/bin:$$PATH" $(SITE)/bin/mkdocs build --strict --quiet
-	$(SITE)/bin/linkchecker --no-warnings --no-status build/site/index.html
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	$(DOCS_VENV)/bin/linkchecker --no-warnings --no-status build/site/index.html
 
 bench: $(STAMP)
 	$(PY) benchmarks/table.py
@@ -92,4 +92,4 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) $(SITE) build dist *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS_VENV) build dist *.egg-info
