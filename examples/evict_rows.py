@@ -50,7 +50,7 @@ def train(before: torch.Tensor, after: torch.Tensor, **options: Any) -> tuple[fl
         table.step = step
         loss = loss_of(table, before[at], after[at], others)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimizer.step()
         losses.append(loss.item())
         most = max(most, len(table))

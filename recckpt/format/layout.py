@@ -35,9 +35,7 @@ _MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
 _SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_RESERVED_IDS = frozenset(
-    {INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST}
-)  # with a manifest, an output dir would be a checkpoint
+_RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # the last would make a dir a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _FORGET_REQUEST = re.compile(r"([0-9a-f]{32})(\.done)?\.json", re.ASCII)
