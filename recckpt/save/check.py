@@ -16,6 +16,7 @@ from recckpt.format.buckets import Slice
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.arguments import check_trained
 from recckpt.save.choice import Choice, slots_of_table
+from recckpt.save.delta_base import Changes
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse.files.table_rows import source_of
@@ -54,7 +55,7 @@ class _Told:
     choice: Choice
     unmatched: frozenset[str]
     writes_deltas: bool
-    has_candidate: bool
+    is_in_doubt: bool
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def check(live: Live, job: Job, to: Destination) -> Checked:
 
     def tell(parts: tuple[dict[str, HashTable], dict[str, Any]]) -> _Told:
         need = Need(estimated_bytes(*parts, ranks.rank, live.choice), work_dir.device if work_dir else None)
-        deltas = changes is not None, changes is not None and changes.has_candidate
+        deltas = changes is not None, changes is not None and _is_in_doubt(changes, to, ranks)
         said = live.choice, live.choice.unmatched(parts[0])
         return _Told(info.ckpt_id, info.step, _owned(parts[0]), need, *said, *deltas)
 
@@ -95,7 +96,7 @@ def check(live: Live, job: Job, to: Destination) -> Checked:
     _check_same_save(told, info)
     if ranks.size > 1:
         _check_owners([each.owned for each in told])
-    if told[0].has_candidate:
+    if told[0].is_in_doubt:
         ranks.on_first(lambda: _confirm_base(job, to))
     needs = [each.need for each in told]
     if not told[0].writes_deltas:
@@ -128,6 +129,10 @@ def agreed(
         if reason is not None:
             raise info.failure(rank, reason)
     return found[0], [told for _, told in outcomes]
+
+
+def _is_in_doubt(changes: Changes, to: Destination, ranks: Ranks) -> bool:
+    return changes.has_candidate or (ranks.rank == 0 and changes.is_base_gone(to.storage, to.fence))
 
 
 def _confirm_base(job: Job, to: Destination) -> None:

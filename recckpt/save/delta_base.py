@@ -69,8 +69,16 @@ class Changes:
             if isinstance(table, OurTable):
                 self.tracker.begin(table, found.save_id)
 
+    def is_base_gone(self, storage: Storage, fence: Fence) -> bool:
+        """Say whether somebody has removed what a delta would stand on, where asking costs no request."""
+        if self.base is None or self.base.is_candidate or not storage.asks_for_free:
+            return False
+        return any(not _is_there(storage, link) for link in chain_of(fence.listing, self.base.save_id))
+
     def confirm(self, storage: Storage, fence: Fence) -> None:
-        """Take the output dir over, and drop a candidate that may be removed by others or lost in a power cut.
+        """Take the output dir over, or check that it is held, and drop a base that no delta can stand on.
+
+        That is one that is gone, and a candidate that others may remove or a power cut lose.
 
         Raises:
             WriterFencedError, OSError: as :meth:`Fence.hold`; or the storage failed.
@@ -80,6 +88,11 @@ class Changes:
         if base is None:
             return
         links = chain_of(fence.listing, base.save_id)
+        if not base.is_candidate:
+            if not links:
+                log.warning("%s: this save is full: what it was to stand on was removed by somebody else", storage.url)
+                self.base = None
+            return
         if base.place != fence.newest_at_takeover or not links:
             log.info("%s: the next save is full, since what was restored is not the newest there", storage.url)
             self.base = None
@@ -112,6 +125,14 @@ def _origin(record: Manifest) -> Origin:
     slots = {table.name: table.slots for table in record.tables}
     reduced = {table.name: table.reduced for table in record.tables if table.reduced is not None}
     return Origin(record.origin, record.place, slots, reduced)
+
+
+def _is_there(storage: Storage, link: Checkpoint) -> bool:
+    try:
+        storage.size(layout.join(link.directory, layout.MANIFEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _sync(storage: Storage, link: Checkpoint) -> None:

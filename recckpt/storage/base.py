@@ -7,7 +7,7 @@ import io
 import stat
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
 
 import xxhash
 
@@ -184,7 +184,12 @@ class Storage(ABC):
     """A tree of files below one root. Names are relative, with ``/``; OSErrors pass through with the path.
 
     Files appear whole or not at all; only ``replace`` and ``draft`` overwrite one. Thread-safe.
+
+    Attributes:
+        asks_for_free: whether a look at one file costs no request over a network, so that training may wait for it.
     """
+
+    asks_for_free: ClassVar[bool] = False
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -29,6 +29,8 @@ from recckpt.storage.local_files import (
 class LocalStorage(Storage):
     """Files below a directory. Follows "POSIX" of the commit protocol; needs hard links."""
 
+    asks_for_free = True
+
     def __init__(self, path: str) -> None:
         self._root = Path(path).expanduser().absolute()
         super().__init__(str(self._root))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from contextlib import suppress
 
 import pytest
@@ -187,14 +188,28 @@ def test_a_second_saver_counts_by_itself(training):
     assert held(training.save("c")) == (10, 0, False)
 
 
-def test_where_the_base_is_gone_the_save_fails_and_the_next_is_full(training):
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_where_the_base_is_gone_the_save_is_full_at_once(training, caplog, is_emptied):
     training.save("a")
+    training.train(range(5))
+    training.save("b")
+    gone = training.root / "deltas" / "a" / "manifest.json"
+    shutil.rmtree(training.root / "deltas") if is_emptied else gone.unlink()
+    (training.root / "deltas").mkdir(exist_ok=True)
+    training.train(range(10))
+    assert training.save("c").kind == "full"
+    assert "this save is full: what it was to stand on was removed" in caplog.text
+    assert training.save("d").kind == "delta"
+
+
+def test_where_asking_costs_a_request_the_save_fails_and_the_next_is_full(training, monkeypatch):
+    training.save("a")
+    monkeypatch.setattr(training.saver.storage, "asks_for_free", False, raising=False)
     (training.root / "deltas" / "a" / "manifest.json").unlink()
     training.train(range(10))
     with pytest.raises(SaveFailedError, match="found no such checkpoint; the next save is full"):
         training.saver.save("b")
     assert training.save("c").kind == "full"
-    assert training.save("d").kind == "delta"
 
 
 def test_what_goes_while_a_delta_is_written_is_seen_before_it_is_committed(training, monkeypatch):

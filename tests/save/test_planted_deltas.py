@@ -18,7 +18,7 @@ MISSED = {
     test_deltas.test_a_failed_save_keeps_what_has_changed_for_the_next: Plant(
         "recckpt.sparse.table.marks:Frozen.failed", "end(self, None)", "end(self, self._base)"
     ),
-    test_deltas.test_where_the_base_is_gone_the_save_fails_and_the_next_is_full: Plant(
+    test_deltas.test_where_asking_costs_a_request_the_save_fails_and_the_next_is_full: Plant(
         BEGIN, "_check_base(storage, listing, base)", "pass"
     ),
     test_deltas.test_what_goes_while_a_delta_is_written_is_seen_before_it_is_committed: Plant(
