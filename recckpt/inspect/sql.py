@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import look_around
 from recckpt.output_dir.open_files import until_whole
+from recckpt.output_dir.timeline import read_timeline
 from recckpt.sparse.files.arrow_format import TABLE
 from recckpt.sparse.files.chain_table import open_table
 from recckpt.storage import Storage
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("recckpt")
 
-_TIMELINE_BYTES = 2 << 20
 _CHECKPOINTS = pa.schema(
     [
         ("id", pa.string()),
@@ -52,9 +51,9 @@ def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
     """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
 
     A view has ``id`` and the slots, float16 and bfloat16 as float32. Beside them are two tables: ``checkpoints``, those
-    of the output dir, oldest first, and ``timeline``, how its last saves went. Where a table has one of these names, or
-    one that differs from another's only in case, which SQL does not tell apart, its view ends in ``_2``, and a warning
-    says so.
+    of the output dir, oldest first, and ``timeline``, how its last saves went, those that failed, by their ``error``,
+    too. Where a table has one of these names, or one that differs from another's only in case, which SQL does not tell
+    apart, its view ends in ``_2``, and a warning says so.
 
     Of a full checkpoint, duckdb gets the columns and rows that a query asks for from Arrow, which reads no other
     columns; values are not checked, as by :func:`recckpt.dataset`. The rows of a chain are merged, and checked, anew
@@ -158,8 +157,8 @@ def _checkpoints(storage: Storage) -> pa.Table:
 
 
 def _timeline(storage: Storage) -> pa.Table:
-    """Return the saves in the timeline; lines that are no JSON objects, as a crash may leave one, are passed over."""
-    lines = list(_objects(storage))
+    """Return the saves in the timeline, those that failed too."""
+    lines = read_timeline(storage)
     names = dict.fromkeys([*_TIMELINE.names, *(name for line in lines for name in line)])
     columns = {name: _column(name, [line.get(name) for line in lines]) for name in names}
     return pa.table(columns)
@@ -175,22 +174,9 @@ _TIMELINE = pa.schema(
         ("total_sec", pa.float64()),
         ("n_bytes", pa.int64()),
         ("n_rows", pa.int64()),
+        ("error", pa.string()),
     ]
 )
-
-
-def _objects(storage: Storage) -> Iterator[dict[str, Any]]:
-    try:
-        data = storage.read(layout.TIMELINE, _TIMELINE_BYTES)
-    except FileNotFoundError:
-        return
-    for line in data.splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found
 
 
 def _column(name: str, values: list[Any]) -> pa.Array:

@@ -18,7 +18,7 @@ from recckpt.output_dir.offers import adopt_offers
 from recckpt.output_dir.writer import WRITER
 from recckpt.policies.keep import Keep, idle
 from recckpt.save.job import Destination, Job
-from recckpt.save.save_info import SaveInfo, append_to_timeline
+from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.save.write import ShardRecord, Written
 
@@ -146,7 +146,7 @@ def rotate(job: Job, to: Destination) -> None:
             adopt_offers(storage, fence, to.transfers.visible, to.concurrency)
             fence.check()
             fence.write_index()
-        append_to_timeline(storage, info)
+        to.timeline.add(storage, info)
     except OSError as error:
         log.warning("%s: could not bring rotation, index file and timeline up to date: %s", storage.url, error)
     except WriterFencedError as error:  # the save itself counts; the next one will raise

@@ -19,6 +19,7 @@ from recckpt.save.choice import Choice
 from recckpt.save.delta_base import Changes
 from recckpt.save.offer_thread import OfferThread
 from recckpt.save.save_info import SaveInfo
+from recckpt.save.timeline import Timeline
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
@@ -65,4 +66,5 @@ class Destination:
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
     told: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
+    timeline: Timeline = field(default_factory=Timeline)  # where saves leave a line each
     offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that

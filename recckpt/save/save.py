@@ -37,7 +37,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     """
     handle = SaveHandle(job.info)
     settle_on_all(runner.settle, job.ranks)
-    with _told_of_failure(job.info, to):
+    with _told_of_failure(job, to):
         staged = stage_on_all(live, check(live, job, to), job, to)
     in_thread = replace(job, ranks=job.ranks.background)
     return runner.run(partial(write_and_commit, staged, in_thread, to), handle, job.ranks.rank, staged.close)
@@ -53,7 +53,7 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
         WriterFencedError: another writer has taken the output dir over.
     """
     info, ranks = job.info, job.ranks
-    with _told_of_failure(info, to), closing(staged):
+    with _told_of_failure(job, to), closing(staged):
         intent, seq = ranks.on_first(lambda: _begin(staged, job, to))
         with _abandoned_on_error(intent, to.storage, ranks):
             info.outcome.is_open = ranks.rank != 0
@@ -93,12 +93,14 @@ def _abandoned_on_error(intent: Intent, storage: Storage, ranks: Ranks) -> Itera
 
 
 @contextmanager
-def _told_of_failure(info: SaveInfo, to: Destination) -> Iterator[None]:
+def _told_of_failure(job: Job, to: Destination) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        info.error = error
-        _tell(to, info)
+        job.info.error = error
+        if job.ranks.rank == 0:
+            to.timeline.add_failure(to.storage, to.fence, job.info)
+        _tell(to, job.info)
         raise
 
 

@@ -1,23 +1,19 @@
-"""Where the time of a save goes: one JSON line each, in the output dir."""
+"""How a save went: what it was, where its time went, and why it failed."""
 
 from __future__ import annotations
 
 import json
-import logging
 import time as clock
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from recckpt.errors import RankLostError, SaveFailedError
-from recckpt.format import layout
 from recckpt.parallel.ranks import Ranks
-from recckpt.storage import Storage
+from recckpt.text import one_line
 
-log = logging.getLogger("recckpt")
-
-_MAX_BYTES = 1 << 20  # of the file; the oldest lines go
-_UNSAID = frozenset({"path", "metrics", "error"})  # in the file, which lies beside the checkpoints that have committed
+_UNSAID = frozenset({"path", "metrics"})  # in the file, which lies beside the checkpoints
+_ERROR_LENGTH = 1000  # characters of an error that a line keeps
 
 
 @dataclass
@@ -172,26 +168,14 @@ class SaveInfo:
         return clock.perf_counter() - self._begin
 
     def to_json(self) -> str:
-        """Return one line."""
+        """Return one line for the timeline; ``error`` is in those of saves that failed."""
         values = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _UNSAID}
         seconds = self.seconds
         values |= {"blocked_sec": min(self.blocked_sec, seconds), "total_sec": seconds}
         values["max_blocked_sec"] = max(values["blocked_sec"], self._others_blocked_sec)
         values["gb_per_sec"] = self.n_bytes / 1e9 / max(seconds, 1e-9)
+        error = values.pop("error")
+        if error is not None:
+            values["error"] = one_line(f"{type(error).__name__}: {error}")[:_ERROR_LENGTH]
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
         return json.dumps(rounded, allow_nan=False) + "\n"
-
-
-def append_to_timeline(storage: Storage, info: SaveInfo) -> None:
-    """Add a line to the timeline of an output dir; whoever holds the output dir does so.
-
-    Raises:
-        OSError: the storage failed.
-    """
-    try:
-        before = storage.read(layout.TIMELINE, 2 * _MAX_BYTES)
-    except FileNotFoundError:
-        before = b""
-    lines = before[-_MAX_BYTES:].splitlines(keepends=True)
-    kept = lines[1:] if len(before) > _MAX_BYTES else lines
-    storage.replace(layout.TIMELINE, b"".join(kept) + info.to_json().encode())

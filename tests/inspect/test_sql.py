@@ -93,12 +93,13 @@ def test_names_that_sql_does_not_tell_apart_get_a_number_and_a_warning(tmp_path,
 def test_checkpoints_and_timeline_are_tables(tmp_path):
     Run(tmp_path, max_keep=None).train(20)
     with (tmp_path / "timeline.jsonl").open("a") as timeline:
-        timeline.write('not json\n[1]\n{"step": "x", "other": {"a": 1}}\n')
+        timeline.write('not json\n[1]\n{"step": "x", "other": {"a": 1}, "error": "disk full"}\n')
     with recckpt.connect(tmp_path / "ckpt_10") as connection:
         assert connection.sql("select id, step from checkpoints").fetchall() == [("ckpt_10", 10), ("ckpt_20", 20)]
         [(state,)] = connection.sql("select state from checkpoints where step = 10").fetchall()
         assert json.loads(state) == {"sparse_lr_0": 0.01}
         assert connection.sql("select count(*), sum(n_bytes) > 0 from timeline").fetchall() == [(3, True)]
+        assert connection.sql("select count(*) from timeline where error is null").fetchall() == [(2,)]
     (tmp_path / "timeline.jsonl").unlink()
     with recckpt.connect(tmp_path) as connection:
         assert connection.sql("select count(step) from timeline").fetchall() == [(0,)]

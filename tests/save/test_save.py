@@ -136,6 +136,7 @@ def test_a_failed_save_keeps_no_room(tmp_path, monkeypatch):
         "c/INTENT",
         "c/dense",
         "c/sparse",
+        "timeline.jsonl",
     }
     saver.save("c")
     assert checkpoints(tmp_path) == ["c.1"]

@@ -1,4 +1,4 @@
-"""Where the time of a save went: a line for each that was committed."""
+"""Where the time of a save went, or why it failed: a line for each."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ from rank_processes import results, run_script
 from torch import nn
 
 from recckpt import Saver
-from recckpt.errors import SaveFailedError
+from recckpt.errors import SaveFailedError, WriterFencedError
 from recckpt.format import layout
-from recckpt.save import save_info
+from recckpt.output_dir import timeline
 from recckpt.save.background_save import SaveRunner
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import HashTable
@@ -94,33 +94,82 @@ def test_rows_that_training_changed_meanwhile_are_counted(url, gate):
     assert [line["kept_rows"] for line in lines(url)] == [20]
 
 
-def test_a_save_that_fails_leaves_no_line(url, monkeypatch):
+def broken(self, *args):
+    raise OSError(5, "broken")
+
+
+def test_a_save_that_fails_leaves_a_line_that_says_why(url, monkeypatch):
     _, saver = build(url)
+    saver.save("a")
     with monkeypatch.context() as patch:
-        patch.setattr(type(saver.storage), "put_if_absent", fail)
+        patch.setattr("recckpt.save.save.write", broken)
         with pytest.raises(SaveFailedError):
-            saver.save("a")
+            saver.save_async("b", step=7).wait()
+    [before, failed] = lines(url)
+    assert (failed["ckpt_id"], failed["step"], failed["n_bytes"]) == ("b", 7, 0)
+    assert failed["error"] == "OSError: [Errno 5] broken"
+    assert failed["time"] >= before["time"]
+    assert "error" not in before
+    saver.save("c")
+    assert ["error" in line for line in lines(url)] == [False, True, False]
+
+
+def test_a_failure_waits_for_the_next_line_where_the_output_dir_is_not_held_or_the_network_is_down(url, monkeypatch):
+    _, saver = build(url)
+
+    def fails_with(error, ckpt_id):
+        with monkeypatch.context() as patch:
+            patch.setattr("recckpt.save.save.check", lambda *_: raising(error))
+            with pytest.raises(type(error)):
+                saver.save(ckpt_id)
+
+    fails_with(RuntimeError("not held yet"), "a")
     with pytest.raises(FileNotFoundError):
         lines(url)
     saver.save("b")
-    assert [line["ckpt_id"] for line in lines(url)] == ["b"]
+    fails_with(ConnectionResetError(104, "down"), "c")
+    fails_with(WriterFencedError("another's"), "d")
+    assert [line["ckpt_id"] for line in lines(url)] == ["a", "b"]
+    saver.save("e")
+    assert [line["ckpt_id"] for line in lines(url)] == ["a", "b", "c", "e"]
 
 
-def test_a_timeline_that_cannot_be_written_fails_no_save(url, monkeypatch, caplog):
+def test_who_has_lost_the_output_dir_leaves_no_line_of_its_failures(tmp_path, monkeypatch):
+    _, saver = build(str(tmp_path))
+    saver.save("a")
+    _, other = build(str(tmp_path))
+    other.load()
+    other.save("b")
+    monkeypatch.setattr("recckpt.save.save.check", lambda *_: raising(RuntimeError("broken")))
+    with pytest.raises(RuntimeError):
+        saver.save("c")
+    assert [line["ckpt_id"] for line in lines(str(tmp_path))] == ["a", "b"]
+
+
+def raising(error):
+    raise error
+
+
+def test_a_timeline_that_cannot_be_written_fails_no_save_and_its_line_comes_later(url, monkeypatch, caplog):
     _, saver = build(url)
     replace = type(saver.storage).replace
+    is_written = []
 
     def fail_there(self, name, data):
         if name == layout.TIMELINE:
+            if is_written:
+                replace(self, name, data)
             raise OSError(28, "full")
         replace(self, name, data)
 
     with monkeypatch.context() as patch:
         patch.setattr(type(saver.storage), "replace", fail_there)
         assert saver.save("a").ckpt_id == "a"
+        is_written.append(True)
+        assert saver.save("b").ckpt_id == "b"
     assert "full" in caplog.text
-    saver.save("b")
-    assert [line["ckpt_id"] for line in lines(url)] == ["b"]
+    saver.save("c")
+    assert [line["ckpt_id"] for line in lines(url)] == ["a", "b", "c"], "no line is there twice"
 
 
 def test_lines_of_earlier_runs_stay(url):
@@ -134,9 +183,9 @@ def test_the_file_is_bounded_and_the_oldest_lines_go(url, monkeypatch):
     storage = open_storage(url)
     storage.prepare()
     n_bytes = len(SaveInfo("ckpt_000").to_json())
-    monkeypatch.setattr(save_info, "_MAX_BYTES", 5 * n_bytes)
+    monkeypatch.setattr(timeline, "_MAX_BYTES", 5 * n_bytes)
     for number in range(20):
-        save_info.append_to_timeline(storage, SaveInfo(f"ckpt_{number:03}"))
+        timeline.append(storage, [SaveInfo(f"ckpt_{number:03}").to_json()])
         assert storage.size(layout.TIMELINE) < 7 * n_bytes
     kept = [line["ckpt_id"] for line in lines(url)]
     assert kept == [f"ckpt_{number:03}" for number in range(20 - len(kept), 20)]
@@ -151,10 +200,6 @@ def test_seconds_of_a_phase_add_up_also_where_it_fails():
     with pytest.raises(KeyError), info.timed("stage"):
         raise KeyError
     assert info.stage_sec > once > 0
-
-
-def fail(*args, **kwargs):
-    raise OSError(5, "broken")
 
 
 def test_the_maxima_are_those_of_the_slowest_and_of_the_largest_of_real_ranks(tmp_path):

@@ -1,0 +1,57 @@
+"""What the saves of one saver leave in the timeline of its output dir."""
+
+from __future__ import annotations
+
+import logging
+
+from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.output_dir import timeline
+from recckpt.output_dir.commit import time_now
+from recckpt.output_dir.fence import Fence
+from recckpt.save.save_info import SaveInfo
+from recckpt.storage import Storage
+from recckpt.storage.retry import is_transient
+
+log = logging.getLogger("recckpt")
+
+_MOST = 100  # lines that wait to be written; the oldest go
+
+
+class Timeline:
+    """The lines of one saver, of which those that could not be written wait for the next. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: list[str] = []
+
+    def add(self, storage: Storage, info: SaveInfo) -> None:
+        """Write the line of a save that is committed.
+
+        Raises:
+            OSError: the storage failed; the next line brings it along.
+        """
+        self._wait(info)
+        self._write(storage)
+
+    def add_failure(self, storage: Storage, fence: Fence, info: SaveInfo) -> None:
+        """Write the line of a save that has failed, if this process holds the output dir; whatever comes of it.
+
+        Where the network has failed, it is not asked once more, for minutes, before training learns of the error.
+        """
+        if isinstance(info.error, WriterFencedError):
+            return
+        info.time = info.time or time_now()
+        self._wait(info)
+        if not fence.epoch or (info.error is not None and is_transient(info.error)):
+            return
+        try:
+            fence.check()
+            self._write(storage)
+        except (RecckptError, OSError) as error:
+            log.debug("%s: the failure of %r is not in the timeline yet: %s", storage.url, info.ckpt_id, error)
+
+    def _wait(self, info: SaveInfo) -> None:
+        self._waiting = [*self._waiting, info.to_json()][-_MOST:]
+
+    def _write(self, storage: Storage) -> None:
+        timeline.append(storage, self._waiting)
+        self._waiting = []
