@@ -56,12 +56,12 @@ class Names:
 class Content:
     """What a checkpoint holds: what its manifest, and the offer of a form, say alike."""
 
-    shards: tuple[ShardEntry, ...]
-    tables: tuple[TableEntry, ...]
-    files: tuple[FileEntry, ...]
-    names: Names = field(default_factory=Names)
+    shards: tuple[ShardEntry, ...] = field(repr=False)  # as all that grows with the checkpoint
+    tables: tuple[TableEntry, ...] = field(repr=False)
+    files: tuple[FileEntry, ...] = field(repr=False)
+    names: Names = field(default_factory=Names, repr=False)
     state: Mapping[str, Scalar] = field(default_factory=dict)
-    writer: Mapping[str, str] = field(default_factory=dict)
+    writer: Mapping[str, str] = field(default_factory=dict, repr=False)
     ephemeral: bool = False
 
     @property
@@ -91,7 +91,7 @@ class Manifest(Content):
     epoch: int = 0
     step: int | None = None
     parent: Parent | None = None  # of a delta
-    chain: tuple[Link, ...] = ()  # of a delta: hints where the links below are, the parent first
+    chain: tuple[Link, ...] = field(default=(), repr=False)  # hints where the links below are, the parent first
     form_of: FormOf | None = None  # of a form
     revision_of: RevisionOf | None = None  # of one made to forget ids, and of the forms of such a delta
     xxh3: int = field(default=0, compare=False)  # its checksum, by which a delta names it; of what was read only

@@ -43,6 +43,13 @@ def example() -> Manifest:
     )
 
 
+def test_it_prints_as_one_line_however_much_it_holds():
+    many = replace(example(), files=example().files * 1000, tables=example().tables * 1000)
+    assert repr(many) == repr(example())
+    assert "ckpt_id='ckpt_1'" in repr(many)
+    assert len(repr(many)) < 500
+
+
 def edited(**changes) -> bytes:
     values = json.loads(encode(example()))
     del values["manifest_xxh3"]
