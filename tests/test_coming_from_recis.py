@@ -5,21 +5,12 @@ import re
 
 import pytest
 from paths import ROOT
-from torch import nn
 
 import recckpt
 from recckpt import CheckpointManager, Saver, sparse
 from recckpt.policies import when
-from recckpt.sparse import HashTable
 
 PAGE = (ROOT / "docs/coming-from-recis.md").read_text()
-
-
-def test_its_snippet_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model = nn.ModuleDict({"user": HashTable(4, name="user")})
-    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1].replace("= ...", "= nn.Linear(4, 1)")
-    exec(code, {"model": model, "nn": nn})
 
 
 def test_what_it_names_on_the_right_is_there():

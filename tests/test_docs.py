@@ -1,22 +1,105 @@
-"""The site has all pages and all public names; that it builds, and has no dead link, is tried by ``make docs``."""
+"""The pages do what they say, and the site has all of them and all public names.
+
+That the site builds, and has no dead link, is tried by ``make docs``.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
+from collections import Counter
+from pathlib import Path
 
 import pytest
-from paths import ROOT
+import warm_python
+from documents import DOCS, PAGES, TEXTS, blocks, commands, is_said, named_in_vain
+from paths import ROOT, SUPPORT, TESTS
 
 import recckpt
 import recckpt.sparse
+from recckpt.cli.app import parser_of_commands
 
-DOCS = ROOT / "docs"
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+LANGUAGES = {"python", "sh", "text", "json", "yaml", "bash", ""}  # none: a picture, which promises nothing
+RUN = [page for page in PAGES if {block.language for block in blocks(page) if not block.why_not_run} & {"python", "sh"}]
+AFTER_THE_QUICK_START = ("command-line.md", "does-not-resume.md", "forget.md", "look.md", "reading.md", "serving.md")
+NOT_RUN = {  # how many blocks of a page; each says why above it
+    "checkpointer.md": 1,
+    "convert.md": 2,
+    "format.md": 2,
+    "integrations.md": 5,
+    "many-machines.md": 3,
+    "storage.md": 1,
+}
+
+
+def follow(page: str, here: Path) -> None:
+    done = warm_python.run(SUPPORT / "follow_page.py", page, cwd=here)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the README leaves behind."""
+    here = tmp_path_factory.mktemp("quick_start")
+    follow("README.md", here)
+    return here
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if page != "README.md"])
+def test_a_page_runs_as_it_stands_and_says_what_it_shows(page: str, tmp_path: Path, quick_start: Path) -> None:
+    if page in AFTER_THE_QUICK_START:
+        shutil.copytree(quick_start / "runs", tmp_path / "runs")
+    follow(page, tmp_path)
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    for page, path in PAGES.items():
+        fences = re.findall(r"^ *```", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks(page)), (
+            f"{page}: a block that tests do not see; begin it at a line's start"
+        )
+    assert {block.language for block in BLOCKS} <= LANGUAGES
+    assert Counter(block.page for block in BLOCKS if block.why_not_run) == NOT_RUN
+    for block in BLOCKS:
+        for named in re.findall(r"\btests/[\w/.]+\w", block.why_not_run or ""):
+            assert (ROOT / named).exists(), f"{block}: {named}"
+    assert all((TESTS / test).exists() for test in TEXTS.values())
+
+
+def test_commands_that_are_not_run_name_what_there_is() -> None:
+    parser = parser_of_commands()
+    for block in BLOCKS:
+        if block.language == "sh" and block.why_not_run:
+            for words in commands(block.text):
+                parser.parse_args(words[1:])
+    for page, path in PAGES.items():
+        for line in re.findall(r"^ {4}(?=python |make )(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            for words in commands(line):
+                assert named_in_vain(words) is None, f"{page}: {line}"
+
+
+def test_what_is_not_there_and_not_said_is_found() -> None:
+    assert named_in_vain(["make", "docks"]) == "docks"
+    assert named_in_vain(["pip", "install", ".[sql,gone]"]) == "gone"
+    assert named_in_vain(["python", "benchmarks/pause.py", "--rows", "1", "--gone"]) == "--gone"
+    assert named_in_vain(["python", "benchmarks/gone.py"]) == "benchmarks/gone.py"
+    assert named_in_vain(["curl", "x"]) == "curl"
+    assert is_said("a  1\n...\nb", "a 1\nc\nb")
+    assert not is_said("a 1\nb", "a 1\nc\nb")
 
 
 def test_the_site_has_every_page() -> None:
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     here = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert here | {"index.md", "contributing.md", "changelog.md"} == listed
+
+
+def test_every_link_of_the_documents_leads_to_a_file() -> None:
+    for document in (*PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"):
+        prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", prose):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 @pytest.mark.parametrize("module", [recckpt, recckpt.sparse], ids=lambda module: module.__name__)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,10 +13,10 @@ from types import ModuleType
 
 import pytest
 import warm_python
+from documents import blocks
 from paths import ROOT
 
-from recckpt import CheckpointReader, Deltas
-from recckpt.cli import main
+from recckpt import CheckpointReader
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
 DATA = ROOT.parent / "shared/data"
@@ -30,12 +28,6 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run Python as from a shell, with this checkout importable whether it is installed or not."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
-
-
-@pytest.fixture(params=["warm", pytest.param("as users do", marks=pytest.mark.slow)])
-def python(request: pytest.FixtureRequest) -> Python:
-    """Both ways to run it: where torch is imported already, and in an interpreter of its own."""
-    return warm_python.run if request.param == "warm" else run
 
 
 def train(
@@ -193,129 +185,14 @@ def test_three_ways_to_save_are_plotted(tmp_path: Path) -> None:
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
-def python_of(document: Path) -> str:
-    return "\n".join(re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL))
+@pytest.mark.slow
+def test_the_quick_start_runs_as_users_run_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("".join(block.text for block in blocks("README.md") if block.language == "python"))
 
-
-def test_the_readme_and_the_pages_on_loading_and_reading_run_and_then_their_commands_as_they_stand(
-    tmp_path: Path, python: Python
-) -> None:
-    pages = [ROOT / "README.md", ROOT / "docs/loading.md", ROOT / "docs/reading.md"]
-    overview = (ROOT / "docs/command-line.md").read_text(encoding="utf-8").partition("## ")[0]
-    said = pages[0].read_text(encoding="utf-8") + overview
-    commands = {" ".join(found.split()) for found in re.findall(r"^recckpt ([^#\n]+)", said, re.MULTILINE)}
-    assert len(commands) >= 11
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(map(python_of, pages)), encoding="utf-8")
-
-    done = python(script, cwd=tmp_path)
+    done = run(script, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/clicks/ckpt_300/manifest.json").exists()
-    for command in sorted(commands):
-        done = python("-m", "recckpt", *shlex.split(command), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_the_python_blocks_of_the_page_on_warm_starts_run_and_print_what_it_shows(tmp_path: Path) -> None:
-    page = ROOT / "docs/warm-start.md"
-    shown = re.findall(r"```text\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(shown) >= 3
-    script = tmp_path / "page.py"
-    script.write_text(python_of(page), encoding="utf-8")
-
-    done = warm_python.run(script, cwd=tmp_path)
-
+    done = run("-m", "recckpt", "verify", "runs/clicks", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    printed = without_widths(done.stdout.replace(str(tmp_path), "/data"))
-    for text in shown:
-        assert without_widths(text) in printed
-
-
-def without_widths(table: str) -> str:
-    """Columns are as wide as the paths in them."""
-    return "\n".join(" ".join(line.split()) for line in table.splitlines())
-
-
-def test_the_python_blocks_of_the_page_on_saving_in_the_background_run_as_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-
-    exec(python_of(ROOT / "docs/async.md"), names)
-
-    lines = Path("runs/async/timeline.jsonl").read_text(encoding="utf-8").splitlines()
-    saved = [json.loads(line)["ckpt_id"] for line in lines]
-    assert saved[-2:] == ["ckpt_25", "by_hand"]
-    assert len(saved) == len(names["pauses"])  # type: ignore[arg-type]
-
-
-def test_the_page_on_deltas_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-
-    exec(python_of(ROOT / "docs/deltas.md"), names)
-
-    assert names["deltas"] == Deltas()
-    assert names["manager"].counts.deltas == 2  # type: ignore[attr-defined]
-
-
-def test_the_page_on_forgetting_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    exec(python_of(ROOT / "docs/forget.md"), {})
-
-    audit = Path("runs/forget/forgotten.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["by"] for line in audit] == ["recckpt.forget", "manager.forget"]
-
-
-def test_the_page_on_saving_less_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    exec(python_of(ROOT / "docs/saving.md"), {})
-
-
-def test_the_page_on_looking_into_checkpoints_runs_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-
-    exec(python_of(ROOT / "docs/look.md"), names)
-
-    names["connection"].close()  # type: ignore[attr-defined]
-    assert (names["item"].added, names["item"].changed) == (100, 100)  # type: ignore[attr-defined]
-    assert isinstance(names["largest"], float)
-
-
-def test_the_tutorial_runs_as_it_stands_and_resumes_where_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    page = ROOT / "docs/tutorial.md"
-    monkeypatch.chdir(tmp_path)
-    caplog.set_level("INFO")
-
-    exec(python_of(page), {"__name__": "__main__"})
-
-    assert "restored ckpt_40, step 40" in caplog.text
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    commands = re.findall(r"^recckpt ([^#\n]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) == 4
-    assert [main(shlex.split(command)) for command in commands] == [0] * 4
-
-
-def test_every_link_of_the_documents_leads_to_a_file() -> None:
-    for document in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
-        prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for target in re.findall(r"\]\((?!https?://)([^)#]+)", prose):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
-def test_the_page_on_other_formats_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    exec(python_of(ROOT / "docs/convert.md"), {})
-
-    assert CheckpointReader(str(tmp_path / "runs/model")).tensor_names() == ["top.bias"]

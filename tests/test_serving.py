@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,20 +94,6 @@ def test_an_answer_is_never_a_mix_of_two_checkpoints(tmp_path: Path, example: Mo
             for thread in clients:
                 thread.join()
     assert not mixed
-
-
-def test_the_page_on_serving_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    model.train_to(1)
-    model.item.add_slot("sparse_adamw_exp_avg", (3,), initial=0.5)
-    Saver(model, output_dir=str(tmp_path / "runs/clicks")).save("ckpt_1")
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    for snippet in re.findall(r"```python\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL):
-        exec(snippet, names)
-    assert names["found"].tolist() == [True, True, True, False]
-    assert names["vectors"].tolist() == [[1] * 3] * 3 + [[0] * 3]
-    assert names["moments"].tolist() == [[0.5] * 3] * 2
 
 
 def test_ids_that_are_missing_and_requests_that_are_wrong_are_told_apart(tmp_path: Path, example: ModuleType) -> None:

@@ -39,15 +39,6 @@ def test_the_example_killed_between_two_saves_ends_with_the_same_bits_as_one_tha
     assert (tmp_path / "crashed/checkpoint_0.pt").read_bytes() == straight != crashed
 
 
-def test_the_python_blocks_of_the_page_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/checkpointer.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert blocks
-    exec(compile("\n".join(blocks), "docs/checkpointer.md", "exec"), {"__name__": "page"})
-    assert (tmp_path / "runs/plain/checkpoint_0.pt").exists()
-
-
 def test_every_public_name_of_the_package_is_there():
     import recckpt.checkpointer as package
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from builders import Run
-from paths import ROOT
 from torch import nn
 
 import recckpt
@@ -105,13 +104,6 @@ def test_a_manager_restores_the_best_by_its_policy(url):
         manager.restore("best")
     with pytest.raises(TypeError, match="found 'newest'"):
         manager.restore("newest")
-
-
-def test_the_guide_on_which_there_are_does_what_it_says(tmp_path, monkeypatch):
-    run_of(tmp_path / "runs/clicks")
-    monkeypatch.chdir(tmp_path)
-    section = (ROOT / "docs/guide.md").read_text().partition("## Which checkpoints there are")[2]
-    exec(section.split("```")[1].removeprefix("python"), {})
 
 
 def test_listing_imports_no_torch(tmp_path):

@@ -1,14 +1,11 @@
 """What to keep: each object chooses among manifests, without a disk or a clock."""
 
 import pickle
-import re
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paths import ROOT
 from torch import nn
 
 from recckpt import Saver
@@ -192,14 +189,3 @@ def test_they_print_compare_and_pickle_as_they_were_made():
     )
     assert pickle.loads(pickle.dumps(keep)) == keep == eval(repr(keep))
     assert len({keep, eval(repr(keep))}) == 1
-
-
-def test_the_python_blocks_of_the_page_on_policies_run_as_they_stand(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/policies.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) >= 4
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(block, names)
-    assert Path("runs/policies/ckpt_1/manifest.json").exists()

@@ -1,14 +1,12 @@
 """Ids that wait for a row: counted, read as if new, and admitted as a dict of counts would have it."""
 
 import copy
-import re
 
 import numpy as np
 import pytest
 import torch
 from drawn import drawn
 from hypothesis import strategies as st
-from paths import ROOT
 from raising import RaisingAt
 
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
@@ -328,22 +326,3 @@ def test_counts_of_another_filter_or_of_none_are_no_counts_of_this_one(tmp_path,
     CheckpointManager(saver, 1).restore(load_conf={"strict": False})
     assert rows_of(model.table) == rows_of(first)
     assert model.table.candidates is None or len(model.table.candidates) == 0
-
-
-def test_the_page_on_rows_does_what_it_says(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page, names = (ROOT / "docs/rows.md").read_text(), {}
-    for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(snippet, names)
-    table = names["model"].user
-    assert (table.ids().tolist(), table.slots["count"].tolist()) == ([7], [2])
-    assert table.candidates.ids().tolist() == [8]
-    assert table.now == (1, 1_700_000_000)
-    for given in re.findall(r"^\| `((?:MinCount|Probability)\(.*?\))` \|", page, re.MULTILINE):
-        assert HashTable(2, name="t", admit=eval(given, names)).admit is not None
-    sizes = re.findall(r"^\| (?:up to )?([\d,]+) \| ([\d.]+) \| ([\d.]+) (MiB|GiB) \| (\d+) \|", page, re.MULTILINE)
-    assert len(sizes) == 4
-    for capacity, error, size, unit, each in sizes:
-        bloom = Bloom(int(capacity.replace(",", "")), float(error))
-        assert round(bloom.nbytes / 2 ** (20 if unit == "MiB" else 30), 1) == float(size)
-        assert round(bloom.nbytes / bloom.capacity) == int(each)

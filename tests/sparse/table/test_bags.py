@@ -1,13 +1,10 @@
 """Bags of rows, held against ``nn.EmbeddingBag``."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import ROOT
 from torch import nn
 
 from recckpt.sparse import Constant, HashTable, SparseSGD
@@ -216,12 +213,3 @@ def test_ids_of_no_tensor_are_refused_with_what_to_do(ids):
 def test_a_table_of_integers_has_no_bags():
     with pytest.raises(ValueError, match=r"table 't' of torch.int64 cannot be pooled"):
         HashTable(2, name="t", dtype=torch.int64).bag(IDS[None])
-
-
-def test_the_page_on_bags_does_what_it_says():
-    names = {}
-    for snippet in re.findall(r"```python\n(.*?)```", (ROOT / "docs/bags.md").read_text(), re.DOTALL):
-        exec(snippet, names)
-    assert {name: tuple(rows.shape) for name, rows in names["pooled"].items()} == {"genre": (3, 16), "tag": (3, 16)}
-    assert names["pooled"]["genre"][1].abs().sum() == 0
-    assert 9 in names["genres"].ids().tolist()

@@ -1,0 +1,8 @@
+"""Every save leaves a line, the last of them that by hand."""
+
+import json
+from pathlib import Path
+
+saved = [json.loads(line)["ckpt_id"] for line in Path("runs/async/timeline.jsonl").read_text().splitlines()]
+assert saved[-2:] == ["ckpt_25", "by_hand"]
+assert len(saved) == len(pauses)

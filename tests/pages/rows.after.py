@@ -1,0 +1,18 @@
+"""The numbers in the comments and tables of the page are right."""
+
+import re
+
+from documents import PAGES
+
+table, page = model.user, PAGES["rows.md"].read_text(encoding="utf-8")
+assert (table.ids().tolist(), table.slots["count"].tolist()) == ([7], [2])
+assert table.candidates.ids().tolist() == [8]
+assert table.now == (1, 1_700_000_000)
+for given in re.findall(r"^\| `((?:MinCount|Probability)\(.*?\))` \|", page, re.MULTILINE):
+    assert HashTable(2, name="t", admit=eval(given)).admit is not None
+sizes = re.findall(r"^\| (?:up to )?([\d,]+) \| ([\d.]+) \| ([\d.]+) (MiB|GiB) \| (\d+) \|", page, re.MULTILINE)
+assert len(sizes) == 4
+for capacity, error, size, unit, each in sizes:
+    bloom = Bloom(int(capacity.replace(",", "")), float(error))
+    assert round(bloom.nbytes / 2 ** (20 if unit == "MiB" else 30), 1) == float(size)
+    assert round(bloom.nbytes / bloom.capacity) == int(each)
