@@ -42,7 +42,7 @@ def check_equal(table, bag, ours, theirs):
     factors = torch.linspace(-1, 1, ours.numel()).view(ours.shape)
     (ours * factors).sum().backward()
     (theirs * factors).sum().backward()
-    torch.testing.assert_close(grads_of(table), bag.weight.grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads_of(table), bag.weight.grad)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -62,7 +62,8 @@ def test_weighted_bags_have_the_gradients_of_torch_for_the_weights_too(bags, see
     weights = torch.randn(len(ids), generator=torch.Generator().manual_seed(seed))
     ours, theirs = weights.clone().requires_grad_(), weights.clone().requires_grad_()
     check_equal(table, bag, table.bag(ids, offsets, weights=ours), bag(ids, offsets, per_sample_weights=theirs))
-    assert not bags or torch.equal(ours.grad, theirs.grad)
+    if bags:
+        torch.testing.assert_close(ours.grad, theirs.grad)  # products of rows, whose sums follow where memory lies
 
 
 @pytest.mark.parametrize("mode", MODES)
