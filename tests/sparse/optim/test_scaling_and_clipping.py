@@ -24,7 +24,7 @@ from recckpt.sparse import (
 )
 
 VOCABULARY, DIM = 40, 6
-OF_FLOAT32 = {"rtol": 1.3e-6, "atol": 1e-5}  # Python's numbers would be compared as float64, and sums follow the machine
+OF_FLOAT32 = {"rtol": 1.3e-6, "atol": 1e-5}  # numbers of Python would be compared as float64
 RULES = [(SparseSGD, torch.optim.SGD), (SparseAdagrad, torch.optim.Adagrad), (SparseAdam, torch.optim.SparseAdam)]
 DENSE_RULES = RULES[:2]  # of which a row without a gradient takes no notice, and whose twin may be clipped by torch
 
