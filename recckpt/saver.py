@@ -64,6 +64,7 @@ class Saver(Registration):
             what matches; ``[]`` saves embeddings alone, None all slots. See docs/saving.md, also of the next two.
         save_where: table or pattern -> conditions of the rows that are saved, as ``where`` of a ``load_conf``.
         store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
+        progress: whether saves and loads of more than two seconds show a bar, on a terminal or in a notebook.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, or ``sparse_optim`` trains other tables.
@@ -89,9 +90,10 @@ class Saver(Registration):
         save_slots: Sequence[str] | None = None,
         save_where: Mapping[str, Any] | None = None,
         store: Mapping[str, Any] | None = None,
+        progress: bool = True,
     ) -> None:
         super().__init__()
-        arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save)
+        arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save, progress=progress)
         changes, choice = changes_of(deltas), parse_choice(save_slots, save_where, store)
         transfers = transfers_of(
             output_dir,
@@ -107,10 +109,13 @@ class Saver(Registration):
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
+        self.loader.has_bar = progress
         self.loader.on_whole_restore = changes.on_whole_restore if changes else None
         self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state, choice), extra, io_state
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
-        self._to = Destination(storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes)
+        self._to = Destination(
+            storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes, progress
+        )
         self.forgetting = Forgetting(self._to)
         self.loader.before_own = self.forgetting.before_load
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)

@@ -142,7 +142,7 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
 
 
 def _for(storage: Storage, means: Means) -> Means:
-    return Means(means.executor, storage.threads(means.threads), means.budget_bytes, means.is_stopped)
+    return replace(means, threads=storage.threads(means.threads))
 
 
 def _waiting(storage: Storage, record: Manifest, now: float | None) -> str | None:

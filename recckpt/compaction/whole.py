@@ -34,12 +34,14 @@ class Means:
         threads: how many, and how many files are copied at once.
         budget_bytes: memory: of this process without an executor, else of each of its workers.
         is_stopped: asked now and then whether to give up.
+        has_bar: whether a long one shows a bar.
     """
 
     executor: Executor | None
     threads: int
     budget_bytes: int
     is_stopped: Callable[[], bool] = lambda: False
+    has_bar: bool = True
 
 
 def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Means) -> Content:
@@ -58,7 +60,7 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Mea
         budget_bytes = max(LEAST_BUDGET_BYTES, means.budget_bytes // workers)
         tasks = [PartTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
         total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
-        with Progress(f"compacting {checkpoint.ckpt_id}", total) as progress:
+        with Progress(f"compacting {checkpoint.ckpt_id}", total, has_bar=means.has_bar) as progress:
             progress.n_rows = sum(table.rows for table in chain.newest.tables)
             with _executor(means) as executor:
                 parts = run_on(

@@ -44,6 +44,7 @@ def load(
     concurrency: int,
     download_dir: WorkDir | None,
     rng: bool,
+    has_bar: bool = True,
 ) -> LoadReport:
     """Fill live state; whatever does not fit is refused before anything changes.
 
@@ -54,6 +55,7 @@ def load(
         concurrency: number of reader threads.
         download_dir: where to copy files that cannot be mapped, before they are read; None reads them where they lie.
         rng: whether to restore the random generators from the last source, if as many ranks wrote it.
+        has_bar: whether to show a bar where it takes long.
 
     Raises:
         LoadConfError, StateMismatchError: as :func:`plan`.
@@ -68,8 +70,9 @@ def load(
     for source in sources:
         source.forget_states()
     rows = _rows(live.tables, planned.items, sources, download_dir, concurrency)
+    n_bytes = sum(each.n_bytes for each in rows)
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
-    loaded = _apply(live, other, rows, what, concurrency)
+    loaded = _apply(live, other, rows, Progress(f"loading {what}", n_bytes, has_bar=has_bar), concurrency)
     report = LoadReport(
         planned.items,
         planned.sources,
@@ -85,13 +88,15 @@ def load(
     return report
 
 
-def _apply(live: LiveState, other: OtherState, rows: Sequence[LinkLoad], what: str, concurrency: int) -> Loaded:
+def _apply(
+    live: LiveState, other: OtherState, rows: Sequence[LinkLoad], progress: Progress, concurrency: int
+) -> Loaded:
     """Change the live state; return what was loaded into tables."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(_optimizer_loaded(live.sparse_optim, other.sparse_optim))
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
-        loaded = _fill_tables(rows, what, lambda: [give_rest() for give_rest in rests], concurrency)
+        loaded = _fill_tables(rows, progress, lambda: [give_rest() for give_rest in rests], concurrency)
         if other.dense:
             load_dense(live.model, other.dense)
     if other.generators:
@@ -120,8 +125,10 @@ def _optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | No
         raise
 
 
-def _fill_tables(rows: Sequence[LinkLoad], what: str, when_checked: Callable[[], object], concurrency: int) -> Loaded:
-    with Progress(f"loading {what}", sum(load.n_bytes for load in rows)) as progress:
+def _fill_tables(
+    rows: Sequence[LinkLoad], progress: Progress, when_checked: Callable[[], object], concurrency: int
+) -> Loaded:
+    with progress:
         loaded = load_tables(rows, concurrency=concurrency, advance=progress.advance, when_checked=when_checked)
         progress.n_rows = sum(loaded.rows_taken.values())
     return loaded

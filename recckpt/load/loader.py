@@ -39,6 +39,7 @@ class Loader:
         storage: the own output dir.
         concurrency: threads that read.
         download_dir: where to copy files that cannot be mapped, before they are read.
+        has_bar: whether long loads show a bar.
         is_resumed: whether a checkpoint of the own output dir was loaded.
         before_own: is called before :meth:`load` opens a checkpoint of the own output dir.
         on_whole_restore: is told when the tables of this rank, which it is given, have become exactly those of a
@@ -52,6 +53,7 @@ class Loader:
     storage: Storage
     concurrency: int
     download_dir: WorkDir | None
+    has_bar: bool = True
     is_resumed: bool = False
     before_own: Callable[[], object] = lambda: None
     on_whole_restore: Callable[[Checkpoint, Iterable[HashTable]], object] | None = None
@@ -116,7 +118,13 @@ class Loader:
         """Load from checkpoints that are open; what every load and restore comes down to."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
         return loading.load(
-            live, sources, problems, concurrency=self.concurrency, download_dir=self.download_dir, rng=rng
+            live,
+            sources,
+            problems,
+            concurrency=self.concurrency,
+            download_dir=self.download_dir,
+            rng=rng,
+            has_bar=self.has_bar,
         )
 
     def tell_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:

@@ -47,12 +47,14 @@ def check_parts(model: object, sparse_optim: object) -> dict[str, HashTable]:
     return tables
 
 
-def check_options(max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_bytes: Any, on_save: Any) -> None:
+def check_options(
+    max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_bytes: Any, on_save: Any, *, progress: Any
+) -> None:
     """Refuse options of a saver that are not what it takes.
 
     Raises:
         ValueError: a number is not in its range, or ``max_keep`` is not a policy.
-        TypeError: ``on_save`` cannot be called.
+        TypeError: ``on_save`` cannot be called, or ``progress`` is not a bool.
     """
     as_keep(max_keep)
     positive_int("concurrency", concurrency)
@@ -61,6 +63,8 @@ def check_options(max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_by
         raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
     if on_save is not None and not callable(on_save):
         raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress must be True or False, found {progress!r}")
 
 
 def check_change(parts: Mapping[str, Any], name: str, value: Any) -> None:

@@ -63,6 +63,7 @@ class Destination:
     min_free_bytes: int  # what a save leaves of the storage's room
     on_save: OnSave | None  # called with each save that is committed, or has failed
     changes: Changes | None  # what deltas are made of; None where all saves are full
+    has_bar: bool = True  # whether long saves show a bar
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
     told: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged

@@ -61,7 +61,7 @@ class OfferThread:
     def _run(self, storage: Storage, checkpoint: Checkpoint, stop: threading.Event) -> None:
         give_way()
         try:
-            done = make_offer(storage, checkpoint, Means(None, 1, _BUDGET_BYTES, stop.is_set))
+            done = make_offer(storage, checkpoint, Means(None, 1, _BUDGET_BYTES, stop.is_set, has_bar=False))
             self._offered = done.directory or self._offered
         except StoppedError:
             log.info("%s: the compaction of %r was ended", storage.url, checkpoint.ckpt_id)

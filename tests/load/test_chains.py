@@ -252,7 +252,7 @@ def test_what_was_read_is_the_sum_of_the_links(make, monkeypatch):
     monkeypatch.setattr(Progress, "advance", lambda progress, n_bytes: advanced.append(n_bytes))
     made = Progress.__init__
     monkeypatch.setattr(
-        Progress, "__init__", lambda self, what, total: (totals.append(total), made(self, what, total))[1]
+        Progress, "__init__", lambda self, what, total, **how: (totals.append(total), made(self, what, total, **how))[1]
     )
     one = load(make(THREE[0]).source(), [table_of("a")])
     report = load(chain.source(), [table_of("a")])

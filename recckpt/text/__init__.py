@@ -1,0 +1,22 @@
+"""Text for people: words, aligned columns, and the bar of what takes long (no torch here)."""
+
+from recckpt.text.bars import Progress
+from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain
+from recckpt.text.words import cell, count, escaped, nearest, one_line, plural, size
+
+__all__ = [
+    "Heading",
+    "Line",
+    "Progress",
+    "Table",
+    "cell",
+    "count",
+    "escaped",
+    "grid",
+    "nearest",
+    "one_line",
+    "pairs",
+    "plain",
+    "plural",
+    "size",
+]

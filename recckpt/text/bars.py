@@ -1,0 +1,165 @@
+"""Bars of what takes long: saves, loads and commands of more than two seconds, on a terminal or in a notebook.
+
+A bar never fails what it stands for: where it cannot be drawn, it is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+log = logging.getLogger("recckpt")
+
+DELAY_SEC = 2.0  # what is over by then shows no bar
+SWITCH = "RECCKPT_PROGRESS"  # 0: no bars; 1: bars where stderr is not a terminal, too
+
+_open: set[int] = set()  # of the bars that are at work
+
+
+class Progress:
+    """Counts bytes of one save or load; a context manager that ends with a log line. Thread-safe."""
+
+    def __init__(self, what: str, total_bytes: int, *, has_bar: bool = True) -> None:
+        self._what, self._total_bytes, self._has_bar = what, total_bytes, has_bar
+        self.n_bytes = self.n_rows = 0
+        self._lock = threading.Lock()
+        self._begin = time.perf_counter()
+        self._bar: _Bar | None = None
+
+    def advance(self, n_bytes: int) -> None:
+        """Count ``n_bytes`` more."""
+        with self._lock:
+            self.n_bytes += n_bytes
+            if self._bar is not None:
+                self._bar.call("update", n_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._begin
+
+    def __enter__(self) -> Progress:
+        if self._has_bar and wanted():
+            _open.add(id(self))
+            self._bar = _Bar(desc=self._what, total=self._total_bytes, unit="B", unit_scale=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        _open.discard(id(self))
+        if self._bar is not None:
+            self._bar.call("close")
+        if kind is None:
+            seconds = self.seconds
+            log.info(
+                "%s: %s rows, %.1f MB in %.2f s (%.2f GB/s)",
+                self._what,
+                f"{self.n_rows:,}",
+                self.n_bytes / 1e6,
+                seconds,
+                self.n_bytes / 1e9 / max(seconds, 1e-9),
+            )
+
+
+class Clock:
+    """Shows how long something has taken, while no bar of a Progress does; a context manager."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._begin, self._over = what, time.perf_counter(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recckpt-clock", daemon=True) if wanted() else None
+
+    def __enter__(self) -> Clock:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        bar: _Bar | None = None
+        pause_sec = DELAY_SEC
+        while not self._over.wait(pause_sec):
+            pause_sec = 1.0
+            if not _open:
+                bar = bar or _Bar(bar_format="{desc}", delay=0)
+                bar.call("set_description_str", f"{self._what}: {time.perf_counter() - self._begin:.0f} s")
+            elif bar is not None:
+                bar.call("close")
+                bar = None
+        if bar is not None:
+            bar.call("close")
+
+
+class _Bar:
+    """A bar of tqdm, dropped at its first error: a closed stderr, a terminal that is gone, no widgets."""
+
+    def __init__(self, **options: Any) -> None:
+        self._bar: Any = None
+        try:
+            self._bar = _library()(leave=False, dynamic_ncols=True, **{"delay": DELAY_SEC, **options})
+        except Exception as error:
+            log.debug("no bar can be drawn: %s", error)
+
+    def call(self, method: str, *args: object) -> None:
+        """Call a method of the bar, if there is one still."""
+        if self._bar is None:
+            return
+        try:
+            getattr(self._bar, method)(*args)
+        except Exception as error:
+            self._bar.disable = True  # so that it says nothing when it is collected
+            self._bar = None
+            log.debug("the bar is dropped: %s", error)
+
+
+def wanted() -> bool:
+    """Say whether bars are to be drawn: RECCKPT_PROGRESS says so, or there is somebody who can see them."""
+    said = os.environ.get(SWITCH, "").strip()
+    if said in ("0", "1"):
+        return said == "1"
+    return _is_notebook() or is_terminal(sys.stderr)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Say whether a stream, which may be None or closed, is a terminal."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Clear the bars while something else is written to stderr."""
+    library = sys.modules.get("tqdm")
+    if library is None or not wanted():
+        yield
+        return
+    with library.tqdm.external_write_mode(file=sys.stderr):
+        yield
+
+
+def _is_notebook() -> bool:
+    """Say whether this is the kernel of a notebook; IPython is there already where it is."""
+    try:
+        shell = sys.modules["IPython"].get_ipython()
+        return "IPKernelApp" in shell.config
+    except (KeyError, AttributeError):
+        return False
+
+
+def _library() -> Any:
+    """Return tqdm: that of notebooks takes long to import, and falls back on text without widgets."""
+    if _is_notebook():
+        from tqdm.auto import tqdm
+    else:
+        from tqdm import tqdm
+    return tqdm

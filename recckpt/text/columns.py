@@ -1,0 +1,83 @@
+"""Aligned columns for people, and what the rows of a table mean."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+_GAP = "  "
+
+Tone = Literal["damaged", "unsure", "good", "newest", "pinned", "past"]  # of a row, which a terminal may show in colour
+
+
+class Heading(str):
+    """A line over others."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head.
+
+    Attributes:
+        head: names of the columns.
+        rows: one text a column.
+        right: names of the columns to align on the right, such as numbers.
+        tones: number of a row -> what it means.
+        indent: spaces before each line.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Collection[str] = ()
+    tones: Mapping[int, Tone] = field(default_factory=dict)
+    indent: int = 0
+
+    def lines(self) -> list[str]:
+        """Return the table as plain text."""
+        return [" " * self.indent + line for line in grid(self.head, self.rows, self.right)]
+
+
+Line = str | Table
+
+
+def plain(lines: Iterable[Line]) -> Iterator[str]:
+    """Yield lines of text, those of tables among them."""
+    for line in lines:
+        yield from line.lines() if isinstance(line, Table) else (line,)
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """Return lines with aligned columns.
+
+    Args:
+        head: names of the columns.
+        rows: one text a column.
+        right: names of the columns to align on the right, such as numbers.
+    """
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(_width(line[column]) for line in lines) for column in range(len(head))]
+
+    def cell(text: str, name: str, width: int) -> str:
+        padding = " " * (width - _width(text))
+        return padding + text if name in right else text + padding
+
+    return [_GAP.join(map(cell, line, head, widths)).rstrip() for line in lines]
+
+
+def pairs(values: Iterable[tuple[str, str]]) -> list[str]:
+    """Return lines of aligned names and values."""
+    listed = list(values)
+    width = max((_width(name) for name, _ in listed), default=0)
+    return [f"{name}{' ' * (width - _width(name))}{_GAP}{value}".rstrip() for name, value in listed]
+
+
+def _width(text: str) -> int:
+    """Return the columns that a terminal gives to a text."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)

@@ -1,0 +1,62 @@
+"""Words for people: counts, sizes, values, and names that cannot break a line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+_MAX_VALUES = 4  # of a vector in a line of text; --json has all
+
+
+def escaped(name: str) -> str:
+    """Return a name as it is, or as a JSON string where it would break a line or be misread."""
+    plain = name.isprintable() and name == name.strip() and not name.startswith('"') and name
+    return name if plain else json.dumps(name)
+
+
+def one_line(text: str) -> str:
+    """Return a message as one line."""
+    joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
+    return joined if joined.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in joined)
+
+
+def size(n_bytes: int) -> str:
+    """Return bytes in decimal units."""
+    value = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if round(value, 1) < 1000:
+            return f"{value:.1f} {unit}" if unit != "B" else f"{n_bytes} B"
+        value /= 1000
+    return f"{value:.1f} PB"
+
+
+def count(number: int) -> str:
+    """Return a count with separators."""
+    return f"{number:,}"
+
+
+def plural(number: int, what: str) -> str:
+    """Return a count and what is counted."""
+    return f"{count(number)} {what}{'' if number == 1 else 's'}"
+
+
+def nearest(name: object, allowed: Iterable[str]) -> str:
+    """Return a hint at the name that was probably meant, or nothing."""
+    close = difflib.get_close_matches(str(name), list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def cell(value: Any) -> str:
+    """Return a value of a slot, long vectors cut short."""
+    if isinstance(value, list):
+        shown = [cell(item) for item in value[:_MAX_VALUES]]
+        if len(value) > _MAX_VALUES:
+            shown.append(f"... ({len(value)})")
+        return f"[{', '.join(shown)}]"
+    if not isinstance(value, float):
+        return str(value)
+    if 1e6 <= abs(value) < 1e15:  # seconds since 1970, of which six digits would be a day of two weeks
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    return f"{value:.6g}"

@@ -1,0 +1,19 @@
+import pytest
+
+from recckpt.text import cell
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1_790_000_123.5, "1790000123.5"),  # seconds since 1970
+        (1_790_000_000.0, "1790000000"),
+        (-2.5e6, "-2500000"),
+        (0.0000123456789, "1.23457e-05"),
+        (1e30, "1e+30"),
+        (float("nan"), "nan"),
+        ([1.0, 0.25], "[1, 0.25]"),
+    ],
+)
+def test_a_time_is_shown_to_the_second_and_other_numbers_with_six_digits(value, shown):
+    assert cell(value) == shown
