@@ -24,6 +24,7 @@ ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and th
     "int32": 4,
     "int64": 8,
 }
+MAX_COUNT = 1 << 53  # of steps, look-ups, rows: beyond, floats do not count by ones
 MAX_TABLE_NAME_BYTES = 1024
 
 
@@ -115,6 +116,13 @@ def positive_int(name: str, value: Any) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} must be an int of at least 1, found {value!r}")
     return value
+
+
+def count_of(name: str, value: Any) -> int:
+    """Return ``value``, or raise ValueError where it is not an int from 1 to 2**53, as all that is counted is."""
+    if positive_int(name, value) > MAX_COUNT:
+        raise ValueError(f"{name} must be at most {MAX_COUNT}, found {value}")
+    return int(value)
 
 
 def flag(name: str, value: Any) -> bool:

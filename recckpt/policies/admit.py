@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from recckpt.format.buckets import mix64
 from recckpt.policies.bloom import MAX_BLOOM_COUNT, Bloom
-from recckpt.types import positive_int, positive_number
+from recckpt.types import count_of, positive_number
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -66,7 +66,7 @@ class MinCount:
     needs_step: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        positive_int("MinCount: n", self.n)
+        count_of("MinCount: n", self.n)
         if self.bloom is not None and not isinstance(self.bloom, Bloom):
             raise ValueError(f"MinCount: bloom must be a Bloom or None, found {self.bloom!r}")
         if self.bloom is not None and self.n > MAX_BLOOM_COUNT:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.types import positive_int, positive_number
+from recckpt.types import MAX_COUNT, count_of, positive_number
 
 Mask = npt.NDArray[np.bool_]
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -18,7 +18,8 @@ Columns = Mapping[str, npt.NDArray[Any]]
 COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the format: slots that a table tracks
 NORM = "|embedding|"  # the length of each embedding; no slot
 _DAY_SEC = 86_400
-_MOST = 1 << 53  # of what counts: steps, look-ups, rows
+_PACES = ((4, 7), (2, 6))  # of a pass, and how many sixteenths of the room are taken then; at 8 all rows are looked at
+_MAX_DAYS = MAX_COUNT // _DAY_SEC
 
 
 class Now(Protocol):
@@ -64,7 +65,7 @@ class Unseen(_Joined):
     needs = (LAST_STEP,)
 
     def __post_init__(self) -> None:
-        _count("Unseen: steps", self.steps)
+        count_of("Unseen: steps", self.steps)
 
     def evicted(self, rows: Columns, now: Now) -> Mask:
         """Return True where the step is too long ago."""
@@ -84,7 +85,8 @@ class UnseenFor(_Joined):
     needs = (LAST_TIME,)
 
     def __post_init__(self) -> None:
-        positive_number("UnseenFor: days", self.days)
+        if positive_number("UnseenFor: days", self.days) > _MAX_DAYS:
+            raise ValueError(f"UnseenFor: days must be at most {_MAX_DAYS}, found {self.days!r}")
 
     def evicted(self, rows: Columns, now: Now) -> Mask:
         """Return True where the time is too long ago."""
@@ -106,7 +108,7 @@ class LowCount(_Joined):
     needs = (COUNT,)
 
     def __post_init__(self) -> None:
-        _count("LowCount: n", self.n)
+        count_of("LowCount: n", self.n)
 
     def evicted(self, rows: Columns, now: Now) -> Mask:
         """Return True where there were too few."""
@@ -187,7 +189,7 @@ class Capacity:
     room: float = 0.1
 
     def __post_init__(self) -> None:
-        _count("Capacity: n", self.n)
+        count_of("Capacity: n", self.n)
         if self.by not in (LAST_STEP, COUNT):
             raise ValueError(f"Capacity: by must be 'last_step' or 'count', found {self.by!r}")
         if positive_number("Capacity: room", self.room) > 0.5:
@@ -206,6 +208,11 @@ class Capacity:
     def is_crowded(self, n_rows: int) -> bool:
         """Say whether so many rows are too many to wait for the next pass: half of the room is taken."""
         return 2 * n_rows > self.target + self.n
+
+    def pace(self, n_rows: int) -> int:
+        """Return how many times as fast a pass has to be that there is room for those that come until it ends."""
+        taken = 16 * (n_rows - self.target)
+        return next((pace for pace, sixteenths in _PACES if taken > sixteenths * (self.n - self.target)), 1)
 
     def excess(self, n_rows: int, n_in_part: int, share: float) -> int:
         """Return how many rows of a part go, which is the ``share`` of all ids, to leave no more than its share."""
@@ -229,8 +236,3 @@ def first_rows(by: npt.NDArray[Any], ids: npt.NDArray[np.int64], n: int) -> Mask
 def is_evict(policy: Any) -> bool:
     """Say whether this is a policy that looks at one row."""
     return isinstance(policy, Evict) and not isinstance(policy, type)
-
-
-def _count(name: str, value: Any) -> None:
-    if positive_int(name, value) > _MOST:
-        raise ValueError(f"{name} must be at most {_MOST}, found {value}")

@@ -36,6 +36,8 @@ def test_a_function_is_a_policy_and_so_is_a_class_of_ones_own():
 def test_a_count_that_is_none_is_refused(make):
     with pytest.raises(ValueError, match="n must be an int of at least 1"):
         make()
+    with pytest.raises(ValueError, match="MinCount: n must be at most 9007199254740992"):
+        MinCount(2**70)
 
 
 @pytest.mark.parametrize("p", [0, -0.1, 1.5, float("nan"), "0.1", True])

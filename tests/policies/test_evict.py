@@ -77,6 +77,11 @@ def test_a_number_that_measures_nothing_is_refused(make, number):
         make(number)
 
 
+def test_days_by_which_no_row_ever_goes_are_refused():
+    with pytest.raises(ValueError, match=r"UnseenFor: days must be at most 104249991374, found 1e\+300"):
+        UnseenFor(days=1e300)
+
+
 def test_what_a_capacity_cannot_go_by_is_refused():
     for by in ("embedding", None, "", "step"):
         with pytest.raises(ValueError, match="Capacity: by must be 'last_step' or 'count', found"):
@@ -113,3 +118,4 @@ def test_a_capacity_takes_from_a_part_what_is_beyond_its_share_and_no_more_than_
     assert capacity.excess(n_rows=900, n_in_part=90, share=0.1) == 10
     assert capacity.excess(n_rows=900, n_in_part=70, share=0.1) == 0
     assert [capacity.is_crowded(n) for n in (800, 900, 901)] == [False, False, True]
+    assert [capacity.pace(n) for n in (0, 800, 875, 876, 887, 888, 901)] == [1, 1, 1, 2, 2, 4, 4]

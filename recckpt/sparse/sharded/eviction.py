@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from recckpt.errors import LookupFailedError
 from recckpt.policies.evict import Mask, first_rows
 from recckpt.sparse.sharded.all_to_all import Exchange, agree
+from recckpt.sparse.table.eviction import EvictingTable
 
 Int64s = npt.NDArray[np.int64]
 
@@ -30,3 +33,18 @@ def first_of_all(exchange: Exchange, by: npt.NDArray[Any], ids: Int64s, n: int) 
     begin = sum(lengths[: exchange.rank])
     mask[offered] = is_first[begin : begin + len(offered)]
     return mask
+
+
+def evict_due(tables: Sequence[EvictingTable], ids: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Evict what is due before a look-up, and return its ids; where that fails here, the error stands in their place.
+
+    So the other ranks are told of it, as of ids that do not fit, by the messages of the look-up that they wait for.
+    """
+    for table in tables:
+        try:
+            table.evict_due()
+        except LookupFailedError:  # all ranks raise it
+            raise
+        except Exception as error:
+            return {**ids, table.name: error}
+    return ids

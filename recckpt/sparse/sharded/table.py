@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from recckpt.format.buckets import gen_slice
 from recckpt.policies.admit import Admit, AdmitFunction
-from recckpt.policies.evict import Capacity, Mask
+from recckpt.policies.evict import Mask
 from recckpt.sparse.sharded.all_to_all import Exchange, agree, exchange_of
-from recckpt.sparse.sharded.eviction import first_of_all
+from recckpt.sparse.sharded.eviction import evict_due, first_of_all
 from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
 from recckpt.sparse.table.bags import Bags, Mode, bags_in, check_mode, pool
-from recckpt.sparse.table.eviction import Part, Policy
+from recckpt.sparse.table.eviction_plan import Policy
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
@@ -118,15 +118,11 @@ class ShardedHashTable(HashTable):
         """
         return look_up_together([self], {self.name: ids}, admit=flag("admit", admit))[0]
 
-    def _of_ranks(self, what: str, number: int) -> list[int]:
-        return agree(self.exchange, what, [number] * self.exchange.size, None)
+    def _of_ranks(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
+        return agree(self.exchange, what, [number] * self.exchange.size, problem)
 
-    def _beyond(  # noqa: PLR0917  # as of a plain table
-        self, capacity: Capacity, part: Part, n_rows: int, by: npt.NDArray[Any], ids: Int64s, target: int | None
-    ) -> Mask:
-        n_of_all, n_in_part = (sum(self._of_ranks(f"evicting from {self.name!r}", n)) for n in (n_rows, len(ids)))
-        excess = capacity.excess(n_of_all, n_in_part, part.share) if target is None else n_of_all - target
-        return first_of_all(self.exchange, by, ids, excess)
+    def _first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
+        return first_of_all(self.exchange, by, ids, n)
 
     def _refuse(self, error: Exception) -> NoReturn:
         look_up_together([self], {self.name: error}, admit=True)  # the others wait for the ids of this rank
@@ -249,8 +245,8 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
     if exchange.size == 1:
         flat_batches(tables, ids)
         return [HashTable.forward(table, ids[table.name], admit=admit) for table in tables]
-    for table in tables if admit else ():
-        table._evict_due()
+    if admit:
+        ids = evict_due(tables, ids)
     has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
     scales = [1 / exchange.size if table.gradients == "mean" else 1.0 for table in tables]
     trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, admit), admit=admit)

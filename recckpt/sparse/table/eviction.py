@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,22 +16,19 @@ import numpy.typing as npt
 import torch
 
 from recckpt.format.distinct import distinct
-from recckpt.policies.evict import NORM, Capacity, Columns, Evict, Mask, first_rows, is_evict
+from recckpt.policies.evict import NORM, Evict, Mask, first_rows
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.id_index import N_PARTS
+from recckpt.sparse.table.eviction_plan import ALL, Part, Plan, Policy, plan_of
 from recckpt.sparse.table.kernels import row_norms
 from recckpt.sparse.table.nn_module import opaque
-from recckpt.sparse.table.tracking import TRACKED, TrackedTable
-from recckpt.types import EMBEDDING, positive_int, positive_number
+from recckpt.sparse.table.tracking import TrackedTable
+from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
 
 Int64s = npt.NDArray[np.int64]
-Policy = Evict | Capacity
-
-_MIN_PART_ROWS = 1024  # of a capacity: parts of fewer would differ too much in how many rows they hold
 _PATIENCE = 1000  # training look-ups of one step, after which somebody seems to have forgotten to count steps
-_PIECE = 1 << 16  # rows whose columns are looked at together
+_PIECE = 1 << 15  # rows whose columns are looked at together
 _NO_STEPS = (
     "still at step {} after {} training look-ups, and it evicts as steps are counted: call CheckpointManager.step() "
     "or set table.step"
@@ -47,55 +43,17 @@ _CROWDED = (
 )
 
 
-class Part(NamedTuple):
-    """The ids whose hashes end on 16 bits in [begin, end)."""
+class Found(NamedTuple):
+    """What of a part goes by the rules, and the others: their ids, and what a capacity orders them by."""
 
-    begin: int
-    end: int
-
-    @property
-    def share(self) -> float:
-        """Which part of all ids it is."""
-        return (self.end - self.begin) / N_PARTS
+    gone: Int64s
+    ids: Int64s
+    by: npt.NDArray[Any]
+    n_rows: int  # of the table
 
 
-ALL = Part(0, N_PARTS)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a table evicts, and in how many steps it has looked at all rows.
-
-    Attributes:
-        rules: look at one row each.
-        capacity: looks at all; None without one.
-    """
-
-    rules: tuple[Evict, ...] = ()
-    capacity: Capacity | None = None
-    every: int = 1
-    budget_ms: float | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is ever evicted."""
-        return not self.rules and self.capacity is None
-
-    @property
-    def n_parts(self) -> int:
-        """Parts that the ids are cut into."""
-        most = N_PARTS if self.capacity is None else max(1, self.capacity.n // _MIN_PART_ROWS)
-        return min(self.every, N_PARTS, most)
-
-    def due(self, before: int | None, step: int) -> Iterator[Part]:
-        """Yield the parts that are due at a step, where those up to the step ``before`` are done; None is the last."""
-        n_parts = self.n_parts
-        if before is None or not before < step:
-            before = step - 1
-        first, last = (at * n_parts // self.every for at in (before, step))
-        for number in range(max(first, last - n_parts) + 1, last + 1):
-            part = number % n_parts
-            yield Part(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts)
+_NONE = np.empty(0, np.int64)
+_NOTHING = Found(_NONE, _NONE, _NONE, 0)
 
 
 class EvictingTable(TrackedTable):
@@ -130,7 +88,7 @@ class EvictingTable(TrackedTable):
             ValueError: something is no policy, or looks at a slot that the table does not have; nothing has changed.
         """
         plan = plan_of(self.name, policies, set(self._store.columns), every=1, budget_ms=None)
-        return self._evict_part(plan, ALL, target=None if plan.capacity is None else plan.capacity.n)
+        return self._evict(plan, [ALL], target=None if plan.capacity is None else plan.capacity.n)
 
     def _begin_evicting(self, evict: Any, every: Any, budget_ms: Any) -> None:
         """Take note of what the table is to evict, or raise ValueError."""
@@ -147,7 +105,7 @@ class EvictingTable(TrackedTable):
         if policies:
             self._plan = plan_of(self.name, policies, set(self._store.columns), every=every, budget_ms=budget_ms)
 
-    def _evict_due(self) -> None:
+    def evict_due(self) -> None:
         """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
         if self._plan.is_empty or not self.training:
             return
@@ -168,53 +126,81 @@ class EvictingTable(TrackedTable):
             self._warn_once("budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self._plan.every))
 
     def _evict_at(self, step: int, before: int | None) -> None:
-        plan = self._plan
+        plan, pace = self._plan, 1
         if plan.capacity is not None:
             n_rows = sum(self._of_ranks(f"evicting from {self.name!r} at step {step}", len(self._store)))
+            pace = plan.capacity.pace(n_rows)
             if plan.capacity.is_crowded(n_rows):
                 self._warn_once("capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
-                self._evict_part(plan, ALL)
+                self._evict(plan, [ALL])
                 return
-        for part in plan.due(before, step):
-            self._evict_part(plan, part)
+        self._evict(plan, plan.due(before, step, pace))
 
-    def _evict_part(self, plan: Plan, part: Part, target: int | None = None) -> int:
-        """Drop what goes of a part; of all rows, more than a ``target``, if there is one."""
-        with self._store.lock:
-            ids, columns = self._columns(plan, part)
-            n_rows = len(self._store)
-        now = self.now
-        gone = np.zeros(len(ids), np.bool_)
-        for rule in plan.rules:
-            gone |= _checked_mask(rule, rule.evicted(columns, now), len(ids))
-        if plan.capacity is not None:
-            left = np.flatnonzero(~gone)
-            by = columns[plan.capacity.by][left]
-            n_left = n_rows - int(gone.sum())
-            gone[left[self._beyond(plan.capacity, part, n_left, by, ids[left], target)]] = True
-        n_evicted = self._erase(ids[gone])
+    def _evict(self, plan: Plan, parts: Sequence[Part], target: int | None = None) -> int:
+        """Drop what goes of some parts; of all rows, more than a ``target``, if there is one."""
+        gone, n_gone = [_NONE], 0
+        for part in parts:
+            gone += self._gone_of(plan, part, n_gone, target)
+            n_gone = sum(map(len, gone))
+        n_evicted = self._erase(np.concatenate(gone)) if n_gone else 0
         self._n_evicted += n_evicted
         return n_evicted
 
-    def _columns(self, plan: Plan, part: Part) -> tuple[Int64s, Columns]:
-        """Return the ids of a part, without that of padding, and what the policies look at; under the lock."""
+    def _gone_of(self, plan: Plan, part: Part, n_gone: int, target: int | None) -> list[Int64s]:
+        """Return what goes of a part, where so many rows of others go before."""
+        problem: Exception | None = None
+        try:
+            found = self._found(plan, part)
+        except Exception as error:
+            found, problem = _NOTHING, error
+        if plan.capacity is None:
+            if problem is not None:
+                raise problem
+            return [found.gone]
+        what, n_left = f"evicting from {self.name!r}", found.n_rows - n_gone - len(found.gone)
+        n_left, n_in_part = (sum(self._of_ranks(what, n, problem)) for n in (n_left, len(found.ids)))
+        excess = plan.capacity.excess(n_left, n_in_part, part.share) if target is None else n_left - target
+        return [found.gone, found.ids[self._first_rows(found.by, found.ids, excess)]]
+
+    def _found(self, plan: Plan, part: Part) -> Found:
+        """Ask the rules, a piece of the rows after the other, which of a part go."""
+        now, store, capacity = self.now, self._store, plan.capacity
+        gone, left, by = [_NONE], [_NONE], [_NONE]
+        with store.lock:
+            for rows, ids in self._pieces(part):
+                columns = {name: _values(store.columns, name, rows) for name in plan.needs}
+                goes = np.zeros(len(rows), np.bool_)
+                for rule in plan.rules:
+                    goes |= _checked_mask(rule, rule.evicted(columns, now), len(rows))
+                gone.append(ids[goes])
+                if capacity is not None:
+                    left.append(ids[~goes])
+                    by.append(columns[capacity.by][~goes])
+            return Found(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
+
+    def _pieces(self, part: Part) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield the rows of a part and their ids, but for padding: as many as a cache holds what is looked at of."""
         store = self._store
-        rows = np.arange(len(store)) if part == ALL else store.rows.index.part(*part)
-        ids = store.ids.gather(rows).numpy()
-        if self.padding_id is not None:
-            rows, ids = rows[ids != self.padding_id], ids[ids != self.padding_id]
-        needs = {name for policy in (*plan.rules, plan.capacity) if policy is not None for name in policy.needs}
-        return ids, {name: _values(store.columns, name, rows) for name in needs}
+        some = None if part == ALL else store.rows.index.part(*part)
+        for begin in range(0, len(store) if some is None else len(some[0]), _PIECE):
+            end = min(begin + _PIECE, len(store))
+            if some is None:
+                rows = np.arange(begin, end)
+                ids = store.ids.gather(rows).numpy()
+            else:
+                rows, ids = (each[begin:end] for each in some)
+            if self.padding_id is not None:
+                rows, ids = rows[ids != self.padding_id], ids[ids != self.padding_id]
+            yield rows, ids
 
-    def _beyond(  # noqa: PLR0917  # of which another table asks all ranks
-        self, capacity: Capacity, part: Part, n_rows: int, by: npt.NDArray[Any], ids: Int64s, target: int | None
-    ) -> Mask:
-        """Return which rows of a part go, so that the table has room again."""
-        excess = capacity.excess(n_rows, len(ids), part.share) if target is None else n_rows - target
-        return first_rows(by, ids, excess)
+    def _first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
+        """Return which of these rows are among the first ``n`` to go."""
+        return first_rows(by, ids, n)
 
-    def _of_ranks(self, what: str, number: int) -> list[int]:
-        """Return the number of each rank."""
+    def _of_ranks(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
+        """Return the number of each rank, or raise the ``problem`` of one."""
+        if problem is not None:
+            raise problem
         return [number]
 
     def _check_batch(self, ids: Int64s) -> None:
@@ -232,29 +218,6 @@ class EvictingTable(TrackedTable):
             log.warning("table %r: %s", self.name, text)
 
 
-def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any, budget_ms: Any) -> Plan:
-    """Return what these policies ask for, or raise ValueError where a table of these slots cannot do it."""
-    capacities = [policy for policy in policies if isinstance(policy, Capacity)]
-    rules = [policy for policy in policies if not isinstance(policy, Capacity)]
-    strange = [policy for policy in rules if not is_evict(policy)]
-    if strange or not policies:
-        raise ValueError(f"table {table!r}: expected policies of recckpt.policies.evict, found {strange or 'none'}")
-    if len(capacities) > 1:
-        raise ValueError(f"table {table!r}: found {capacities}, expected one capacity: rows are ordered by one slot")
-    for policy in policies:
-        missing = {*policy.needs} - slots - {NORM}
-        tracks = tuple(track for track, spec in TRACKED.items() if spec.name in missing)
-        if missing:
-            remedy = f"add track={tracks} where the table is made" if tracks else "declare it with add_slot"
-            raise ValueError(
-                f"table {table!r}: {policy} goes by {sorted(missing)}, found the slots {sorted(slots)}: {remedy}"
-            )
-    budget = None if budget_ms is None else positive_number(f"table {table!r}: budget_ms", budget_ms)
-    return Plan(
-        tuple(rules), next(iter(capacities), None), positive_int(f"table {table!r}: evict_every", every), budget
-    )
-
-
 def _values(columns: Any, name: str, rows: Int64s) -> npt.NDArray[Any]:
     """Return a scalar slot of rows, or the norms of their embeddings."""
     if name != NORM:
@@ -262,9 +225,7 @@ def _values(columns: Any, name: str, rows: Int64s) -> npt.NDArray[Any]:
         return values
     column: Column = columns[EMBEDDING]
     norms = np.empty(len(rows), np.float64)
-    for begin in range(0, len(rows), _PIECE):
-        piece = column.gather(rows[begin : begin + _PIECE]).cpu().to(torch.float64).flatten(1)
-        row_norms(piece.numpy(), norms[begin : begin + _PIECE])
+    row_norms(column.gather(rows).cpu().to(torch.float64).flatten(1).numpy(), norms)
     return norms
 
 

@@ -31,9 +31,9 @@ class _Entry:
     era: object
     used: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
 
-    def without(self, ids: Int64s) -> _Entry:
+    def without(self, ids: IdIndex) -> _Entry:
         """Return those of other ids."""
-        kept = np.flatnonzero(~np.isin(self.ids, ids))
+        kept = np.flatnonzero(ids.find(self.ids) < 0)
         if len(kept) == len(self.ids):
             return self
         grads = self.grads[torch.from_numpy(kept).to(self.grads.device)]
@@ -75,10 +75,14 @@ class Gradients:
             kept = [] if set_to_none else self._entries[:1]
             self._entries = [_Entry(entry.ids[:0], entry.grads[:0], entry.era) for entry in kept]
 
-    def forget(self, ids: Int64s) -> None:
+    def forget(self, ids: Int64s, store: RowStore) -> None:
         """Forget those of ids whose rows have been erased; the caller has the lock of the store."""
         with self._lock:
-            self._entries = [entry.without(ids) for entry in self._entries]
+            self._entries = self._pending(store)
+            if self._entries:
+                gone = IdIndex()
+                gone.find_or_add(ids)
+                self._entries = [entry.without(gone) for entry in self._entries]
 
     def values(self, store: RowStore) -> Tensor | None:
         """Return the gradients that wait, one row a different id; changed in place, they stay so."""

@@ -97,10 +97,10 @@ class IdIndex:
         _find(self._cells, self._counts, ids, rows)
         return rows
 
-    def part(self, begin: int, end: int) -> Int64s:
-        """Return the rows of the ids whose hashes end on 16 bits in [begin, end), in no order; reads no other cells."""
-        rows: Int64s = _part(self._cells, self._counts, begin, end)
-        return rows
+    def part(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
+        """Return the rows and ids whose hashes end on 16 bits in [begin, end), in no order; reads no other cells."""
+        found: Int64s = _part(self._cells, self._counts, begin, end)
+        return found[0], found[1]
 
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
         """Return the row of each id, and the ids that are new; their rows come last, in this order, unpublished."""
@@ -182,7 +182,7 @@ def _find(cells: Any, counts: Any, ids: Any, rows: Any) -> None:
 def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
     mask = len(cells) - 1
     n_homes = min(end - begin, len(cells))  # of a run of cells, of which there is one for each 65,536 cells
-    found = np.empty(counts[N_ROWS], np.int64)  # memory that is not touched costs nothing
+    found = np.empty((2, counts[N_ROWS]), np.int64)  # memory that is not touched costs nothing
     n = 0
     for run in range(max(1, len(cells) // N_PARTS)):
         first = (run * N_PARTS + begin) & mask
@@ -194,9 +194,10 @@ def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
                 continue
             is_of_run = ((_home(cells[cell, 0], mask) - first) & mask) < n_homes  # others were shifted into it
             if is_of_run and begin <= _home(cells[cell, 0], N_PARTS - 1) < end and cells[cell, 1] <= counts[N_ROWS]:
-                found[n] = cells[cell, 1] - 1
+                found[0, n] = cells[cell, 1] - 1
+                found[1, n] = cells[cell, 0]
                 n += 1
-    return found[:n].copy()
+    return found[:, :n].copy()
 
 
 @compiled

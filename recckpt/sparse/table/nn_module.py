@@ -245,7 +245,7 @@ class TableModule(nn.Module):
         with self._store.lock:
             n_rows = self._store.erase(ids)
             if n_rows:
-                self._gradients.forget(ids)
+                self._gradients.forget(ids, self._store)
         return n_rows
 
     def _exposed(self, grads: Tensor) -> Tensor:

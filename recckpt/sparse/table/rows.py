@@ -215,13 +215,15 @@ class Rows:
 
     def find_erasure(self, ids: Int64s) -> Erasure:
         """Return what has to be done to drop those of ``ids`` that are present; the last rows move into the gaps."""
-        rows = distinct(self.index.find(ids))
-        rows = rows[rows >= 0]
+        found = self.index.find(ids)
+        rows = _ascending(found[found >= 0], len(self))
         n_left = len(self) - len(rows)
-        tail = np.arange(n_left, len(self), dtype=np.int64)
-        movers = tail[~np.isin(tail, rows)]
+        n_holes = int(np.searchsorted(rows, n_left))
+        stays = np.ones(len(rows), np.bool_)  # of the last rows, as many as go
+        stays[rows[n_holes:] - n_left] = False
+        movers = n_left + np.flatnonzero(stays)
         gone, moved = self.ids.gather(rows).numpy(), self.ids.gather(movers).numpy()
-        return Erasure(rows, gone, moved, movers, rows[rows < n_left])
+        return Erasure(rows, gone, moved, movers, rows[:n_holes])
 
     def erase(self, erasure: Erasure) -> None:
         """Do it, all of it or nothing."""
@@ -242,6 +244,15 @@ class Rows:
                     column.scatter(erasure.holes, old)
                 self.index.settle()
             raise
+
+
+def _ascending(rows: Int64s, n_rows: int) -> Int64s:
+    """Return the different ones of ``rows``, of so many, in order."""
+    if 32 * len(rows) < n_rows:
+        return distinct(rows)
+    is_one = np.zeros(n_rows, np.bool_)  # sorting many takes longer
+    is_one[rows] = True
+    return np.flatnonzero(is_one)
 
 
 def last_occurrence(rows: Int64s) -> Int64s | None:

@@ -28,7 +28,8 @@ from recckpt.sparse.table.checks import (
     flat_ids,
 )
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.eviction import EvictingTable, Policy
+from recckpt.sparse.table.eviction import EvictingTable
+from recckpt.sparse.table.eviction_plan import Policy
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
@@ -160,7 +161,7 @@ class HashTable(AdmittingTable, EvictingTable):
         """
         flat, admit = asked_ids(ids), flag("admit", admit)
         if admit:
-            self._evict_due()
+            self.evict_due()
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
             out = lookup_with_grad(lambda: self.fetch(owned, admit=admit), self.add_gradients, owned)

@@ -11,10 +11,10 @@ from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import LookupFailedError
 from recckpt.policies.evict import Capacity, LowCount, SmallNorm, Unseen, UnseenFor
 from recckpt.sparse import Constant, ShardedHashTable, SparseSGD
-from recckpt.sparse.table import eviction as eviction_module
+from recckpt.sparse.table import eviction_plan
 
 N_STEPS, MIDDLE, DAY = 20, 10, 86_400.0
-eviction_module._MIN_PART_ROWS = 8  # as in a table of a thousand times the rows
+eviction_plan.MIN_PART_ROWS = 8  # as in a table of a thousand times the rows
 
 
 class Model(torch.nn.Module):
@@ -104,8 +104,44 @@ def be_at_another_step(rank, size, root):
     return None
 
 
+class FailsOnOne:
+    """A policy of a user that fails on the last of several ranks, until it is mended."""
+
+    needs = ("last_step",)
+
+    def __init__(self, is_broken):
+        self.is_broken = is_broken
+
+    def evicted(self, rows, now):
+        if self.is_broken:
+            raise ZeroDivisionError("of the user")
+        return rows["last_step"] < now.step - 3
+
+
+def fail_on_one(rank, size, evict, by_hand):
+    """Return what each rank is told where a policy fails on one, and the rows after it was mended."""
+    policy = FailsOnOne(is_broken=size > 1 and rank == size - 1)
+    others = {} if by_hand else {"evict": [policy, *evict], "evict_every": 1}
+    table = ShardedHashTable(1, name="t", track="step", **others)
+    said = []
+    for step in range(4):
+        table.step = step
+        try:
+            table(torch.arange(step, step + 5))
+            if by_hand:
+                table.evict(policy, *evict)
+        except (LookupFailedError, ZeroDivisionError) as error:
+            said.append(str(error))
+            policy.is_broken = step < 2 and policy.is_broken
+    return said, sorted(table.ids().tolist())
+
+
 def play(rank, size, root):
     return {
+        "fails": [
+            fail_on_one(rank, size, evict, by_hand)
+            for evict, by_hand in (([], False), ([Capacity(100)], False), ([Capacity(100)], True))
+        ],
         **{by: run(by, rank, size, root) for by in ("last_step", "count")},
         **{f"resumed by {by}": resume(by, rank, size, root) for by in ("last_step", "count")},
         "at_once": evict_at_once(rank, size, root),

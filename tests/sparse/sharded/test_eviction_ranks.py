@@ -82,3 +82,13 @@ def test_ranks_at_different_steps_are_told_so(root):
     for rank in results(root, 3):
         assert "evicting from 't' at step 0" in rank["apart"]
         assert "it is at evicting from 't' at step 1" in rank["apart"]
+
+
+def test_a_policy_that_fails_on_one_rank_fails_on_all_with_its_error_and_none_hangs(root):
+    for alone, *ranks in zip(*(rank["fails"] for size in SIZES for rank in results(root, size)), strict=True):
+        assert alone[0] == []
+        for said, _ in ranks:
+            assert len(said) >= 2
+            assert all("ZeroDivisionError: of the user" in each for each in said)
+        for of_ranks in (ranks[:2], ranks[2:]):
+            assert sorted(id_ for _, ids in of_ranks for id_ in ids)[-5:] == alone[1][-5:]

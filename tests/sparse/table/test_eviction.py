@@ -15,7 +15,8 @@ from recckpt.policies.evict import Capacity, LowCount, SmallNorm, Unseen, Unseen
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseSGD
 from recckpt.sparse.table import eviction as eviction_module
-from recckpt.sparse.table.eviction import Plan
+from recckpt.sparse.table import eviction_plan
+from recckpt.sparse.table.eviction_plan import Plan
 
 TRACK = ("count", "step", "time")
 DAY = 86_400
@@ -37,15 +38,18 @@ class Model:
 
     def __init__(self, every, capacity):
         self.rows, self.every, self.capacity = {}, every, capacity
-        self.n_parts = min(every, max(1, capacity.n // eviction_module._MIN_PART_ROWS))
+        self.n_parts = min(every, max(1, capacity.n // eviction_plan.MIN_PART_ROWS))
 
     def evict(self, step):
         self.room = self.capacity.n - int(self.capacity.n * self.capacity.room)
         if len(self.rows) > (self.capacity.n + self.room) / 2:
             self._evict_part(step, 0, 65536)
         elif step * self.n_parts // self.every != (step - 1) * self.n_parts // self.every:
-            part = step * self.n_parts // self.every % self.n_parts
-            self._evict_part(step, part * 65536 // self.n_parts, (part + 1) * 65536 // self.n_parts)
+            first = step * self.n_parts // self.every
+            taken = (len(self.rows) - self.room) / (self.capacity.n - self.room)
+            pace = 4 if taken > 7 / 16 else 2 if taken > 6 / 16 else 1
+            for part in dict.fromkeys((first + n * self.n_parts // pace) % self.n_parts for n in range(pace)):
+                self._evict_part(step, part * 65536 // self.n_parts, (part + 1) * 65536 // self.n_parts)
 
     def _evict_part(self, step, begin, end):
         ends = mix64(np.array(list(self.rows), np.int64).view(np.uint64)) & np.uint64(65535)
@@ -90,7 +94,7 @@ def rows_of(table) -> dict:
 def test_a_table_in_training_evicts_what_a_dict_would(seed, every, n):
     rng = np.random.default_rng(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eviction_module, "_MIN_PART_ROWS", 8)
+        patch.setattr(eviction_plan, "MIN_PART_ROWS", 8)
         table = HashTable(
             1, name="t", initializer=lambda v: v.zero_(), track=TRACK, evict=policies(n), evict_every=every
         )
@@ -110,7 +114,7 @@ def test_a_copy_that_goes_on_from_any_step_evicts_the_same_rows(seed, every, at)
     rng = np.random.default_rng(seed)
     batches = [(rng.integers(0, 15, 10) ** 2 + step).tolist() for step in range(40)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eviction_module, "_MIN_PART_ROWS", 8)
+        patch.setattr(eviction_plan, "MIN_PART_ROWS", 8)
         table = table_of(evict=policies(60), evict_every=every)
         optim = SparseSGD([table], lr=0.1)
         for step, ids in enumerate(batches):
@@ -198,6 +202,8 @@ def test_the_parts_of_as_many_steps_hold_every_id_once(every, n):
     parts = [part for step in range(every) for part in plan.due(None, step)]
     assert sorted(parts) == sorted({*parts})
     assert sum(part.end - part.begin for part in parts) == 65536
+    twice = {part for step in range(-(-every // 2)) for part in plan.due(None, step, pace=2)}
+    assert twice == {*parts}
     assert sorted(plan.due(3, 3 + 2 * every)) == sorted(parts)
 
 
@@ -361,6 +367,9 @@ def test_policies_by_what_is_not_tracked_are_refused(policy, track, remedy):
         ({"budget_ms": 10}, "nothing in evict"),
         ({"evict": LowCount(2), "evict_every": 0}, "evict_every must be an int of at least 1, found 0"),
         ({"evict": LowCount(2), "evict_every": 1.5}, "evict_every must be an int"),
+        ({"evict": LowCount(2), "evict_every": True}, "evict_every must be an int"),
+        ({"evict": LowCount(2), "evict_every": 10**30}, "evict_every must be at most 9007199254740992, found 10000"),
+        ({"evict": LowCount(2), "evict_every": 1, "budget_ms": math.nan}, "budget_ms must be a finite number above 0"),
         ({"evict": LowCount(2), "evict_every": 1, "budget_ms": -1}, "budget_ms must be a finite number above 0"),
         ({"evict": [Capacity(1), Capacity(2)], "evict_every": 1}, "expected one capacity"),
     ],
