@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,10 +169,10 @@ def _view(
 ) -> TableView:
     slots = {slot.name: slot for slot in table.slots}
     stored = [slots[name] for name in _asked(table, choice, all_slots)]
-    filtered = {name: slots[name] for name in choice.where.slots if name in slots and not slots[name].shape}
+    filtered = {name: slots[name] for name in choice.where.slots if name in slots and math.prod(slots[name].shape) == 1}
     if filtered.keys() != choice.where.slots:
         missing = sorted(choice.where.slots - filtered.keys())
-        found, expected = f"no number a row in {missing}", "slots of shape ()"
+        found, expected = f"no number a row in {missing}", "slots of one number a row"
         raise ConversionError(f"table {table.name!r}", "where", found=found, expected=expected)
     if count is None:
         read = open_table(links, table.name, list(slots))

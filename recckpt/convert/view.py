@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recckpt.convert.narrowed import narrowed, narrowed_slots
+from recckpt.convert.narrowed import narrowed, narrowed_slots, widened
 from recckpt.convert.source import Array, Int64s, LeftOut, Rows
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format.dtypes import NUMPY_DTYPES
@@ -98,7 +98,7 @@ class TableView:
         names = dict.fromkeys([*(slot.name for slot in self.stored), *self.filtered])
         for batch in self.batches(list(names)):
             ids = ids_in(batch)
-            values = {name: raw(batch.column(name), slot) for name, slot in self.filtered.items()}
+            values = {name: _numbers(batch.column(name), slot) for name, slot in self.filtered.items()}
             kept = None if self.where == RowFilter() else self.where.keeps(ids, values)
             if kept is not None:
                 ids = ids[kept]
@@ -152,3 +152,11 @@ def raw(column: pa.Array, slot: SlotSpec) -> Array:
     """Return a column as it lies in the checkpoint, bfloat16 as bit patterns."""
     values: Array = np.frombuffer(column_buffer(column), NUMPY_DTYPES[slot.dtype])
     return values.reshape(len(column), *slot.shape)
+
+
+def _numbers(column: pa.Array, slot: SlotSpec) -> Array:
+    """Return a column of one number a row as float64 or int64, which hold each of them exactly."""
+    values = raw(column, slot).reshape(-1)
+    values = widened(values) if slot.dtype == "bfloat16" else values
+    exact: Array = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
+    return exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,13 +18,13 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 class Where:
     """Conditions of the rows that were saved, all of them; of a list of ids, how many and their checksum."""
 
-    minimum: tuple[tuple[str, float], ...] = ()  # scalar slot, and the least value
+    minimum: tuple[tuple[str, int | float], ...] = ()  # scalar slot, and the least value
     n_ids: int | None = None  # None for all ids
     ids_xxh3: int = 0
     sample: float = 1.0  # the share of all ids, by their hash
 
     def __str__(self) -> str:
-        said = [f"{slot} of at least {least:g}" for slot, least in self.minimum]
+        said = [f"{slot} of at least {_number(least)}" for slot, least in self.minimum]
         said += [] if self.n_ids is None else [f"one of {plural(self.n_ids, 'given id')}"]
         said += [] if self.sample == 1.0 else [f"in a sample of {self.sample:g}"]
         return " and ".join(said) or "any"
@@ -114,15 +115,20 @@ def _narrowed(fields: Fields, saved: Mapping[str, str]) -> Narrowed:
 def _where(fields: Fields) -> Where:
     minimum = fields.scalars("min")
     for slot, least in minimum.items():
-        if type(least) not in (int, float):
+        if type(least) not in (int, float) or not abs(least) <= sys.float_info.max:
             raise fields.wrong(f"min.{slot}", repr(least), "a number")
     n_ids = fields.maybe_count("ids")
     ids_xxh3 = 0 if n_ids is None else fields.checksum("ids_xxh3")
-    pairs = tuple(sorted((slot, float(least)) for slot, least in minimum.items()))
+    pairs = tuple(sorted(minimum.items()))
     sample = fields.number("sample")
     if sample > 1:
         raise fields.wrong("sample", repr(sample), "a share from 0 to 1")
     return Where(pairs, n_ids, ids_xxh3, sample)
+
+
+def _number(value: int | float) -> str:
+    """Return a whole number in full, any other in short."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def is_narrower(dtype: str, than: str) -> bool:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from recckpt import CheckpointReader, Saver
+from recckpt import CheckpointReader, Saver, dataset
 from recckpt.convert import Wish, export_checkpoint, import_checkpoint
 from recckpt.convert.narrowed import narrowed, widened
 from recckpt.errors import ConversionError
@@ -122,6 +122,43 @@ def test_rows_are_chosen_as_in_a_load_conf(tmp_path):
         assert done.metadata["tables"]["t"]["rows"] == 10
     assert sorted(np.load(tmp_path / "npy/t/id.npy")) == sorted(some_rows()["id"][90:])
     assert sorted(load_file(tmp_path / "safetensors")["t.id"]) == sorted(some_rows()["id"][90:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "least"),
+    [
+        (torch.bfloat16, [0.25, 0.5, 1, -1, float("nan")], 0.5),
+        (torch.float16, [0.25, 0.1, float("inf"), -1], 0.1),  # as float16 that is less than 0.1
+        (torch.float16, [65504, float("inf")], 1e6),
+        (torch.int8, [1, 2, -3, 100], 1.5),
+        (torch.int8, [1, 100], 1000),
+        (torch.int64, [2**53, 2**53 + 1, 2**63 - 1, -(2**63)], 2**53 + 1),  # no float64
+        (torch.int64, [2**63 - 1, 0], 2**64),
+        (torch.float64, [2.0**53, 2.0**53 + 2], 2**53 + 1),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_least_value_means_the_same_rows_to_a_save_a_load_and_an_export(tmp_path, dtype, values, least, shape):
+    def table():
+        made = HashTable(1, name="t")
+        made.add_slot("s", shape, dtype)
+        return made
+
+    column, ids, where = torch.tensor(values).to(dtype), torch.arange(len(values)), {"s": {"min": least}}
+    expected = [row for row, value in enumerate(column.tolist()) if value >= least]
+    source, loaded = table(), table()
+    source.insert(ids, torch.zeros(len(ids), 1), {"s": column.reshape(-1, *shape)})
+    model = nn.ModuleDict({"t": source})
+    Saver(model, output_dir=str(tmp_path / "all")).save("c")
+    Saver(model, output_dir=str(tmp_path / "some"), save_where={"t": where}).save("c")
+    into = Saver(nn.ModuleDict({"t": loaded}), output_dir=str(tmp_path / "own"))
+    into.load_by_config([{"path": str(tmp_path / "all"), "where": where}])
+    export_checkpoint(tmp_path / "all", tmp_path / "out", to="npy", where=where)
+    assert sorted(dataset(tmp_path / "some", "t").to_table()["id"].to_pylist()) == expected
+    assert sorted(loaded.ids().tolist()) == expected
+    assert sorted(np.load(tmp_path / "out" / "t" / "id.npy").tolist()) == expected
+    reduced = CheckpointReader(tmp_path / "some").manifest.tables[0].reduced
+    assert dict(reduced.where.minimum) == {"s": least}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])

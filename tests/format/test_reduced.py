@@ -33,6 +33,7 @@ def test_it_comes_back_as_it_was(reduced):
         ({"where": None}, "rows"),
         ({"where": {"min": {"count": "2"}, "sample": 1.0}}, "where.min.count"),
         ({"where": {"min": {"count": True}, "sample": 1.0}}, "where.min.count"),
+        ({"where": {"min": {"count": 10**400}, "sample": 1.0}}, "where.min.count"),
         ({"where": {"min": {}, "sample": 1.5}}, "where.sample"),
         ({"where": {"min": {}, "sample": 1.0, "ids": 3}}, "where.ids_xxh3"),
         ({"narrowed": [{"slot": "late", "dtype": "float32", "error": 0.0}]}, "narrowed[0].slot"),

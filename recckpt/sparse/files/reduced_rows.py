@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from recckpt.format.reduced import Narrowed, Reduced
 from recckpt.sparse.files.narrowed import narrow
-from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.sparse.files.row_filter import RowFilter, numbers
 from recckpt.sparse.files.table_rows import StillTable, TableSource
 from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
@@ -174,16 +173,10 @@ def _mask(table: Snapshot | StillTable, where: RowFilter) -> npt.NDArray[np.bool
         rows = np.arange(begin, min(table.n_rows, begin + _PIECE_ROWS))
         read = {slot.name: np.empty(len(rows) * slot.row_bytes, np.uint8) for slot in specs}
         table.peek(rows, read)
-        values = {slot.name: _numbers(read[slot.name], slot) for slot in specs}
+        tensors = {slot.name: torch.from_numpy(read[slot.name]).view(getattr(torch, slot.dtype)) for slot in specs}
+        values = {name: numbers(tensor) for name, tensor in tensors.items()}
         mask[begin : begin + len(rows)] = where.keeps(table.ids.gather(rows).numpy(), values)
     return mask
-
-
-def _numbers(values: Bytes, slot: SlotSpec) -> npt.NDArray[np.float64]:
-    """Return the values of a slot of one number a row."""
-    found: Tensor = torch.from_numpy(values).view(getattr(torch, slot.dtype))
-    numbers: npt.NDArray[np.float64] = found.to(torch.float64).numpy()
-    return numbers
 
 
 def file_order(slots: Sequence[SlotSpec]) -> tuple[SlotSpec, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,19 @@ from recckpt.format.distinct import is_among
 from recckpt.format.reduced import Where
 from recckpt.types import is_list
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _SAMPLE_SALT = np.uint64(0x9E3779B97F4A7C15)  # a sample must not be a range of buckets
 _MOST = sys.float_info.max
+_INT64 = np.iinfo(np.int64)
 
 
 @dataclass(frozen=True)
 class RowFilter:
     """Conditions that a row has to meet, all of them."""
 
-    minimum: tuple[tuple[str, float], ...] = ()  # scalar slot, and the least value that is taken
+    minimum: tuple[tuple[str, int | float], ...] = ()  # scalar slot, and the least value that is taken
     ids: frozenset[int] | None = None  # None for all
     sample: float = 1.0  # the share of all ids, chosen by their hash, so always the same ones
 
@@ -39,10 +44,10 @@ class RowFilter:
         return replace(self, minimum=tuple(condition for condition in self.minimum if condition[0] in slots))
 
     def keeps(self, ids: npt.NDArray[np.int64], values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the rows to take, by their ids and their values for each of :attr:`slots`."""
+        """Return a mask of the rows to take, by their ids and their :func:`numbers` for each of :attr:`slots`."""
         kept = np.ones(len(ids), np.bool_)
         for slot, least in self.minimum:
-            kept &= values[slot] >= least
+            kept &= _at_least(values[slot], least)
         if self.ids is not None:
             kept &= is_among(ids, self._ids)
         if self.sample < 1.0:
@@ -60,6 +65,22 @@ class RowFilter:
     @cached_property
     def _ids(self) -> npt.NDArray[np.int64]:
         return np.array(sorted(self.ids or ()), np.int64)
+
+
+def numbers(values: Tensor) -> npt.NDArray[Any]:
+    """Return the values of a slot of one number a row as float64 or int64, which hold each of them exactly."""
+    exact = values.double() if values.is_floating_point() else values.long()
+    found: npt.NDArray[Any] = exact.view(-1).numpy()
+    return found
+
+
+def _at_least(values: npt.NDArray[Any], least: int | float) -> npt.NDArray[np.bool_]:
+    """Compare without rounding the least value: an int64 may be a time in nanoseconds, which no float64 holds."""
+    if values.dtype.kind == "f":
+        rounded = float(least)
+        return np.asarray(values >= (rounded if rounded >= least else math.nextafter(rounded, math.inf)))
+    whole = math.ceil(least)
+    return np.asarray(values >= max(whole, _INT64.min)) if whole <= _INT64.max else np.zeros(len(values), np.bool_)
 
 
 def parse_row_filter(value: Any) -> RowFilter:
@@ -84,7 +105,7 @@ def parse_row_filter(value: Any) -> RowFilter:
         elif not (isinstance(condition, Mapping) and list(condition) == ["min"] and _is_number(condition["min"])):
             raise ValueError(f"{key!r}: found {condition!r}, expected {{'min': number}}, or the keys 'ids' or 'sample'")
         else:
-            minimum.append((str(key), float(condition["min"])))
+            minimum.append((str(key), condition["min"]))
     return RowFilter(tuple(minimum), ids, sample)
 
 

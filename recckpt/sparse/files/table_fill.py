@@ -18,7 +18,7 @@ from recckpt.format.buckets import Slice
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in
 from recckpt.sparse.files.known_ids import KnownIds, LinkRows, RepeatedIdError
 from recckpt.sparse.files.load_target import LoadTarget, TableLoad
-from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.sparse.files.row_filter import RowFilter, numbers
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, SlotSpec
 from recckpt.types import HashTable as AnyTable
@@ -148,7 +148,7 @@ class Filler:
         """Return the rows that the filter keeps."""
         if self._where == RowFilter():
             return ids, found
-        looked_at = {slot: found[slot].to(torch.float64).view(-1).numpy() for slot in self._where.slots}
+        looked_at = {slot: numbers(found[slot]) for slot in self._where.slots}
         kept = np.flatnonzero(self._where.keeps(ids, looked_at))
         with self._lock:
             self.n_filtered += len(ids) - len(kept)
