@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
 from recckpt.format.json_fields import parse
 from recckpt.format.manifest import Content, FileEntry, Manifest
+from recckpt.output_dir.chains import Damage
+from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
 from recckpt.storage.base import Files
 
 log = logging.getLogger("recckpt")
 
 _INTENT_BYTES = 1 << 16
+_LOOKS_AT_ONCE = 16  # at directories of an object store
 _HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
 
 
@@ -98,10 +101,10 @@ def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
 
 
 class Manifests:
-    """The manifests that a writer has read: each is read once, since manifests never change. Not thread-safe.
+    """The manifests that a writer has read: each is read once, since manifests never change.
 
     A file that somebody put in its place has another size or stamp in the listing, and is read. Damage that changes
-    neither is not seen here; readers keep nothing, so they see it.
+    neither is not seen here; readers keep nothing, so they see it. Several threads may read, each other directories.
     """
 
     def __init__(self) -> None:
@@ -120,6 +123,35 @@ class Manifests:
     def forget_others(self, directories: Collection[str]) -> None:
         """Forget all directories but these."""
         self._known = {name: known for name, known in self._known.items() if name in directories}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at one directory found: its manifest, if it has one, or what is wrong with that."""
+
+    directory: str
+    record: Manifest | None = None
+    files: Mapping[str, Listed] | None = None  # as far as one listing shows them; None where nobody has listed them
+    damage: Damage | None = None
+
+
+def look_at_all(storage: Storage, directories: Iterable[str], known: Manifests | None) -> list[Look]:
+    """Read the manifests of directories, but those that are known; several at once where each look is a request."""
+
+    def look(directory: str) -> Look:
+        try:
+            if known is None:
+                return Look(directory, read_manifest(storage, directory))
+            return Look(directory, *known.read(storage, directory))
+        except (CorruptCheckpointError, FormatVersionError, OSError) as error:
+            return Look(directory, damage=error)
+
+    return run_all(look, directories, looks_at_once(storage))
+
+
+def looks_at_once(storage: Storage) -> int:
+    """Return by how many threads to look at directories: several where each look is a request."""
+    return 1 if storage.asks_for_free else storage.threads(_LOOKS_AT_ONCE)
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:

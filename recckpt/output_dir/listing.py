@@ -11,13 +11,15 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.chains import Chains, Damage, preference
-from recckpt.output_dir.checkpoint_dir import Manifests, file_problems, read_manifest
+from recckpt.output_dir.checkpoint_dir import Manifests, file_problems, look_at_all, looks_at_once, read_manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
 from recckpt.output_dir.index_file import NOTE, is_of_recis
+from recckpt.parallel.threads import run_all
 from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
 
+_GONE = FileNotFoundError()  # removed since its manifest was read
 _TRIES = 3  # looks, where rotation may have removed meanwhile what a commit or a form has replaced
 
 
@@ -180,19 +182,10 @@ def attempt_dirs(storage: Storage) -> list[str]:
 
 def _list(storage: Storage, directories: Sequence[str], known: Manifests | None) -> tuple[Listing, bool]:
     """Return the listing of these directories, and whether every link was in one of them."""
-    damaged: dict[str, Damage] = {}
-    found: list[Checkpoint] = []
-    files: dict[str, dict[str, Listed]] = {}
-    for directory in directories:
-        try:
-            if known is None:
-                record = read_manifest(storage, directory)
-            else:
-                record, files[directory] = known.read(storage, directory)
-        except (CorruptCheckpointError, FormatVersionError, OSError) as error:
-            damaged[directory] = error
-        else:
-            found += [Checkpoint(directory, record)] if record is not None else []
+    looks = look_at_all(storage, directories, known)
+    damaged: dict[str, Damage] = {look.directory: look.damage for look in looks if look.damage is not None}
+    found = [Checkpoint(look.directory, look.record) for look in looks if look.record is not None]
+    files = {look.directory: look.files for look in looks if look.files is not None}
     takeover = _takeover(storage, damaged)  # after the manifests: a commit in between is only missed, never miscounted
     fenced = {c.directory: reason for c in found if (reason := takeover.excludes(c.manifest))}
     counted = [c for c in found if c.directory not in fenced]
@@ -219,20 +212,20 @@ def _still_there(
     damaged: dict[str, Damage],
 ) -> list[Checkpoint]:
     """Return those that were not removed meanwhile, and note in ``damaged`` what is wrong with their files."""
-    there = []
-    for checkpoint in counted:
+
+    def problem_of(checkpoint: Checkpoint) -> Damage | None:
         directory, record = checkpoint.directory, checkpoint.manifest
-        problem: Damage | None
         try:
             problem = next(file_problems(storage, directory, record, files.get(directory)), None)
-            if problem is not None and read_manifest(storage, directory) is None:
-                continue
+            is_gone = problem is not None and read_manifest(storage, directory) is None
         except OSError as error:
-            problem = error
-        there.append(checkpoint)
-        if problem is not None:
-            damaged[directory] = problem
-    return there
+            return error
+        return _GONE if is_gone else problem
+
+    problems = run_all(problem_of, counted, looks_at_once(storage))
+    there = [(each, problem) for each, problem in zip(counted, problems, strict=True) if problem is not _GONE]
+    damaged.update({checkpoint.directory: problem for checkpoint, problem in there if problem is not None})
+    return [checkpoint for checkpoint, _ in there]
 
 
 def _takeover(storage: Storage, damaged: dict[str, Damage]) -> Takeover:

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from torch import nn
@@ -51,6 +52,23 @@ def test_a_save_lists_the_output_dir_once_and_reads_each_manifest_once_in_its_li
         assert counts.pop("listings") == 1
     assert max(counts.values()) == 1
     assert [c.ckpt_id for c in list_checkpoints(open_storage(url)).current] == [f"ckpt_{n}" for n in range(4, 10)]
+
+
+@pytest.mark.parametrize("known", [None, Manifests()])
+def test_manifests_on_an_object_store_are_asked_for_at_once(monkeypatch, known):
+    storage = open_storage("memory://at-once")
+    saver = Saver(nn.Linear(1, 1), output_dir=storage.url, max_keep=None)
+    for step in range(4):
+        saver.save(f"ckpt_{step}", overwrite=True)
+    read, all_there = storage.read, Barrier(4)
+
+    def read_together(name, max_bytes):
+        if name.endswith("manifest.json"):
+            all_there.wait(60)  # broken where they come one after another
+        return read(name, max_bytes)
+
+    monkeypatch.setattr(storage, "read", read_together)
+    assert list_checkpoints(storage, known).ckpt_ids == [f"ckpt_{step}" for step in range(4)]
 
 
 def test_a_checkpoint_that_was_put_in_the_place_of_another_is_read(tmp_path):
