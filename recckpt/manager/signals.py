@@ -71,6 +71,8 @@ class SignalWatch:
         if not goes_on(number):
             self._give_back()
             signal.raise_signal(number)
+            if os.getpid() == 1 and signal.getsignal(number) is signal.SIG_DFL:
+                raise SystemExit(128 + number)  # no signal ends process 1, such as that of a container, by default
 
     def release(self) -> None:
         """Give all signals back what they did before, and follow one that came and has not been answered."""

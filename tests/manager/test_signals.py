@@ -2,12 +2,17 @@
 
 import gc
 import multiprocessing
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
 from builders import checkpoints
+from paths import PYTHONPATH
 from signalled_run import Job, Runs
 from torch import nn
 
@@ -117,6 +122,18 @@ def test_a_manager_in_the_place_of_another_follows_the_signal(tmp_path, handled)
     signal.raise_signal(SIGTERM)
     manager.step()
     assert (checkpoints(tmp_path), handled) == (["ckpt_1"], [SIGTERM])
+
+
+def test_process_1_which_no_signal_ends_by_default_exits_as_a_shell_says_it():
+    own = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]  # as a container has
+    if shutil.which("unshare") is None or subprocess.run([*own, "true"], capture_output=True).returncode:
+        pytest.skip("NO PROCESS 1 IS TRIED: this machine gives nobody pids of their own by `unshare`")
+    code = (
+        "import os, signal; from recckpt.manager.signals import SignalWatch; assert os.getpid() == 1\n"
+        "watch = SignalWatch('SIGTERM'); signal.raise_signal(15); watch.follow(watch.take())"
+    )
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    assert subprocess.run([*own, sys.executable, "-c", code], env=env).returncode == 128 + SIGTERM
 
 
 def test_a_signal_ends_a_fork_as_if_nobody_watched():
