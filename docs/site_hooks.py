@@ -12,6 +12,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)]+)?\)")
+_SECTION = re.compile(r"^\[[^\]]+\]\(\.\./CONTRIBUTING\.md#([\w-]+)\)$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -24,19 +25,38 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead links to their pages; what is not on the site, such as a test, is named without a link."""
+    """Lead links to their pages; what is not on the site, such as a test, is named without a link.
+
+    A line that is nothing but a link to a section of CONTRIBUTING.md becomes that section, so that there is one of it.
+    """
     beside = {page: name for name, page in BESIDE.items()}
-    here = posixpath.dirname(beside.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+    own_place = beside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
-    def led(match: re.Match[str]) -> str:
-        text, target, anchor = match.groups()
-        place = posixpath.normpath(posixpath.join(here, target))
-        name = BESIDE.get(place, place.removeprefix("docs/"))
-        if files.get_file_from_path(name) is None and (ROOT / place).exists():
-            return text
-        return f"[{text}]({posixpath.relpath(name, posixpath.dirname(page.file.src_uri))}{anchor or ''})"
+    def led(text: str, place: str) -> str:
+        def link(match: re.Match[str]) -> str:
+            text, target, anchor = match.groups()
+            there = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
+            name = BESIDE.get(there, there.removeprefix("docs/"))
+            if files.get_file_from_path(name) is None and (ROOT / there).exists():
+                return text
+            return f"[{text}]({posixpath.relpath(name, posixpath.dirname(page.file.src_uri))}{anchor or ''})"
 
-    return _LINK.sub(led, markdown)
+        return _LINK.sub(link, text)
+
+    parts = _SECTION.split(markdown)  # text, the name of a section, text, ...
+    parts[::2] = [led(text, own_place) for text in parts[::2]]
+    parts[1::2] = [led(section(name), "CONTRIBUTING.md") for name in parts[1::2]]
+    return "".join(parts)
+
+
+def section(anchor: str) -> str:
+    """Return what stands below a heading of CONTRIBUTING.md, up to the next one."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    heading = anchor.replace("-", " ")
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"CONTRIBUTING.md has no section {anchor!r}")
+    return found[1].strip()
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:

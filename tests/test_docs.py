@@ -89,6 +89,14 @@ def test_what_is_not_there_and_not_said_is_found() -> None:
     assert not is_said("a 1\nb", "a 1\nc\nb")
 
 
+def test_the_page_on_architecture_names_files_and_threads_that_there_are() -> None:
+    page = PAGES["architecture.md"].read_text(encoding="utf-8")
+    files = set(re.findall(r"`([\w/]+\.py)`", page)) - {"rows.py", "snapshot.py"}
+    assert [name for name in files if not ((ROOT / "recckpt" / name).exists() or (ROOT / name).exists())] == []
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "recckpt").rglob("*.py"))
+    assert [name for name in re.findall(r"`(recckpt-\w+)`", page) if f'"{name}"' not in sources] == []
+
+
 def test_the_site_has_every_page() -> None:
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     here = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}

@@ -14,12 +14,14 @@ import logging
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from paths import ROOT, TESTS
 
 DOCS = ROOT / "docs"
@@ -92,8 +94,12 @@ def _do(block: Block, names: dict[str, Any], said: io.StringIO) -> None:
     elif block.language == "sh":
         for words in commands(block.text):
             _run(words, block)
+    elif block.language == "bash":
+        subprocess.run(["bash", "-c", block.text], check=True)
     elif block.language == "json":
         json.loads(block.text)
+    elif block.language == "yaml":
+        yaml.safe_load(block.text)
     elif block.language == "text" and block.page not in TEXTS:
         assert is_said(block.text, said.getvalue()), f"{block}: not said. What was said:\n{said.getvalue()}"
 
