@@ -38,6 +38,7 @@ class SlotComparer:
     def __init__(self, before: SlotSpec, after: SlotSpec, tolerance: float) -> None:
         self._before, self._after, self._tolerance = before, after, tolerance
         self._most_changed = False
+        self._steps = np.empty(0, np.float32)  # kept: first touch of fresh memory costs more than what is done in it
 
     def moves(self, before: Array, after: Array) -> Moves:
         """Return which rows have changed, by more than the tolerance in any of their values, and how far they moved."""
@@ -56,7 +57,10 @@ class SlotComparer:
         if before.dtype.kind not in "f" or after.dtype != before.dtype or before.dtype == np.float64:
             l2, cosine, largest = _exact(before, after)
         else:
-            l2, cosine, largest = _quick(before, after, want_largest=self._tolerance > 0)
+            if len(self._steps) < before.size:
+                self._steps = np.empty(before.size, np.float32)
+            step = self._steps[: before.size].reshape(before.shape)
+            l2, cosine, largest = _quick(before, after, step, want_largest=self._tolerance > 0)
         changed = ~(largest <= self._tolerance) if self._tolerance > 0 else ~(l2 == 0)
         if changed.all():
             return Moves(rows, l2, cosine)
@@ -90,10 +94,10 @@ def _numbers(rows: Array, slot: SlotSpec) -> Array:
     return values.reshape(len(rows), -1)
 
 
-def _quick(before: Array, after: Array, *, want_largest: bool) -> tuple[Floats, Floats, Floats]:
+def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> tuple[Floats, Floats, Floats]:
     """Return L2, cosine distance and largest difference of float32 rows, in float32 where that is exact enough."""
     with np.errstate(all="ignore"):
-        step = after - before
+        np.subtract(after, before, out=step)
         moved, along, size = (
             np.einsum("ij,ij->i", one, other).astype(np.float64)
             for one, other in ((step, step), (step, before), (before, before))

@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float64]
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 _SHIFT = np.int64(45)  # of a float64, this leaves sign, exponent and 7 bits: bins that are 1/128 of their value wide
-_MOST_WAITING = 1 << 16
+_MOST_WAITING = 1 << 13  # what counts them stays in the caches of a core
 _N_BINS = 2047 << 7  # of positive finite numbers
 
 

@@ -14,18 +14,22 @@ from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.distances import SlotComparer
 from recckpt.inspect.diff.found import Found, Pair
+from recckpt.inspect.diff.pairing import paired
 from recckpt.inspect.diff.result import TableDiff
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_format import ID
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC
 from recckpt.sparse.files.chain_table import open_table
 from recckpt.sparse.files.id_check import Int64s
-from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of
+from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of, row_of
 from recckpt.sparse.files.merged_rows import RangeRows, check_count
 from recckpt.sparse.files.table_reader import TableReader
 
-_CHUNK_ROWS = 2048  # that are compared at once: they stay in the caches of a core
-_SLICE_ROWS = 1 << 18  # of a table, worth a thread
+_RANGE_BYTES = 4 << 20  # of each link, that are read and compared at once: half a batch, which stays in the caches
+_CHUNK_BYTES = 4 << 20  # of a slot, that are compared at once
+_MOST_ENDS = 8  # of batches, at which rows are cut
+_SLICE_ROWS = 1 << 20  # of a table, worth a thread
+_MAPPED_THREADS = 2  # of files in memory: the batches of more drive each other out of the caches
 
 Advance = Callable[[int], object]
 
@@ -50,8 +54,13 @@ def compare_table(before: OpenCheckpoint, after: OpenCheckpoint, name: str, wish
     pairs = _comparable(*entries)
     slots = [pair[0].name for pair in pairs]
     chains = [open_table(side.links, name, slots).links for side in (before, after)]
-    n_slices = max(1, min(wish.threads, sum(entry.rows for entry in entries) // _SLICE_ROWS))
-    budget_bytes = wish.budget_bytes // n_slices
+    links = [link for chain in chains for link in chain]
+    is_mapped = all(link.is_mapped for link in links)
+    n_threads = min(wish.threads, _MAPPED_THREADS) if is_mapped else wish.threads
+    n_slices = max(1, min(n_threads, sum(entry.rows for entry in entries) // _SLICE_ROWS))
+    budget_bytes = wish.budget_bytes * 3 // 4 // n_slices
+    if is_mapped:  # else a batch on both sides of a border would be read again
+        budget_bytes = min(budget_bytes, len(links) * _RANGE_BYTES)
     borders = [N_BUCKETS * n // n_slices for n in range(n_slices + 1)]
     work = partial(_compare_slice, chains, pairs, wish._replace(budget_bytes=budget_bytes), advance)
     first, *others = run_all(work, list(pairwise(borders)), wish.threads)
@@ -78,19 +87,21 @@ def _compare_slice(
     found = Found(pairs, wish.top)
     comparers = [SlotComparer(*pair, wish.tolerance) for pair in pairs]
     cursors = [[LinkCursor(link, buckets) for link in chain] for chain in chains]
-    names = [ID, *(slot.name for slot in chains[1][0].specs)]
+    columns = [(ID_SPEC, *chain[0].specs) for chain in chains]
+    names = [slot.name for slot in columns[1]]
     in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
-    row_bytes = [8 + sum(slot.row_bytes for slot in chain[0].specs) for chain in chains]
-    for part in bucket_ranges([link for chain in chains for link in chain], buckets, wish.budget_bytes * 3 // 4):
+    chunk_rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
+    room = [[np.empty(chunk_rows, row_of(slot)) for slot in side] for side in columns]
+    for part in bucket_ranges([link for chain in chains for link in chain], buckets, wish.budget_bytes):
         sides = [RangeRows(cursor, part, lambda piece, rows: None) for cursor in cursors]
-        at_before, at_after = _paired(sides[0].hashes, sides[1].hashes)
-        found.n_both += len(at_before)
+        at = paired(sides[0].hashes, sides[1].hashes)
+        found.n_both += len(at[0])
         for number, side in enumerate(sides):
             found.n_rows[number] += len(side.hashes)
-            advance(len(side.hashes) * row_bytes[number])
-        for chunk in _chunks(len(at_before)):
-            rows = sides[0].take(at_before[chunk]), sides[1].take(at_after[chunk])
-            _compare_rows(rows[0], [rows[1][column] for column in in_order], pairs, comparers, found)
+            advance(len(side.hashes) * sum(slot.row_bytes for slot in columns[number]))
+        for chunk in _chunks(sides, at, chunk_rows):
+            before, after = (side.take(rows[chunk], own) for side, rows, own in zip(sides, at, room, strict=True))
+            _compare_rows(before, [after[column] for column in in_order], pairs, comparers, found)
     return found
 
 
@@ -110,19 +121,10 @@ def _compare_rows(
     found.n_changed += int(np.count_nonzero(changed))
 
 
-def _chunks(n_rows: int) -> Iterator[slice]:
-    return (slice(first, first + _CHUNK_ROWS) for first in range(0, n_rows, _CHUNK_ROWS))
-
-
-def _paired(before: npt.NDArray[np.uint64], after: npt.NDArray[np.uint64]) -> tuple[Int64s, Int64s]:
-    """Return where the ids that both sides have lie on the one and on the other, in the order of the first."""
-    if np.array_equal(before, after):
-        every = np.arange(len(before))
-        return every, every
-    order = np.argsort(after)
-    ordered = after[order]
-    if not len(ordered):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    at = np.minimum(np.searchsorted(ordered, before), len(ordered) - 1)
-    both = np.flatnonzero(ordered[at] == before)
-    return both, order[at[both]]
+def _chunks(sides: Sequence[RangeRows], at: Sequence[Int64s], chunk_rows: int) -> Iterator[slice]:
+    """Cut rows into chunks, also where a batch of the files ends on either side: within one, rows are not copied."""
+    n_rows = len(at[0])
+    ends = np.concatenate([side.piece_ends(rows) for side, rows in zip(sides, at, strict=True)])
+    batch_ends = ends.tolist() if len(ends) <= _MOST_ENDS else []  # more where links of a chain are merged
+    cuts = sorted({0, n_rows, *range(0, n_rows, chunk_rows), *batch_ends})
+    return (slice(first, last) for first, last in pairwise(cuts))

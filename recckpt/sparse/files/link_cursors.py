@@ -110,12 +110,14 @@ class _Cursor:
     """The batches that one shard has of a table in a range of buckets."""
 
     def __init__(self, link: TableReader, catalog: Catalog, held: Held, within: tuple[int, int]) -> None:
-        self._link, self._held = link, held
+        self._link, self._held_rows = link, held == "rows"
         parts = catalog.parts_of(link.entry.name, held)
         every = ((part, number, part.batches[number].buckets) for part, numbers in parts for number in numbers)
         met = ((part, number) for part, number, (begin, end) in every if begin < within[1] and within[0] < end)
         self._batches = list(met)
         self._at = 0  # of the first batch that is not behind us
+        self._order = IdCheck()
+        self._held: _Batch | None = None  # the one at ``_at``, where some of it was given out and it costs no memory
         self._open: tuple[Part, PartReader] | None = None
         spans = [part.batches[number].buckets for part, number in self._batches]
         for before, after in pairwise(spans):
@@ -124,30 +126,48 @@ class _Cursor:
                 raise table_damage(link, "", found, "their order")
 
     def between(self, begin: int, end: int) -> Iterator[Piece]:
-        order = IdCheck()
+        if self._held is None:
+            self._order = IdCheck()  # a batch that was read before is read again
         while self._at < len(self._batches):
             part, number = self._batches[self._at]
-            batch = part.batches[number]
-            if batch.buckets[0] >= end:
+            first_bucket, end_bucket = part.batches[number].buckets
+            if first_bucket >= end:
                 return
-            columns = self._read(part, number, batch, order)
-            if begin <= batch.buckets[0] and batch.buckets[1] <= end:
-                yield columns
+            batch = self._held or self._read(part, number)
+            self._held = batch if end_bucket > end and batch.is_mapped else None
+            if begin <= first_bucket and end_bucket <= end:
+                yield batch.columns
             else:
-                first, last = np.searchsorted(bucket_of(ids_of([columns])), [begin, end])
-                yield [column[first:last].copy() for column in columns]
-            if batch.buckets[1] > end:
+                yield batch.between(begin, end)
+            if end_bucket > end:
                 return
             self._at += 1
 
-    def _read(self, part: Part, number: int, batch: Batch, order: IdCheck) -> Piece:
+    def _read(self, part: Part, number: int) -> _Batch:
         link = self._link
-        slots, wanted = (link.entry.slots, link.specs) if self._held == "rows" else ((), ())
+        slots, wanted = (link.entry.slots, link.specs) if self._held_rows else ((), ())
         if self._open is None or self._open[0] is not part:
             reader = PartReader(link.storage, link.directory, part, slots, [slot.name for slot in wanted])
             self._open = part, reader
-        found = order.read(self._open[1], number)
-        return [np.frombuffer(column_buffer(found[spec.name]), row_of(spec)) for spec in (ID_SPEC, *wanted)]
+        found = self._order.read(self._open[1], number)
+        columns = [np.frombuffer(column_buffer(found[spec.name]), row_of(spec)) for spec in (ID_SPEC, *wanted)]
+        return _Batch(columns, is_mapped=self._open[1].mapped is not None)
+
+
+class _Batch:
+    """A batch that was read and checked."""
+
+    def __init__(self, columns: Piece, *, is_mapped: bool) -> None:
+        self.columns, self.is_mapped = columns, is_mapped
+        self._buckets: Int64s | None = None
+
+    def between(self, begin: int, end: int) -> Piece:
+        """Return the rows of some buckets; copies, unless the others take no memory."""
+        if self._buckets is None:
+            self._buckets = bucket_of(ids_of([self.columns]))
+        first, last = np.searchsorted(self._buckets, [begin, end])
+        rows = [column[first:last] for column in self.columns]
+        return rows if self.is_mapped else [column.copy() for column in rows]
 
 
 def row_of(spec: SlotSpec) -> np.dtype[np.void]:

@@ -45,8 +45,8 @@ def merged_range(
 
     Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
     ``budget_bytes``, and a batch of the files, however many links there are: the fewer bytes there are for each of
-    them, the more often batches that lie on both sides of a border between ranges of buckets are read again. ``used``
-    is told the rows of each piece that come, before they do.
+    them, the more often batches that lie on both sides of a border between ranges of buckets are read again, of files
+    that are not mapped. ``used`` is told the rows of each piece that come, before they do.
 
     Raises:
         CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.
@@ -112,20 +112,27 @@ class RangeRows:
             ]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    def take(self, places: Int64s) -> Piece:
-        """Return the columns of the rows at some places, whole rows as bytes; a view where they lie side by side."""
+    def take(self, places: Int64s, room: Sequence[npt.NDArray[Any]] | None = None) -> Piece:
+        """Return the columns of the rows at some places, whole rows as bytes; a view where they lie side by side.
+
+        Copies go to ``room``, where that is given: an array for each column, of at least as many rows.
+        """
         rows, of_piece = self._rows[places], self._of_piece[places]
-        if (of_piece == of_piece[0]).all():
-            piece, first, last = self._pieces[int(of_piece[0])], int(rows[0]), int(rows[-1])
-            if last - first == len(rows) - 1 and (rows[1:] > rows[:-1]).all():
-                return [column[first : last + 1] for column in piece]
-            return [column.take(rows, mode="clip") for column in piece]
-        copies = list(_copies(rows, of_piece))
-        columns = [np.empty(len(rows), column.dtype) for column in self._pieces[int(of_piece[0])]]
+        columns = self._pieces[int(of_piece[0])]
+        is_one_piece = bool((of_piece == of_piece[0]).all())
+        if is_one_piece and (rows[1:] - rows[:-1] == 1).all():
+            return [column[rows[0] : rows[-1] + 1] for column in columns]
+        room = [np.empty(len(rows), column.dtype) for column in columns] if room is None else room
+        copies = [_Copy(int(of_piece[0]), rows, slice(0, len(rows)))] if is_one_piece else list(_copies(rows, of_piece))
         for copy in copies:
-            for number, values in enumerate(columns):
+            for number, values in enumerate(room):
                 copy.do(self._pieces[copy.piece][number], values)
-        return columns
+        return [values[: len(rows)] for values in room]
+
+    def piece_ends(self, places: Int64s) -> Int64s:
+        """Return where, among the rows at some places, one piece ends and another begins."""
+        of_piece = self._of_piece[places]
+        return np.flatnonzero(of_piece[1:] != of_piece[:-1]) + 1
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,12 @@ class TableReader:
         """The slots to read."""
         return tuple(slot for slot in self.entry.slots if slot.name in self.slots)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its files lie in memory maps, so that rows of them may be kept at no cost."""
+        parts = (part for catalog in self.catalogs for part in catalog.parts if self.entry.name in part.tables)
+        return all(self.storage.map(layout.join(self.directory, part.file)) is not None for part in parts)
+
     def of_shards(self, *catalogs: Catalog) -> TableReader:
         """Return the reader of some shards alone."""
         return replace(self, catalogs=catalogs)

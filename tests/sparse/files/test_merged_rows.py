@@ -110,10 +110,20 @@ SHARDS = st.lists(st.sets(IDS, max_size=25), min_size=1, max_size=3)
 LINKS = st.lists(st.tuples(SHARDS, SHARDS, st.integers(0, 9), st.integers(1, 9), st.integers(1, 3)), max_size=6)
 
 
+@pytest.fixture(scope="module", params=["read", "mapped"])
+def merging_url(request, tmp_path_factory):
+    """A storage of which batches are read, again and again, and one where they lie in memory and stay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)  # of thousands of files
+        yield "memory://merged-rows" if request.param == "read" else str(tmp_path_factory.mktemp("merged"))
+
+
 @settings(deadline=None, max_examples=25)
 @given(LINKS, st.sampled_from([2000, 6000, 1 << 20]), st.sets(st.sampled_from([0, 7, 8, 20_000, N_BUCKETS])))
-def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(links, budget_bytes, borders):
-    writer, model, chain = Writer(opened("memory://merged-rows")), {}, []
+def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(
+    merging_url, links, budget_bytes, borders
+):
+    writer, model, chain = Writer(opened(merging_url)), {}, []
     for number, (upserts, deletes, chance, batch_rows, part_batches) in enumerate(links):
         is_whole = number == 0 or chance == 0  # full, or replaced
         seen: set[int] = set()
@@ -233,7 +243,7 @@ def long_chain(writer, n_rows=20_000, n_links=30, slots=SLOTS) -> tuple[list[Tab
     return chain, model
 
 
-def test_every_batch_is_read_once_and_again_only_where_a_border_between_ranges_cuts_it(writer, monkeypatch):
+def test_every_batch_is_read_once_and_again_only_where_a_border_cuts_it_that_is_not_mapped(writer, local, monkeypatch):
     chain, model = long_chain(writer)
     n_reads, read = Counter(), PartReader.read
     monkeypatch.setattr(PartReader, "read", lambda self, n: (n_reads.update([(self.path, n)]), read(self, n))[1])
@@ -245,6 +255,10 @@ def test_every_batch_is_read_once_and_again_only_where_a_border_between_ranges_c
         pass
     n_cursors, n_ranges = sum(2 * len(link.catalogs) for link in chain), 4
     assert len(n_reads) == n_batches < n_reads.total() <= n_batches + n_cursors * n_ranges
+    chain, model = long_chain(Writer(local))
+    n_reads.clear()
+    assert rows_in(list(merged_rows(chain, 1 << 18))) == model
+    assert {*n_reads.values()} == {1}
 
 
 @pytest.fixture(scope="module")
