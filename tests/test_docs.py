@@ -25,6 +25,7 @@ RUN = [page for page in PAGES if {block.language for block in blocks(page) if no
 AFTER_THE_QUICK_START = ("command-line.md", "does-not-resume.md", "forget.md", "look.md", "reading.md", "serving.md")
 NOT_RUN = {  # how many blocks of a page; each says why above it
     "checkpointer.md": 1,
+    "coming-from.md": 2,
     "convert.md": 2,
     "format.md": 2,
     "integrations.md": 5,
