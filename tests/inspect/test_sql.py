@@ -1,8 +1,10 @@
 """Tables for duckdb and polars, with what an output dir knows of its saves."""
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -52,6 +54,16 @@ def test_chains_are_merged_for_both(tmp_path):
     frame = recckpt.scan(tmp_path, "item")
     assert set(frame.select("id").collect()["id"]) == set(expected)
     assert frame.filter(pl.col("id") == 9).collect()["embedding"].to_list() == [[5.0, 6.0]]
+
+
+def test_a_dataset_of_a_chain_is_let_go_of(tmp_path):
+    run_with_chain(tmp_path)
+    found = recckpt.dataset(tmp_path, "item")
+    assert found.count_rows() > 0
+    kept = weakref.ref(found._table)
+    del found
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -135,7 +135,13 @@ def _with_name(table: ChainTable, schema: pa.Schema) -> Iterator[pa.RecordBatch]
 
 
 class _NoFile(io.RawIOBase):
-    """What Arrow would read the rows from by itself."""
+    """What Arrow would read the rows from by itself.
+
+    Only reading fails: Arrow asks for the size of each file at once, and keeps an error of that, and by its traceback
+    the dataset and its open files, for ever.
+    """
+
+    _SIZE = 1 << 20  # of a file that could hold a footer, so that it is read
 
     def readable(self) -> bool:
         return True
@@ -143,10 +149,14 @@ class _NoFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def seek(self, *_: int) -> NoReturn:
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._SIZE if whence == io.SEEK_END else offset
+
+    def tell(self) -> int:
+        return self._SIZE
+
+    def read(self, _: int = -1) -> NoReturn:
         raise NotImplementedError(
             "the rows of a delta lie in several checkpoints: query to_table(), to_batches(), or "
             "scanner() of the dataset, or write it with write_dataset() and query that"
         )
-
-    tell = read = seek
