@@ -22,13 +22,14 @@ recckpt consolidate runs/clicks           # the dense state, of FSDP and tensor 
                                           # --out FILE; a file that is there already is not overwritten
 recckpt diff runs/clicks/ckpt_300 runs/clicks    # rows, tensors and state that differ, and by how much
 recckpt sql runs/clicks \"select count(*) from item\"    # duckdb: tables, `checkpoints`, `timeline`; --json, --csv
+recckpt watch runs/clicks --once          # how a run saves: step, last save, pause, errors; without --once it goes on
 recckpt verify runs/clicks                # read and check every byte; --quick: manifests and sizes
 recckpt salvage runs/clicks/ckpt_300 item --out item.arrow    # the rows that are whole, of a damaged checkpoint
 recckpt export runs/clicks vectors --to npy                   # ids and vectors of each table, ready for an index
 recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run: make the index file anew; --clean
 ```
 
-[look.md](look.md) is about `diff` and `sql`, [convert.md](convert.md) about `import` and `export`,
+[look.md](look.md) is about `diff`, `watch` and `sql`, [convert.md](convert.md) about `import` and `export`,
 [guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
 found, 2 wrong usage.
 

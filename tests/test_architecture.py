@@ -37,6 +37,7 @@ LIBRARIES = {  # library -> the rooms and files that may know it
         "convert.targets.dcp",
     },
     "tqdm": {"text"},
+    "rich": {"cli"},
     "numba": {"sparse.table"},
     "llvmlite": {"sparse.table"},
     "pyarrow": {"sparse.files", "inspect", "convert", "cli.rows"},

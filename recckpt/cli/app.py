@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from importlib import import_module
 from typing import cast
 
 from recckpt.cli import convert_options, look_options
-from recckpt.cli.result import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError
+from recckpt.cli.result import GOOD, PROBLEM, USAGE, CommandError, Outcome, UsageError, leave_stdout
 from recckpt.errors import RecckptError
 from recckpt.text import one_line
 
@@ -31,6 +30,7 @@ _MODULES = {
     "plan": "plan",
     "diff": "diff",
     "sql": "sql",
+    "watch": "watch",
     "import": "import_source",
     "export": "export",
 }
@@ -87,8 +87,7 @@ def _print(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_stdout()
 
 
 def parser_of_commands() -> argparse.ArgumentParser:
@@ -130,6 +129,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     verify.add_argument("--print-ids", action="store_true", help="with --absent: print the ids that were found")
     look_options.add_diff(command)
     look_options.add_sql(command)
+    look_options.add_watch(command)
     _add_mending(command)
     convert_options.add_import(command)
     convert_options.add_export(command)

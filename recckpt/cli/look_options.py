@@ -1,4 +1,4 @@
-"""The arguments of ``recckpt diff`` and ``recckpt sql``."""
+"""The arguments of ``recckpt diff``, ``recckpt sql`` and ``recckpt watch``."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def add_sql(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     parser.add_argument("--csv", action="store_true", help="print CSV, with a header")
 
 
+def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add ``watch``."""
+    parser = command("watch", "show how a run saves, and go on showing it until control-C")
+    parser.description = (
+        "Show how a run saves: step, last save, pause, chain, errors; and go on showing it until control-C. Without a "
+        "terminal, or without rich, a line whenever something has changed; with --json, a line a look."
+    )
+    parser.add_argument("dir", metavar="DIR", help="output dir, which need not be there yet; a path or URL")
+    interval_help = "from one look to the next (default: %(default)g)"
+    parser.add_argument("--interval", type=_seconds, default=5.0, metavar="SECONDS", help=interval_help)
+    parser.add_argument("--once", action="store_true", help="look once; exit code 1 where the last save failed")
+
+
 def _tolerance(text: str) -> float:
     number = float(text)
     if not 0 <= number < math.inf:
@@ -44,4 +57,12 @@ def _count(text: str) -> int:
     return number
 
 
-_tolerance.__name__, _count.__name__ = "number", "count"  # as argparse calls it in "invalid ... value"
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+# as argparse calls it in "invalid ... value"
+_tolerance.__name__, _count.__name__, _seconds.__name__ = "number", "count", "number of seconds"

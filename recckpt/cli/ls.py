@@ -28,7 +28,7 @@ def ls(args: argparse.Namespace) -> Outcome:
     listing = look_around(storage)
     leftovers, pinned = _leftovers(storage, listing), pinned_ids(storage)
     if not listing.committed and not listing.damaged and not listing.unreadable:
-        _refuse_checkpoint(args.dir)
+        refuse_checkpoint(args.dir)
     needed = _needed_by(listing)
     rows = []
     checkpoints = []
@@ -62,7 +62,7 @@ def _problems(storage: Storage, listing: Listing) -> list[str]:
     return [] if listing.committed else [f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}"]
 
 
-def _refuse_checkpoint(path: str) -> None:
+def refuse_checkpoint(path: str) -> None:
     """Raise CommandError where the path is a checkpoint itself."""
     try:
         _, checkpoint = open_checkpoint(path)

@@ -201,6 +201,9 @@ class Storage(ABC):
     def check_there(self) -> None:  # noqa: B027  # many storages have no root beside the files in it
         """Raise FileNotFoundError where the root is gone."""
 
+    def give_up_after(self, seconds: float) -> None:  # noqa: B027  # a disk is not tried again
+        """Let no file be tried again for longer than this, where the network fails."""
+
     @abstractmethod
     def make_dir(self, name: str) -> None:
         """Make a new directory; FileExistsError if the name is taken."""

@@ -6,6 +6,7 @@ import errno
 import io
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 import fsspec
@@ -40,6 +41,9 @@ class RemoteStorage(Storage):
             raise ValueError(f"{url}: {error}; expected a path, or a URL that fsspec and its backend take") from error
         except Exception as error:  # of backends that connect at once
             raise os_error(error, "connecting", self.url) from error
+
+    def give_up_after(self, seconds: float) -> None:
+        self.policy = replace(self.policy, deadline_sec=seconds)
 
     def open(self, name: str) -> BinaryIO:
         return cast(BinaryIO, RangedFile(lambda: self._open(name), self._retries(name)))

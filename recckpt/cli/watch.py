@@ -1,0 +1,152 @@
+"""``recckpt watch``: a run as it saves, look after look."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from time import sleep
+from typing import TYPE_CHECKING
+
+from recckpt.cli.ls import refuse_checkpoint
+from recckpt.cli.result import CommandError, Outcome, leave_stdout, usage_checked
+from recckpt.inspect.watch.look import Watcher
+from recckpt.inspect.watch.shown import Fact, facts, line
+from recckpt.inspect.watch.status import Status
+from recckpt.storage import open_storage
+from recckpt.text import escaped, one_line, pairs
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Show = Callable[[Status, str], object]  # what is known, and why the last look failed, "" where it has not
+
+_STYLES = {"plain": "", "good": "green", "doubtful": "yellow", "bad": "bold red"}
+
+
+def watch(args: argparse.Namespace) -> Outcome:
+    """Show what is known of a run until control-C, or once."""
+    try:
+        return _watch(args)
+    except KeyboardInterrupt:
+        return _Shown()
+
+
+class _Shown(Outcome):
+    """An outcome that was printed as it came."""
+
+    def __init__(self) -> None:
+        super().__init__(None, [])
+
+    def text(self, *, as_json: bool) -> str:
+        """Return nothing."""
+        return ""
+
+
+def _watch(args: argparse.Namespace) -> Outcome:
+    with usage_checked():
+        storage = open_storage(args.dir)
+    watcher = Watcher(storage)
+    status = watcher.look()  # what is wrong with the place from the start does not mend itself
+    if status.why_empty == "not a directory":
+        raise CommandError(f"{status.url}: {status.why_empty}")
+    if status.last is None:
+        refuse_checkpoint(args.dir)
+    if args.once:
+        return Outcome(status.to_dict(), pairs((name, text) for name, text, _ in facts(status)), _problems(status))
+    trouble = ""
+    storage.give_up_after(args.interval)  # the next look tries again
+    with suppress(BrokenPipeError), _without_warnings(), _shown_by(args) as show:
+        while True:
+            show(status, trouble)
+            sleep(args.interval)
+            try:
+                status, trouble = watcher.look(), ""
+            except OSError as error:
+                trouble = one_line(str(error))
+    leave_stdout()
+    return _Shown()
+
+
+def _problems(status: Status) -> list[str]:
+    if status.last is None and not status.problems and not status.failed:
+        return [f"{status.url}: {status.why_empty}"]
+    failed = [f"{status.url}: the last save failed: {each.error}" for each in status.failed[-1:]]
+    return [*failed, *(f"{status.url}: {problem}" for problem in status.problems)]
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep the log from writing into the table that the network fails; that is shown there."""
+    log = logging.getLogger("recckpt")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def _shown_by(args: argparse.Namespace) -> Iterator[Show]:
+    """Give what shows a look: a table that changes on a terminal, lines elsewhere."""
+    if args.json:
+        yield _show_json
+        return
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        yield _LineByLine()
+        return
+    console = Console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield _LineByLine()
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda status, trouble: live.update(_table(status, trouble, args.interval), refresh=True)
+
+
+def _show_json(status: Status, trouble: str) -> None:
+    said = status.to_dict()
+    if trouble:
+        said = {"output_dir": status.url, "time": _now(), "error": trouble}
+    print(json.dumps(said, allow_nan=False), flush=True)
+
+
+class _LineByLine:
+    """Prints a line when something has changed."""
+
+    def __init__(self) -> None:
+        self._before: object = None
+
+    def __call__(self, status: Status, trouble: str) -> None:
+        key = (status.key, trouble)
+        if key != self._before:
+            print(f"{_now()} cannot look: {trouble}" if trouble else line(status), flush=True)
+        self._before = key
+
+
+def _table(status: Status, trouble: str, interval: float) -> RenderableType:
+    """Return what a terminal shows; nothing in it is markup."""
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    found = list(facts(status))
+    if trouble:
+        found.append(Fact("cannot look", trouble, "bad"))
+    for name, text, mood in found:
+        table.add_row(name, Text(text, style=_STYLES[mood]))
+    told = f"{status.time.strftime('%H:%M:%S')} UTC, every {interval:g} s, control-C ends"
+    return Panel(table, title=Text(escaped(status.url)), title_align="left", subtitle=told, subtitle_align="right")
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,0 +1,110 @@
+"""What people see of a run: names and values, or one line of log; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from recckpt.inspect.watch.status import Failure, LastSave, Status
+from recckpt.text import count, escaped, one_line, plural, size
+
+_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+Mood = Literal["plain", "good", "doubtful", "bad"]
+
+
+class Fact(NamedTuple):
+    """One thing that is shown."""
+
+    name: str
+    text: str
+    mood: Mood = "plain"
+
+
+def facts(status: Status) -> Iterator[Fact]:
+    """Yield what is shown of a run, the most important first."""
+    last = status.last
+    if last is None:
+        yield Fact("waits", one_line(status.why_empty), "doubtful")
+    else:
+        yield Fact("step", "-" if last.step is None else count(last.step))
+        yield Fact("last save", _last_save(last), "doubtful" if status.is_overdue else "good")
+    if status.is_overdue and status.every_sec is not None:
+        yield Fact("overdue", f"usually there is a save every {duration(status.every_sec)}: does it run?", "doubtful")
+    if status.failed:
+        n_failed, newest = len(status.failed), status.failed[-1]
+        since = f"{plural(n_failed, 'save')} failed since, the last one " if n_failed > 1 else ""
+        yield Fact("failed", f"{since}{_ago(newest.age_sec)}: {_what_failed(newest)}", "bad")
+    for attempt in status.attempts:
+        of_step = "" if attempt.step is None else f"step {count(attempt.step)}, "
+        yield Fact("under way", f"{escaped(attempt.directory)} ({of_step}unless its writer died)")
+    if last is not None:
+        yield Fact("chain", plural(last.n_links, "link"))
+    if status.pause is not None:
+        pause = status.pause
+        usual = f"; of {pause.n_saves} the median {duration(pause.median_sec)}, the most {duration(pause.max_sec)}"
+        yield Fact("pause", duration(pause.last_sec) + (usual if pause.n_saves > 1 else ""))
+    if status.every_sec is not None and status.saves_per_hour is not None:
+        yield Fact("saves", f"{_rate(status.saves_per_hour)} an hour, every {duration(status.every_sec)}")
+    if status.n_checkpoints:
+        yield Fact("kept", f"{plural(status.n_checkpoints, 'checkpoint')}, {size(status.n_bytes)}")
+    if status.writer is not None:
+        writer = status.writer
+        by = f" (`{one_line(writer.purpose)}`)" if writer.purpose else ""
+        said = f"process {writer.pid} on {escaped(writer.host)}{by}, since {escaped(writer.time)}"
+        yield Fact("writer", said)
+    for problem in status.problems:
+        yield Fact("problem", one_line(problem), "bad")
+
+
+def line(status: Status) -> str:
+    """Return what a log keeps of a look."""
+    said = [f"waits: {one_line(status.why_empty)}"] if status.last is None else [*_in_short(status.last)]
+    if status.pause is not None and status.last is not None:
+        said.append(f"pause {duration(status.pause.last_sec)}")
+    if status.last is not None and status.saves_per_hour is not None:
+        said.append(f"{_rate(status.saves_per_hour)} saves an hour")
+    if status.is_overdue:
+        said.append("OVERDUE")
+    said += [f"under way {escaped(attempt.directory)}" for attempt in status.attempts]
+    if status.failed:
+        said.append(f"{len(status.failed)} FAILED since, the last {_what_failed(status.failed[-1])}")
+    said += [f"PROBLEM {one_line(problem)}" for problem in status.problems]
+    return f"{status.time.strftime('%Y-%m-%dT%H:%M:%SZ')} {', '.join(said)}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them, by the two largest units."""
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+    unit, n_sec, smaller, n_smaller = next(each for each in _UNITS if seconds >= each[1])
+    whole, rest = divmod(int(seconds), n_sec)
+    more = f" {rest // n_smaller} {smaller}" if rest >= n_smaller else ""
+    return f"{count(whole)} {unit}{more}"
+
+
+def _last_save(last: LastSave) -> str:
+    what = f"{escaped(last.ckpt_id)}, {last.kind}, {plural(last.rows, 'row')}, {size(last.n_bytes)}"
+    took = "" if last.total_sec is None else f", took {duration(last.total_sec)}"
+    return f"{_ago(last.age_sec)}: {what}{took}"
+
+
+def _in_short(last: LastSave) -> Iterator[str]:
+    if last.step is not None:
+        yield f"step {last.step}"
+    yield f"{escaped(last.ckpt_id)} of {escaped(last.time)}"
+    yield last.kind
+    yield plural(last.rows, "row")
+    yield size(last.n_bytes)
+    yield f"chain of {last.n_links}"
+
+
+def _what_failed(failed: Failure) -> str:
+    return f"{'a save' if failed.ckpt_id is None else escaped(failed.ckpt_id)}: {one_line(failed.error)}"
+
+
+def _ago(seconds: float | None) -> str:
+    return "at an unknown time" if seconds is None else f"{duration(seconds)} ago"
+
+
+def _rate(per_hour: float) -> str:
+    return count(round(per_hour)) if per_hour >= 10 else f"{per_hour:.2g}"

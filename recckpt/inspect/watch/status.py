@@ -1,0 +1,219 @@
+"""What is known of a run at one moment; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from recckpt.format import layout
+from recckpt.inspect.watch.history import History, Pause, SaveLine, time_of
+from recckpt.output_dir.checkpoint_dir import Intent
+from recckpt.output_dir.claims import Claim
+from recckpt.output_dir.listing import Checkpoint, Listing
+
+_OVERDUE = 3  # times the usual, from when on a save is missed
+_LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
+
+
+@dataclass(frozen=True)
+class LastSave:
+    """The newest checkpoint that is committed."""
+
+    ckpt_id: str
+    step: int | None
+    kind: str
+    time: str
+    age_sec: float | None  # None where its time cannot be read
+    rows: int
+    n_bytes: int
+    n_links: int  # of the chain that a restore reads
+    total_sec: float | None  # how long the save took
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A save that failed."""
+
+    ckpt_id: str | None
+    step: int | None
+    age_sec: float | None
+    error: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A save that has begun and is not committed: it is under way, or its writer died."""
+
+    directory: str
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment, as its output dir tells of it.
+
+    Attributes:
+        url: the output dir.
+        time: of the look.
+        why_empty: why there is no checkpoint, "" where there is one.
+        last: the newest checkpoint.
+        pause: how long training stood still for saves.
+        every_sec: the usual seconds from one save to the next.
+        is_overdue: whether the next save is missing for much longer than that.
+        failed: saves that failed since the last that did not.
+        attempts: saves of the writer that owns the output dir which are not committed.
+        writer: who saves here.
+        n_checkpoints: how many there are.
+        n_bytes: of all of them.
+        problems: what is wrong with others, a line each.
+    """
+
+    url: str
+    time: datetime
+    why_empty: str
+    last: LastSave | None
+    pause: Pause | None
+    every_sec: float | None
+    is_overdue: bool
+    failed: Sequence[Failure]
+    attempts: Sequence[Attempt]
+    writer: Claim | None
+    n_checkpoints: int
+    n_bytes: int
+    problems: Sequence[str]
+
+    @property
+    def saves_per_hour(self) -> float | None:
+        """How many saves there usually are in an hour."""
+        return None if self.every_sec is None else 3600 / self.every_sec
+
+    @property
+    def key(self) -> object:
+        """What has to differ for a look to be worth a line."""
+        return (
+            self.why_empty,
+            self.last and (self.last.ckpt_id, self.last.time, self.last.n_links),
+            self.is_overdue,
+            [(each.ckpt_id, each.error) for each in self.failed],
+            self.attempts,
+            self.writer,
+            self.problems,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        writer = None
+        if self.writer is not None:
+            writer = {"epoch": self.writer.epoch, "host": self.writer.host, "pid": self.writer.pid}
+            writer |= {"time": self.writer.time, "purpose": self.writer.purpose or None}
+        return {
+            "output_dir": self.url,
+            "time": self.time.isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "step": None if self.last is None else self.last.step,
+            "last_save": None if self.last is None else asdict(self.last),
+            "pause": None if self.pause is None else asdict(self.pause),
+            "saves_per_hour": self.saves_per_hour,
+            "overdue": self.is_overdue,
+            "failed": [asdict(each) for each in self.failed],
+            "under_way": [asdict(each) for each in self.attempts],
+            "writer": writer,
+            "checkpoints": self.n_checkpoints,
+            "bytes": self.n_bytes,
+            "problems": list(self.problems),
+            "why_empty": self.why_empty or None,
+        }
+
+
+def status_of(
+    url: str,
+    now: datetime,
+    listing: Listing,
+    history: History,
+    *,
+    writer: Claim | None,
+    intents: Sequence[Intent],
+    why_empty: str,
+) -> Status:
+    """Return what is known of a run.
+
+    Args:
+        url: the output dir.
+        now: when it was looked at.
+        listing: its checkpoints.
+        history: its timeline.
+        writer: who owns it.
+        intents: the attempts that are not committed.
+        why_empty: what the storage says of an output dir without checkpoints.
+    """
+    current = listing.current
+    last = _last(current[-1], history, now) if current else None
+    return Status(
+        url=url,
+        time=now,
+        why_empty="" if current else why_empty or "no checkpoint is committed yet",
+        last=last,
+        pause=history.pause,
+        every_sec=history.every_sec,
+        is_overdue=_is_overdue(last, history.every_sec),
+        failed=[_failure(line, now) for line in history.failed],
+        attempts=[Attempt(each.directory, each.step) for each in intents if _may_run(each, writer, last, history)],
+        writer=writer,
+        n_checkpoints=len(current),
+        n_bytes=sum(checkpoint.manifest.n_bytes for checkpoint in listing.committed),
+        problems=[
+            *_said("damaged", listing.damaged),
+            *_said("unreadable", listing.unreadable),
+            *_said("fenced", listing.fenced),
+        ],
+    )
+
+
+def _last(checkpoint: Checkpoint, history: History, now: datetime) -> LastSave:
+    record = checkpoint.manifest
+    line = history.of(record.ckpt_id)
+    return LastSave(
+        ckpt_id=record.ckpt_id,
+        step=record.step,
+        kind=record.kind,
+        time=record.time,
+        age_sec=_age(time_of(record.time), now),
+        rows=record.rows,
+        n_bytes=record.n_bytes,
+        n_links=len(checkpoint.links),
+        total_sec=None if line is None else line.total_sec,
+    )
+
+
+def _may_run(intent: Intent, writer: Claim | None, last: LastSave | None, history: History) -> bool:
+    """Say whether a save may be under way: the owner's, which has neither failed nor been left behind."""
+    if writer is None or intent.epoch != writer.epoch or intent.directory in _directories(history.failed):
+        return False
+    return last is None or last.step is None or intent.step is None or intent.step >= last.step
+
+
+def _directories(lines: Iterable[SaveLine]) -> Iterator[str]:
+    for line in lines:
+        with suppress(ValueError):  # a name that no checkpoint has
+            yield layout.encode_id(line.ckpt_id or "")
+
+
+def _failure(line: SaveLine, now: datetime) -> Failure:
+    return Failure(line.ckpt_id, line.step, _age(line.time, now), line.error or "")
+
+
+def _age(time: datetime | None, now: datetime) -> float | None:
+    """Return the seconds since a moment by the clock of another machine, which may be ahead."""
+    return None if time is None else max(0.0, (now - time).total_seconds())
+
+
+def _is_overdue(last: LastSave | None, every_sec: float | None) -> bool:
+    if last is None or last.age_sec is None or every_sec is None:
+        return False
+    return last.age_sec > max(_OVERDUE * every_sec, _LEAST_OVERDUE_SEC)
+
+
+def _said(what: str, found: Mapping[str, object]) -> list[str]:
+    return [f"{directory} is {what}: {reason}" for directory, reason in found.items()]

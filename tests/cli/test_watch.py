@@ -1,0 +1,120 @@
+import json
+import re
+import sys
+
+import pytest
+from builders import Run
+
+from recckpt.cli import watch
+from recckpt.inspect.watch.look import Watcher
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Let control-C end a watch after some looks, before each but the first of which something is done."""
+
+    def prepare(*between):
+        left = [*between, interrupt]
+        monkeypatch.setattr(watch, "sleep", lambda seconds: left.pop(0)())
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    return prepare
+
+
+def failing(*_):
+    raise OSError(5, "the network is down", "s3://x")
+
+
+def test_once_says_what_is_known_and_ends(recckpt, tmp_path, monkeypatch):
+    run = Run(tmp_path, interval=10).train(10)
+    answer = recckpt("watch", tmp_path, "--once")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.lines[0] == ["step", "10"]
+    assert re.search(r"^last save +.* ago: ckpt_10, full, \d+ rows, ", answer.out, re.MULTILINE)
+    found = recckpt("watch", tmp_path, "--once", "--json").json
+    assert (found["step"], found["last_save"]["ckpt_id"], found["failed"]) == (10, "ckpt_10", [])
+    with monkeypatch.context() as patch:
+        patch.setattr("recckpt.save.save.write", failing)
+        with pytest.raises(OSError, match="down"):
+            run.train(10)
+    answer = recckpt("watch", tmp_path, "--once")
+    assert answer.code == 1
+    assert re.search("the last save failed: OSError: .*network is down", answer.err)
+
+
+def test_it_waits_for_a_directory_and_prints_a_line_when_something_has_changed(recckpt, tmp_path, looks, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    url = tmp_path / "runs"
+    looks(lambda: None, lambda: Run(url, interval=2).train(2), lambda: None)
+    answer = recckpt("watch", url)
+    assert (answer.code, answer.err) == (0, "")
+    first, second = answer.out.splitlines()
+    assert re.fullmatch(r"\S+Z waits: does not exist", first)
+    assert "step 2, ckpt_2 of" in second
+
+
+def test_json_has_a_line_a_look_and_a_look_that_fails_ends_nothing(recckpt, tmp_path, looks, monkeypatch):
+    Run(tmp_path, interval=2).train(2)
+    real = Watcher.look
+
+    def break_the_network():
+        monkeypatch.setattr(Watcher, "look", failing)
+
+    def mend_it():
+        monkeypatch.setattr(Watcher, "look", real)
+
+    looks(break_the_network, mend_it)
+    answer = recckpt("watch", tmp_path, "--json")
+    lines = [json.loads(line) for line in answer.out.splitlines()]
+    assert [line.get("step") for line in lines] == [2, None, 2]
+    assert "network is down" in lines[1]["error"]
+    assert answer.code == 0
+
+
+def test_what_cannot_be_watched_is_refused_in_a_line(recckpt, tmp_path):
+    Run(tmp_path / "runs", interval=2).train(2)
+    (tmp_path / "file").write_text("x")
+    answers = {
+        "it is a checkpoint": recckpt("watch", tmp_path / "runs/ckpt_2"),
+        "not a directory": recckpt("watch", tmp_path / "file"),
+        "does not exist": recckpt("watch", tmp_path / "nowhere", "--once"),
+        "no checkpoint is committed yet": recckpt("watch", tmp_path, "--once"),
+    }
+    assert all(answer.code == 1 and answer.err.count("\n") == 1 for answer in answers.values())
+    assert "is the checkpoint 'ckpt_2', not an output dir" in answers.pop("it is a checkpoint").err
+    assert all(what in answer.err for what, answer in answers.items())
+    assert recckpt("watch", "nosuch://x").code == 2
+    assert recckpt("watch", tmp_path, "--interval", "0").code == 2
+
+
+def test_a_terminal_gets_a_table_in_which_no_name_is_markup(recckpt, tmp_path, looks, monkeypatch):
+    rich = pytest.importorskip("rich.console", reason="RICH IS NOT INSTALLED: pip install '.[cli]'")
+    run = Run(tmp_path / "[red]runs", interval=2).train(2)
+    run.saver.save("[bold]\x1b[2J[/bold]", step=3)
+    with (tmp_path / "[red]runs/timeline.jsonl").open("a") as timeline:
+        timeline.write('{"ckpt_id": "a", "error": "[blink]\\u001b[2Jx[/nothing]"}\n')
+    monkeypatch.setattr(rich.Console, "is_terminal", True)
+    monkeypatch.setattr(rich.Console, "is_dumb_terminal", False)
+    monkeypatch.setenv("COLUMNS", "200")
+    looks(lambda: None)
+    answer = recckpt("watch", tmp_path / "[red]runs")
+    assert (answer.code, answer.err) == (0, "")
+    assert "[red]runs" in answer.out
+    assert "[bold]" in answer.out
+    assert "[blink]" in answer.out
+    assert "\x1b[2J" not in answer.out
+
+
+def test_a_reader_that_has_seen_enough_ends_it(recckpt, tmp_path, monkeypatch):
+    Run(tmp_path, interval=2).train(2)
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(watch, "_show_json", closed)
+    left = []
+    monkeypatch.setattr(watch, "leave_stdout", lambda: left.append(True))
+    assert recckpt("watch", tmp_path, "--json") == (0, "", "")
+    assert left == [True]
