@@ -28,6 +28,7 @@ class TableEntry:
     slots: tuple[SlotSpec, ...]
     delta: DeltaRows | None = None
     reduced: Reduced | None = None  # what the table had more; None where it was saved as it was
+    evicted_to: int | None = None  # the step up to which eviction was done; None where nothing is evicted in steps
 
     @property
     def row_bytes(self) -> int:
@@ -53,6 +54,8 @@ def table_json(table: TableEntry) -> dict[str, Any]:
         entry["delta"] = {"upserts": held.upserts, "deletes": held.deletes, "replaced": held.replaced}
     if table.reduced is not None:
         entry["reduced"] = reduced_json(table.reduced)
+    if table.evicted_to is not None:
+        entry["evicted_to"] = table.evicted_to
     return entry
 
 
@@ -75,7 +78,8 @@ def parse_table(fields: Fields, *, of_delta: bool) -> TableEntry:
         raise fields.wrong("delta", "rows of a delta", "no such field in a full checkpoint")
     delta = _delta_rows(fields.mapping("delta"), rows) if of_delta else None
     reduced = parse_reduced(fields.mapping("reduced"), slots) if fields.has("reduced") else None
-    return TableEntry(name, rows, slots, delta, reduced)
+    evicted_to = fields.count("evicted_to") if fields.has("evicted_to") else None
+    return TableEntry(name, rows, slots, delta, reduced, evicted_to)
 
 
 def _delta_rows(fields: Fields, rows: int) -> DeltaRows:

@@ -97,6 +97,8 @@ def _apply(
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
         loaded = _fill_tables(rows, progress, lambda: [give_rest() for give_rest in rests], concurrency)
+        for load in (load for link in rows for load in link.tables):
+            load.take_eviction()
         if other.dense:
             load_dense(live.model, other.dense)
     if other.generators:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -231,6 +231,17 @@ def first_rows(by: npt.NDArray[Any], ids: npt.NDArray[np.int64], n: int) -> Mask
     n_ties = n - int(mask.sum())
     mask[ties[np.argpartition(ids[ties], n_ties - 1)[:n_ties]]] = True
     return mask
+
+
+def least_count(policies: Iterable[Any]) -> int:
+    """Return the count with which a row stays by each :class:`LowCount` among policies, 0 without one."""
+    return max((_least_count(policy) for policy in policies), default=0)
+
+
+def _least_count(policy: Any) -> int:
+    if isinstance(policy, EvictedByAll):
+        return least_count(policy.policies)
+    return policy.n if isinstance(policy, LowCount) else 0
 
 
 def is_evict(policy: Any) -> bool:

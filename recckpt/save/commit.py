@@ -119,7 +119,8 @@ def _sum(one: TableEntry, other: TableEntry) -> TableEntry:
         counts = (one.delta.upserts + other.delta.upserts, one.delta.deletes + other.delta.deletes)
         delta = DeltaRows(*counts, one.delta.replaced)
     both = one.reduced.plus(other.reduced) if one.reduced and other.reduced else one.reduced
-    return replace(one, rows=one.rows + other.rows, delta=delta, reduced=both)
+    evicted_to = one.evicted_to if one.evicted_to == other.evicted_to else None  # slices that are trained apart
+    return replace(one, rows=one.rows + other.rows, delta=delta, reduced=both, evicted_to=evicted_to)
 
 
 def rotate(job: Job, to: Destination) -> None:

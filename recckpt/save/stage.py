@@ -49,6 +49,7 @@ class Staged:
     kind: Kind = FULL  # whether it is written as a delta
     wanted: dict[str, Wanted] = field(default_factory=dict)  # of tables by name that are not saved as they are
     n_evicted: int = 0  # rows that tables of ours have evicted by then
+    evicted_to: dict[str, int | None] = field(default_factory=dict)  # tables of ours by name: up to which step
 
     @property
     def sparse_bytes(self) -> int:
@@ -69,6 +70,8 @@ class Staged:
                 asked = choice.of_table(table)
                 wanted = None if asked.is_everything else asked.of(table.name, slots_of_table(table))
                 slots = None if wanted is None else wanted.read
+                if isinstance(table, OurTable):
+                    self.evicted_to[table.name] = table.evicted_to
                 if tracker is not None and isinstance(table, OurTable):
                     self.frozen[table.name] = tracker.freeze(table, slots)
                     self.tables.append(self.frozen[table.name].snapshot)

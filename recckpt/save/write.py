@@ -165,7 +165,15 @@ class ShardWriter:
         files += [self._write_catalog(outbox, catalog)]
         alike = {t.slots: t.slots for t in staged.tables}  # all ranks are sent this: what is one object is sent once
         tables = tuple(
-            TableEntry(t.name, t.n_all, alike[t.slots], _held(t, staged, catalog), _reduced(t)) for t in staged.tables
+            TableEntry(
+                t.name,
+                t.n_all,
+                alike[t.slots],
+                _held(t, staged, catalog),
+                _reduced(t),
+                staged.evicted_to.get(t.name),
+            )
+            for t in staged.tables
         )
         return ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files)
 

@@ -28,7 +28,7 @@ def example() -> Manifest:
         shards=(ShardEntry(layout.catalog(0, 2), (0, 30_000)), ShardEntry(layout.catalog(1, 2), (0, 0))),
         tables=(
             TableEntry("item", 3, (SlotSpec("embedding", "float32", (2, 3)), SlotSpec("sparse_step", "int64", ()))),
-            TableEntry('ü "\\\n/', 0, (SlotSpec("embedding", "bfloat16", (1,)),)),
+            TableEntry('ü "\\\n/', 0, (SlotSpec("embedding", "bfloat16", (1,)),), evicted_to=12),
         ),
         files=(
             FileEntry("model.pt", 10, 2**64 - 1),
@@ -197,6 +197,8 @@ def shard(**changes):
         ({"flags": {"x": True}}, "flags.ephemeral"),
         ({"flags": {"ephemeral": 1}}, "flags.ephemeral"),
         (table(rows=-1), "tables[0].rows"),
+        (table(evicted_to=-1), "tables[0].evicted_to"),
+        (table(evicted_to=1.5), "tables[0].evicted_to"),
         (table(rows=10**18), "tables[0].rows"),
         (table(rows=1.0), "tables[0].rows"),
         (table(name=""), "tables[0].name"),

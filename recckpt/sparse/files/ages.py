@@ -1,4 +1,4 @@
-"""How long ago rows were looked up that come from a checkpoint, in the steps of the run that loads them."""
+"""How long ago, in the steps of the run that loads them, and how often rows of a checkpoint were looked up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recckpt.format.manifest import Manifest
-from recckpt.policies.evict import LAST_STEP, LAST_TIME
+from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME, least_count
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import HashTable as AnyTable
 
@@ -22,11 +22,14 @@ class Ages:
 
     Attributes:
         added_steps: is added to each ``last_step`` of the checkpoint.
-        missing: tracked slots, and what rows get of which the checkpoint has no such slot: its own age.
+        missing: tracked slots, and what rows get of which the checkpoint has no such slot: its own age, and the count
+            with which a row stays.
+        is_resumed: whether the run goes on at the step of the checkpoint.
     """
 
     added_steps: int = 0
     missing: Mapping[str, float] = field(default_factory=dict)
+    is_resumed: bool = False
 
     def of_rows(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the slots of rows of the checkpoint as they are here."""
@@ -39,14 +42,17 @@ def ages_of(table: AnyTable, manifest: Manifest, taken_step: int | None) -> Ages
     """Return those of rows of a checkpoint; ``taken_step`` is where the run goes on, None where it stays at its own."""
     if not isinstance(table, HashTable):
         return Ages()
+    is_resumed = taken_step is not None and taken_step == manifest.step
     if taken_step is None and table.is_step_known:
         taken_step = table.step
     missing: dict[str, float] = {}
     if "step" in table.track:
         missing[LAST_STEP] = (taken_step if taken_step is not None else manifest.step) or 0
+    if "count" in table.track:
+        missing[COUNT] = least_count(table.evicts)
     event_time = manifest.state.get(EVENT_TIME)
     if "time" in table.track and isinstance(event_time, int | float):
         missing[LAST_TIME] = float(event_time)
     if "step" not in table.track or taken_step is None or manifest.step is None:
-        return Ages(0, missing)
-    return Ages(taken_step - manifest.step, missing)
+        return Ages(0, missing, is_resumed)
+    return Ages(taken_step - manifest.step, missing, is_resumed)

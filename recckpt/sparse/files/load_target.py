@@ -93,6 +93,11 @@ class TableLoad:
         """Whether rows go that are deleted, or that the filter no longer keeps."""
         return self.with_rows and self.clear and self.is_update
 
+    def take_eviction(self) -> None:
+        """Let a table that has become that of the checkpoint, at its step, evict what it would have evicted."""
+        if self.empties and isinstance(self.table, HashTable) and self.ages.is_resumed:
+            self.table.evicted_to = self.entry.evicted_to
+
     @property
     def columns(self) -> frozenset[str]:
         """The slots in the checkpoint that have to be read."""

@@ -75,14 +75,18 @@ def load_tables(
     if has_rows:
         bytes_read += sum(one.run(Filler.check, concurrency) for one in passes)
         when_checked()
-    with _undone_on_error(fillers):
-        for one in passes:
-            one.start()
-            bytes_read += one.run(fill, concurrency)
-        if not has_rows:
-            when_checked()
-        for target in targets.values():
-            target.finish()
+    try:
+        with _undone_on_error(fillers):
+            for one in passes:
+                one.start()
+                bytes_read += one.run(fill, concurrency)
+            if not has_rows:
+                when_checked()
+            for target in targets.values():
+                target.finish()
+    finally:
+        for filler in reversed(fillers):
+            filler.end()
     return _counted(fillers, bytes_read)
 
 

@@ -43,6 +43,7 @@ class Filler:
         self._known = KnownIds()
         self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
         self._newest = ""
+        self._initial: dict[str, float] = {}  # of slots whose new rows start otherwise during the load
         self._of_link = LinkRows(0)
         self._n_links = self._n_done = self._n_expected = 0
         self._is_started = self._touched = False
@@ -65,6 +66,7 @@ class Filler:
             self._target.clear()
         if isinstance(self.load.table, HashTable):
             for slot, value in self.load.ages.missing.items():
+                self._initial[slot] = self._target.store.initial(slot)
                 self._target.store.set_initial(slot, value)
         takes_all = self._where == RowFilter()
         if isinstance(self.load.table, HashTable) and takes_all:
@@ -92,6 +94,12 @@ class Filler:
             path, where = layout.join(self._newest, layout.MANIFEST), f"table {entry.name!r}"
             expected = f"{n_rows}, as in its chain"
             raise CorruptCheckpointError(path, where, found=f"{entry.rows} rows", expected=expected)
+
+    def end(self) -> None:
+        """Let rows that are new from now on start as they did before the load."""
+        if isinstance(self.load.table, HashTable):
+            for slot, value in self._initial.items():
+                self.load.table.store.set_initial(slot, value)
 
     def undo(self) -> None:
         """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""

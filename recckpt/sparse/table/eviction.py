@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from recckpt.sparse.table.tracking import TrackedTable
 from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Int64s = npt.NDArray[np.int64]
 _PATIENCE = 1000  # training look-ups of one step, after which somebody seems to have forgotten to count steps
@@ -75,6 +78,16 @@ class EvictingTable(TrackedTable):
         """Rows that policies have evicted since the table was made, on this rank."""
         return self._n_evicted
 
+    @property
+    def evicted_to(self) -> int | None:
+        """The step up to which eviction is done, None where it has not begun with these rows; saved with them."""
+        era, step = self._evicted_to
+        return step if era is self._store.era else None
+
+    @evicted_to.setter
+    def evicted_to(self, step: int | None) -> None:
+        self._evicted_to = (self._store.era, step)
+
     @opaque
     def evict(self, *policies: Policy) -> int:
         """Drop all rows that any of these policies evicts, now, and return how many. Collective with a capacity.
@@ -89,6 +102,11 @@ class EvictingTable(TrackedTable):
         """
         plan = plan_of(self.name, policies, set(self._store.columns), every=1, budget_ms=None)
         return self._evict(plan, [ALL], target=None if plan.capacity is None else plan.capacity.n)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = super().__deepcopy__(memo)
+        twin.evicted_to = self.evicted_to  # the copy of an era is another one
+        return twin
 
     def _begin_evicting(self, evict: Any, every: Any, budget_ms: Any) -> None:
         """Take note of what the table is to evict, or raise ValueError."""
@@ -109,9 +127,7 @@ class EvictingTable(TrackedTable):
         """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
         if self._plan.is_empty or not self.training:
             return
-        step, (era, before) = self.step, self._evicted_to
-        if era is not self._store.era:
-            before = None  # other rows, of another step: loaded, or moved to another device
+        step, before = self.step, self.evicted_to
         if step == before:
             self._n_looked_up += 1
             if self._n_looked_up == _PATIENCE:
@@ -119,7 +135,7 @@ class EvictingTable(TrackedTable):
             return
         begin = time.thread_time()
         self._evict_at(step, before)
-        self._evicted_to, self._n_looked_up = (self._store.era, step), 0
+        self.evicted_to, self._n_looked_up = step, 0
         spent_ms, budget_ms = 1e3 * (time.thread_time() - begin), self._plan.budget_ms
         if budget_ms is not None and spent_ms > budget_ms:
             longer = int(self._plan.every * spent_ms / budget_ms) + 1

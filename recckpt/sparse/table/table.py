@@ -297,3 +297,4 @@ class HashTable(AdmittingTable, EvictingTable):
                 store.add_column(SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:])))
         store.insert(flat_ids(ids), {EMBEDDING: embeddings, **slots})
         self._store.adopt(store)
+        self.evicted_to = other.evicted_to if isinstance(other, HashTable) else None

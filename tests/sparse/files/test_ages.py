@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recckpt import CheckpointManager, Saver
-from recckpt.policies.evict import Unseen
+from recckpt.policies.evict import LowCount, Unseen
 from recckpt.sparse import HashTable, SparseSGD
 
 
@@ -53,6 +53,18 @@ def test_rows_of_a_checkpoint_that_tracks_nothing_are_as_old_as_it_and_not_as_th
     assert len(table) == 4
     train(manager, table, [7], 4)
     assert table.ids().tolist() == [7]
+
+
+def test_rows_of_a_checkpoint_that_counted_nothing_are_not_taken_for_rows_that_were_seen_too_few_times(tmp_path):
+    saved(tmp_path, 50)
+    evict = [LowCount(2), LowCount(3) & Unseen(steps=10)]
+    manager, table = run_at(tmp_path, track=("count", "step"), evict=evict, evict_every=1)
+    manager.restore()
+    assert dates(table, "count") == {0: 3, 1: 3, 2: 3}
+    train(manager, table, [7], 1)
+    assert dates(table, "count") == {0: 3, 1: 3, 2: 3, 7: 1}
+    train(manager, table, [0], 1)
+    assert dates(table, "count") == {0: 4, 1: 3, 2: 3}
 
 
 def test_event_times_that_a_checkpoint_lacks_are_its_own(tmp_path):
