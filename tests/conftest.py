@@ -9,14 +9,22 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import disks
 import pytest
 from gate import Gate
 from hypothesis import settings
 from servers.process import ServerProcess
+from sweeps import mark_slow
 
 settings.register_profile("untimed", deadline=None)  # machines are shared: a slow example is no failure
 settings.load_profile("untimed")
+disks.leave_to_the_kernel()
 _numbers = count()
+
+
+def pytest_itemcollected(item):
+    """Leave to the slow suite what a test says that it need not try by default."""
+    mark_slow(item)
 
 
 def pytest_collection_finish():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpointing import everything, frozen, save
 from paths import PYTHONPATH
+from sweeps import SWEEP_STRIDE
 from writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
 
 from recckpt.checkpointer import PartlyCommittedError, make_async_checkpointer, make_sync_checkpointer
@@ -92,7 +93,7 @@ def test_a_process_killed_at_any_moment_leaves_a_whole_file_and_the_next_save_wo
     assert works(checkpointer, tmp_path)
     (tmp_path / "checkpoint_0.pt").unlink()
     kill(checkpointer._process.pid, signal.SIGSTOP)  # however fast the machine is, one is killed before its save
-    steps = range(0, 2000, int(os.environ.get("SWEEP_STRIDE", "10")))
+    steps = range(0, 2000, SWEEP_STRIDE)
     last = steps[-1]
     for step in steps:
         state = {"step": step, "w": torch.full((300_000,), float(step))}

@@ -13,6 +13,7 @@ import torch
 from checkpointing import STATES, everything, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import SWEEP_STRIDE
 
 from recckpt.checkpointer import CheckpointWriter, RankInfo, StateReader
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
@@ -201,7 +202,7 @@ def test_a_flipped_bit_is_found_or_means_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_any_flipped_bit_is_found_or_means_nothing(tmp_path):
-    stride = int(os.environ.get("SWEEP_STRIDE", "10"))
+    stride = SWEEP_STRIDE
     assert check_flips(tmp_path, lambda n_bits: range(0, n_bits, stride)) > 50
 
 

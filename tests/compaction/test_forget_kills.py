@@ -1,6 +1,5 @@
 """Whoever forgets is killed at any point: nothing else is lost, and what was begun is ended by who comes next."""
 
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from delta_runs import rows_of, run_with_chain
 from in_fork import in_fork
 from killed import killed_at
+from sweeps import SWEEP_STRIDE
 
 import recckpt
 from recckpt import CheckpointManager, Saver
@@ -19,7 +19,6 @@ from recckpt.inspect.absent import look_for
 from recckpt.output_dir.forget_requests import pending, requests
 from recckpt.storage import open_storage
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
 MOST_POINTS = 4000
 GONE = [5, 7, 9, 120, 500]
 CKPTS = ("ckpt_1", "ckpt_2", "ckpt_3")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from delta_runs import rows_of, run_with_chain
 from killed import killed_at
+from sweeps import SWEEP_STRIDE
 
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.whole import Means
@@ -15,7 +16,6 @@ from recckpt.output_dir.listing import attempt_dirs, locate
 from recckpt.output_dir.offers import DAY_SEC, adopt_offers
 from recckpt.storage.transfers import VISIBLE
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
 MOST_CALLS = 1000
 
 

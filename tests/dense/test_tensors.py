@@ -1,7 +1,6 @@
 """Tensors in chunks, cut in any way, are put together again, and no more is read than what is asked for."""
 
 import json
-import os
 import random
 
 import numpy as np
@@ -11,6 +10,7 @@ from chunked import chunk_of, edit_index, save_chunked
 from forge import Forge
 from forked import outcomes
 from mutations import mutated, mutated_json
+from sweeps import SWEEP_STRIDE
 
 from recckpt import CheckpointReader
 from recckpt.dense import tensors
@@ -346,7 +346,7 @@ def cases(forge, n, seed):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_files_that_are_almost_right_are_refused_or_read_as_they_were(two_shards, forge, seed):
-    n = 40 if seed == 0 else 2000 // int(os.environ.get("SWEEP_STRIDE", "1"))
+    n = 40 if seed == 0 else 2000 // SWEEP_STRIDE
     fuzz, some = Fuzz(two_shards), list(cases(forge, n, seed))
     found = outcomes(fuzz.attempt, some)
     good = {"no fault", "refused", "seen", "accepted"}

@@ -1,19 +1,18 @@
 """A rank dies or falls silent in any phase of a save: nothing torn is committed, and the others all know who it was."""
 
 import json
-import os
 import signal
 
 import pytest
 from dying_ranks import PHASES, Job
 from paths import SUPPORT
 from rank_processes import run_script
+from sweeps import SWEEP_STRIDE
 from thread_ranks import on_ranks
 
 from recckpt import CheckpointManager
 from recckpt.inspect.verify import verify
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 MARGIN_SEC = 5.0  # of survivors beyond the timeout
 

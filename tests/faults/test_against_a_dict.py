@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from sweeps import SWEEP_STRIDE
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 NUMBERS = st.integers(0, 99)
 RAM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 

@@ -1,18 +1,17 @@
 """Errors in every room of a save in the background: each is told once, nothing is lost, and the next save lands."""
 
 import errno
-import os
 
 import pytest
 from faults.job import Job, State, check_tidy, restored
 from faults.storage_faults import Faults
+from sweeps import SWEEP_STRIDE
 
 import recckpt.save.stage
 from recckpt import CheckpointManager
 from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.sparse.table.snapshot import Snapshot
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweep tries every so-manieth operation
 OLD = State(1)
 
 STORAGE_ROOMS = ("begin", "write", "last write", "fsync", "commit", "sync", "rotate", "index")

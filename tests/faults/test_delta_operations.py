@@ -1,13 +1,13 @@
 """T3 with deltas: an operation of the storage fails; whatever the save says, the next holds all that has changed."""
 
 import errno
-import os
 from itertools import count
 
 import pytest
 import spec_reader
 import torch
 from faults.storage_faults import WHEN, Faults
+from sweeps import SWEEP_STRIDE
 from torch import nn
 
 import recckpt
@@ -16,7 +16,6 @@ from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.sparse import HashTable
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 DELTAS = Deltas(full_every=4, max_chain_bytes=100)
 HABITS = ("goes on", "restarts", "adopts")  # before the save that a fault strikes; it may adopt an offer that waits
 

@@ -1,6 +1,5 @@
 """The model of the fencing, in every state that its writers can bring about; and that it needs each of its rules."""
 
-import os
 from dataclasses import fields, replace
 from itertools import product
 
@@ -8,8 +7,7 @@ import pytest
 from faults.all_states import Lost
 from faults.fencing_model import Model, Rules
 from faults.fencing_states import NO_STEP
-
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
+from sweeps import SWEEP_STRIDE
 
 # the steps that each writer saves: a later writer that saves a step again has rolled back
 ONE_EACH = ((1,), (1,), (1,))

@@ -11,12 +11,12 @@ import pytest
 from builders import Run, state_of
 from forge import Forge
 from forked import outcomes
+from sweeps import SWEEP_STRIDE
 
 from recckpt import Deltas
 from recckpt.errors import FormatVersionError
 from recckpt.inspect.verify import verify
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 FLIPS = 5000
 PAGE = 4096
 CATALOG = "sparse/00000-of-00001.json"

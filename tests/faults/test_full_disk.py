@@ -7,13 +7,13 @@ import subprocess
 import pytest
 import torch
 from faults.job import Job, State, check_index, check_tidy, restored
+from sweeps import SWEEP_STRIDE
 
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import newest as locate_newest
 from recckpt.storage import open_storage
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth size
 PAGE = os.sysconf("SC_PAGESIZE")
 ROWS = 9000
 SIZES = 200

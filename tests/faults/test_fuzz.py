@@ -17,6 +17,7 @@ from builders import Run, state_of
 from forge import Forge, filled, save_tables, sealed
 from forked import outcomes
 from mutations import mutated, mutated_json
+from sweeps import SWEEP_STRIDE
 
 from recckpt import CheckpointReader
 from recckpt.cli import main
@@ -26,7 +27,7 @@ from recckpt.inspect.verify import verify
 from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.storage import open_storage
 
-LONG = 10 / int(os.environ.get("SWEEP_STRIDE", "1"))  # times as many cases as KINDS says, for each of four seeds
+LONG = 10 / SWEEP_STRIDE  # times as many cases as KINDS says, for each of four seeds
 SHORT = 0.2
 DAMAGE = "damage"  # must be seen, and what is read is what was written
 SEALED = "sealed"  # all checksums of files hold: what is read of tables and tensors is what was written, or nothing

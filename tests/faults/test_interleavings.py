@@ -14,10 +14,10 @@ import pytest
 from faults.interleaving import Scene, crossed, operations, overtaken
 from faults.trainer import Trainer
 from faults.watched_storage import watch
+from sweeps import SWEEP_STRIDE
 
 from recckpt.errors import SaveFailedError, WriterFencedError
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 FENCED, FAILED = 3, 4  # exit codes
 
 

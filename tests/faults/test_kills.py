@@ -1,6 +1,5 @@
 """T1: a process is killed at a system call of a save; what was acknowledged restores, and the next process goes on."""
 
-import os
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -8,11 +7,11 @@ from itertools import product
 import pytest
 from faults.scenes import FORMS_AND_DOUBTS, OFFERS, SCENES
 from faults.tracing import killing
+from sweeps import SWEEP_STRIDE
 
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth point
 MOST_CALLS = 1000  # of one name in a save
 ALL = SCENES | FORMS_AND_DOUBTS | OFFERS
 CALLS = ("mkdir", "openat", "write", "fsync", "close", "link", "unlink", "rename", "rmdir")

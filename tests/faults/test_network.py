@@ -1,6 +1,5 @@
 """T6: the network fails at each request of a save; it is made up for, or said, and nothing is ever lost."""
 
-import os
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -12,12 +11,12 @@ from faults.plants import plant
 from faults.store_scene import Scene, Store, options_of
 from faults.store_worker import LargeJob
 from fsspec.config import conf
+from sweeps import SWEEP_STRIDE
 
 from recckpt.errors import SaveFailedError
 from recckpt.storage import upload
 from recckpt.storage.retry import RetryPolicy
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth request
 NAMED = re.compile(r"\b[a-z ]+ failed: .*s3://faults-\d+/try-\d+")
 PATIENCE_SEC = {"stall before": 2.0, "stall after": 2.0}  # which are waited for; else the server may take its time
 

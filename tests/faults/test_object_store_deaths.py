@@ -11,9 +11,9 @@ from faults.http_proxy import Proxy
 from faults.store_scene import Scene, Store, as_json, options_of
 from faults.store_worker import JOBS
 from fsspec.config import conf
+from sweeps import SWEEP_STRIDE
 from warm_python import Piped
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth request
 SWEEPS = {  # scene, job, whether deaths begin with the process: which requests, of those that SWEEP_STRIDE leaves
     ("first", "small", True): 2,
     ("rotation", "small", False): 1,

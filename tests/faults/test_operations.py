@@ -13,11 +13,11 @@ from faults.job import Job, State, check_tidy, restored
 from faults.scenes import SCENES
 from faults.storage_faults import WHEN, Faults
 from faults.tracing import disturbing
+from sweeps import SWEEP_STRIDE
 
 from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.inspect.verify import verify
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 CODES = ("EIO", "ENOSPC", "EDQUOT", "EROFS", "EACCES", "ESTALE")
 VITAL = ("make_dir", "create", "file.write", "file.close", "put_if_absent")  # a save that fails there has failed
 OLD, NEW = State(1), State(2)

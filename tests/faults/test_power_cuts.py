@@ -4,7 +4,6 @@ What a save does is recorded by strace, from real processes, and is replayed on 
 """
 
 import json
-import os
 import random
 import tempfile
 from dataclasses import replace
@@ -16,11 +15,11 @@ from faults.disk_model import Disk, cuts, digest, put
 from faults.job import NOTHING, State, restored
 from faults.scenes import FORMS_AND_DOUBTS, SCENES
 from faults.strace_log import read_log, recording
+from sweeps import SWEEP_STRIDE
 
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweeps try every so-manieth operation
 FULL = ("first", "rotation", "same writer", "again", "takeover", "takeover in rotation")
 DELTAS = ("delta on a delta", "full after deltas", "delta on the second full", "takeover in rotation of deltas")
 HISTORIES = FULL + DELTAS + tuple(FORMS_AND_DOUBTS)

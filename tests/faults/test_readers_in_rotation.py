@@ -11,11 +11,11 @@ import pytest
 import rotating_run
 from paths import PYTHONPATH
 from rotating_run import READERS, Run, WrongReadError, read_often, write_until
+from sweeps import SWEEP_STRIDE
 
 from recckpt.errors import CheckpointRemovedError
 from recckpt.output_dir import open_files
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # the sweep reads every so-manieth time
 ALL_READS = 10_000
 STEPS = 11  # that each reader has seen at least, or it has not read beside saves
 

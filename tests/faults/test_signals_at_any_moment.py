@@ -1,17 +1,16 @@
 """SIGTERM at any moment of a run that saves in the background: nothing that was announced is lost, nothing is torn."""
 
-import os
 import random
 from signal import SIGTERM
 
 import pytest
 from signalled_run import Job, Runs
+from sweeps import SWEEP_STRIDE
 
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 
 N_STEPS, INTERVAL = 12, 3  # of at_any_moment
-STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 GRACE = (None, None, 0.001, 0.05)  # seconds
 RUN = {"interval": INTERVAL, "async_save": True, "save_at_start": True}
 
@@ -71,4 +70,4 @@ def test_a_restart_finds_the_step_that_was_announced_or_the_one_before(runs, fig
 
 @pytest.mark.slow
 def test_at_any_of_200_moments(runs, figures, tmp_path):
-    send_signals(runs, figures, tmp_path, 200 // STRIDE, seed=1)
+    send_signals(runs, figures, tmp_path, 200 // SWEEP_STRIDE, seed=1)

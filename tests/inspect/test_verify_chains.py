@@ -1,7 +1,6 @@
 """Verify on deltas and forms: each link by itself, and what only the chain can show."""
 
 import json
-import os
 import shutil
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -16,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec_reader import counting
 from spec_writer import write_delta, write_form
+from sweeps import SWEEP_STRIDE
 
 from recckpt import Deltas
 from recckpt.format.offer import encode_first
 from recckpt.inspect.verify import find_checkpoints, verify, verify_found
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
-
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 @pytest.fixture

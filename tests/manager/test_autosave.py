@@ -1,12 +1,12 @@
 """The saves of a manager: in the background, by policies, under back-pressure, and what becomes of their errors."""
 
 import math
-import os
 
 import pytest
 import torch
 from builders import OPTIMIZERS, ClickModel, Run, Stream, checkpoints, state_of, table_state
 from gate import Gate
+from sweeps import SWEEP_STRIDE
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -16,8 +16,6 @@ from recckpt.policies.keep import Best, EveryNth, Newest
 from recckpt.policies.schedule import SaveCounts
 from recckpt.policies.when import AtSteps, EveryEventTime, EverySeconds, WhenTrue
 from recckpt.storage.local import LocalStorage
-
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 class Small:

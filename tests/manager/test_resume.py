@@ -1,6 +1,5 @@
 """A run that crashes and resumes goes on as if nothing had happened: every bit of everything."""
 
-import os
 import random
 import shutil
 import tempfile
@@ -12,11 +11,10 @@ from builders import OPTIMIZERS, Run, state_of, table_state
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from sweeps import SWEEP_STRIDE
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, Normal, SparseAdam
-
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

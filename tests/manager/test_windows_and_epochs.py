@@ -1,10 +1,9 @@
 """Saves and reloads at the ends of windows and epochs: counted, saved with the step, and resumed where they were."""
 
-import os
-
 import pytest
 import torch
 from builders import checkpoints
+from sweeps import SWEEP_STRIDE
 from thread_ranks import on_ranks
 from torch import nn
 
@@ -17,7 +16,6 @@ from recckpt.storage.local import LocalStorage
 NEVER = 10**9
 EVENTS = "ssw ssw e sw ssw e sssw sw e".replace(" ", "")  # steps, windows and epochs of a run, in their order
 N_EVENTS = len(EVENTS)
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 class Loop:

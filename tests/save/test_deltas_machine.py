@@ -1,6 +1,5 @@
 """Whatever happens between the saves of two savers, all checkpoints that stay are the rows of their moment."""
 
-import os
 import shutil
 import tempfile
 from collections import Counter
@@ -14,6 +13,7 @@ from forge import Tables
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from sweeps import SWEEP_STRIDE
 
 import recckpt
 from recckpt import Deltas, Saver
@@ -21,7 +21,6 @@ from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.sparse import Constant, HashTable
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 SEEN: Counter[str] = Counter()
 IDS = st.lists(st.integers(0, 99), min_size=1, max_size=12, unique=True)
 CHANGE = st.tuples(st.sampled_from(["insert", "insert", "look_up", "erase", "erase"]), IDS, st.integers(0, 1))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from sweeps import SWEEP_STRIDE
 
 from recckpt.sparse import HashTable, SparseSGD
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 BACKENDS, CASES = ["eager", "aot_eager", "inductor"], ["table", "sharded", "collection"]
 SWEEP = list(itertools.product(BACKENDS, CASES))[:: min(SWEEP_STRIDE, 4)]  # with four, each of them once
 

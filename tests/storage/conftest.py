@@ -4,6 +4,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
+import disks
 import fsspec
 import pytest
 from fsspec.config import conf
@@ -11,6 +12,11 @@ from servers import azurite, openssh
 from servers.process import ServerProcess
 
 _numbers = count()
+
+
+@pytest.fixture(autouse=True)
+def _disks_are_waited_for(monkeypatch):
+    monkeypatch.setattr("os.fsync", disks.fsync)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,8 @@
 """Properties that hypothesis draws examples for: few in the default suite, many in the slow one."""
 
-import os
-
 import pytest
 from hypothesis import given, settings
-
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
+from sweeps import SWEEP_STRIDE
 
 
 def drawn(*strategies, few, many):

@@ -1,5 +1,4 @@
 import io
-import os
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 from forge import Forge, empty, filled, load, parts_of, save_tables
+from sweeps import SWEEP_STRIDE
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
@@ -122,7 +122,7 @@ def test_every_bit_of_a_part_is_under_some_checksum(storage):
     save_tables(storage, [filled("item", range(3), slots={"sparse_step": ()}), filled("b", [7])], concurrency=1)
     for part in parts_of(storage):
         data = bytearray(Path(storage.url, "ckpt_1", part.file).read_bytes())
-        stride = int(os.environ.get("SWEEP_STRIDE", "1")) | 1  # odd: every bit of a byte has its turn
+        stride = SWEEP_STRIDE | 1  # odd: every bit of a byte has its turn
         for position in range(0, len(data) * 8, stride):
             assert found(storage, part, flipped(data, position)), position
 

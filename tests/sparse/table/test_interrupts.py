@@ -13,6 +13,7 @@ import pytest
 import torch
 from paths import PYTHONPATH, SUPPORT
 from raising import CallingAt, RaisingAt
+from sweeps import SWEEP_STRIDE
 
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseAdamW
@@ -20,7 +21,6 @@ from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import rows as rows_module
 from recckpt.types import EMBEDDING
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 ERRORS = [KeyboardInterrupt, MemoryError]
 
 

@@ -1,5 +1,4 @@
 import gc
-import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from raising import RaisingAt
+from sweeps import SWEEP_STRIDE
 
 from recckpt import Saver
 from recckpt.sparse import HashTable
@@ -18,8 +18,6 @@ from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.table.marks import DeltaSource, Tracker
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.storage import open_storage
-
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 
 
 def table_of(n_rows: int) -> HashTable:

@@ -1,6 +1,5 @@
 """Whatever happens to tables between saves, a delta on its base gives the rows of its moment, and holds no others."""
 
-import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from counting import Counting
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from sweeps import SWEEP_STRIDE
 
 from recckpt.format.buckets import bucket_of
 from recckpt.sparse import Constant, HashTable
@@ -23,7 +23,6 @@ from recckpt.sparse.table.marks import DeltaSource, Frozen, Marks, Tracker
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.snapshot import PreImages
 
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 Content = dict[int, tuple[float, ...]]  # id -> the values of its slots
 
 

@@ -1,7 +1,6 @@
 """Whatever happens to a table while its snapshots are written, each holds the rows of its moment, bit for bit."""
 
 import math
-import os
 import threading
 from collections import Counter
 from itertools import count
@@ -22,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from stepped import Stepped, halt_where_columns_are_read
+from sweeps import SWEEP_STRIDE
 from torch import nn
 
 from recckpt import Saver
@@ -47,7 +47,6 @@ from recckpt.types import EMBEDDING
 
 START, MARK = 7.0, 3.0  # what embeddings and marks of new rows start at
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int8"]
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))
 _numbers = count()
 
 
