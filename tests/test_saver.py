@@ -1,6 +1,7 @@
 """The saver: what of a model goes into a checkpoint, and how it comes back."""
 
 import itertools
+import json
 from collections import defaultdict
 
 import numpy as np
@@ -257,9 +258,18 @@ class Own:
     pass
 
 
+def failed_save(output_dir, before):
+    """Return the timeline, after making sure that it has grown by the line of a failed save."""
+    timeline = (output_dir / "timeline.jsonl").read_bytes()
+    assert timeline.startswith(before["timeline.jsonl"])
+    (line,) = timeline.removeprefix(before["timeline.jsonl"]).splitlines()
+    assert json.loads(line)["error"]
+    return {"timeline.jsonl": timeline}
+
+
 @pytest.mark.parametrize("bad", [defaultdict(int), Own(), [Own()], np.array(["x"]), {Own: 1}, lambda: 0])
 @pytest.mark.parametrize("kind", ["register_for_checkpointing", "register_io_state"])
-def test_what_could_not_be_loaded_back_raises_at_save_and_writes_nothing(tmp_path, kind, bad):
+def test_what_could_not_be_loaded_back_raises_at_save_and_leaves_a_line_in_the_timeline_alone(tmp_path, kind, bad):
     value = Value({"good": 1})
     saver = Saver(*trained(), str(tmp_path))
     getattr(saver, kind)("obj", value)
@@ -268,7 +278,7 @@ def test_what_could_not_be_loaded_back_raises_at_save_and_writes_nothing(tmp_pat
     value.state = {"good": 1, "bad": bad}
     with pytest.raises(ValueError, match=r"'obj'\['bad'\]"):
         saver.save("c2")
-    assert tree(tmp_path) == before
+    assert tree(tmp_path) == before | failed_save(tmp_path, before)
     value.state = {"good": 2}
     saver.save("c2")
     assert checkpoints(tmp_path) == ["c2"]
@@ -289,7 +299,7 @@ def test_a_committed_id_is_not_written_again_unless_that_is_asked_for(tmp_path):
     before = tree(tmp_path)
     with pytest.raises(CheckpointExistsError, match=r"'c' is committed already, in c/; .* overwrite=True"):
         saver.save("c")
-    assert tree(tmp_path) == before
+    assert tree(tmp_path) == before | failed_save(tmp_path, before)
     with torch.no_grad():
         model.weight.fill_(5)
     saver.save("c", overwrite=True)
