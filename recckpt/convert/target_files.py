@@ -9,6 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from recckpt.errors import ConversionError
 from recckpt.format import layout
 from recckpt.storage import ABSENT, Sink, open_parent
 
@@ -19,9 +20,8 @@ class TargetFiles:
     """Writes the files of a target, a directory or one file; leaving the block by an error removes them all."""
 
     def __init__(self, url: str) -> None:
-        self.url, self._made = url, list[str]()
+        self.url, self._made = url, dict[str, Sink]()
         self._storage, self._name = open_parent(url)
-        self._kept: list[Sink] = []
 
     def __enter__(self) -> TargetFiles:
         """Refuse a target that exists."""
@@ -47,17 +47,22 @@ class TargetFiles:
     @property
     def n_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(sink.n_bytes for sink in self._kept)
+        return sum(sink.n_bytes for sink in self._made.values())
 
     def create(self, *names: str) -> Sink:
-        """Open a new file below the target, or the target itself."""
+        """Open a new file below the target, or the target itself.
+
+        Raises:
+            ConversionError: there is one of this name already: an object store would take the second for the first.
+        """
         path = layout.join(self._name, *names)
+        if path in self._made:
+            found, expected = f"{'/'.join(names)} already, of another table or slot", "a file for each"
+            raise ConversionError(self.url, "", found=found, expected=expected, remedy="export the tables apart")
         if not self._made:
             self._make_parents()
-        sink = self._storage.create(path)
-        self._made.append(path)
-        self._kept.append(sink)
-        return sink
+        self._made[path] = self._storage.create(path)
+        return self._made[path]
 
     def _make_parents(self) -> None:
         try:
@@ -76,5 +81,10 @@ class TargetFiles:
 
 
 def file_name(table: str) -> str:
-    """Return a name of a table that every file system takes."""
-    return layout.encode_id(table)
+    """Return a name of a table that every file system takes; ConversionError where it would be too long."""
+    name = layout.encode_name(table)
+    if len(name) > layout.MAX_ID_BYTES:
+        found, expected = f"a name of {len(name)} bytes once encoded", f"at most {layout.MAX_ID_BYTES} in a file name"
+        remedy = "leave it out, or take a format that is one file, such as safetensors"
+        raise ConversionError(f"table {name[:40]}...", "", found=found, expected=expected, remedy=remedy)
+    return name

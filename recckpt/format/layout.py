@@ -58,9 +58,7 @@ def encode_id(ckpt_id: str) -> str:
         raise ValueError(f"a checkpoint id is a non-empty string, found {ckpt_id!r}")
     if not is_encodable(ckpt_id):
         raise ValueError(f"a checkpoint id is encodable as UTF-8, found {ckpt_id!r}")
-    encoded = quote(ckpt_id, safe="").replace("~", "%7E")
-    if encoded[0] in ".-":
-        encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
+    encoded = encode_name(ckpt_id)
     if len(encoded) > MAX_ID_BYTES:
         raise ValueError(
             f"a checkpoint id has at most {MAX_ID_BYTES} bytes once encoded, found {len(encoded)}: {encoded[:40]}..."
@@ -68,6 +66,12 @@ def encode_id(ckpt_id: str) -> str:
     if encoded in _RESERVED_IDS:
         raise ValueError(f"{ckpt_id!r} is a name of the format; choose another checkpoint id")
     return encoded
+
+
+def encode_name(name: str) -> str:
+    """Return a non-empty name, which UTF-8 can hold, in characters that every file system takes."""
+    encoded = quote(name, safe="").replace("~", "%7E")
+    return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[0] in ".-" else encoded
 
 
 def is_encodable(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Collection, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
     A view has ``id`` and the slots, float16 and bfloat16 as float32. Beside them are two tables: ``checkpoints``, those
     of the output dir, oldest first, and ``timeline``, how its last saves went, those that failed, by their ``error``,
     too. Where a table has one of these names, or one that differs from another's only in case, which SQL does not tell
-    apart, its view ends in ``_2``, and a warning says so.
+    apart, its view ends in ``_2``, and a warning says so; so it is with slots of one table.
 
     Of a full checkpoint, duckdb gets the columns and rows that a query asks for from Arrow, which reads no other
     columns; values are not checked, as by :func:`recckpt.dataset`. The rows of a chain are merged, and checked, anew
@@ -73,16 +74,21 @@ def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
     connection: duckdb.DuckDBPyConnection = library.connect()
     connection.register("checkpoints", _checkpoints(opened.storage))
     connection.register("timeline", _timeline(opened.storage))
-    taken = {"checkpoints", "timeline"}
+    views = _free_names((entry.name for entry in opened.manifest.tables), ["checkpoints", "timeline"])
     for entry in opened.manifest.tables:
-        view = _free_name(entry.name, taken)
-        taken.add(view.casefold())
+        view = views[entry.name]
         if view != entry.name:
             log.warning("%s: table %r is the view %r: its name is taken", opened.storage.url, entry.name, view)
-        rows = connection.from_arrow(_rows(opened, entry.name))
-        if TABLE in rows.columns:
-            rows = rows.select(library.StarExpression(exclude=[TABLE]))
-        rows.create_view(view)
+        dataset = _rows(opened, entry.name)
+        rows = connection.from_arrow(dataset)
+        renamed = zip(rows.columns, dataset.schema.names, strict=True)  # duckdb has given those that it mistakes others
+        columns = {column: name for column, name in renamed if name != TABLE}
+        shown = _free_names(columns.values())
+        for name, free in shown.items():
+            if free != name:
+                what = f"slot {name!r} of table {entry.name!r} is the column {free!r}"
+                log.warning("%s: %s: SQL takes its name for another's", opened.storage.url, what)
+        rows.select(*(library.ColumnExpression(c).alias(shown[name]) for c, name in columns.items())).create_view(view)
     return connection
 
 
@@ -129,13 +135,17 @@ def _rows(opened: OpenCheckpoint, name: str) -> Dataset:
     return NumbersDataset(table) if has_halves(slots) else dataset_of(table)
 
 
-def _free_name(name: str, taken: set[str]) -> str:
-    """Return a name that SQL takes for none of the others."""
-    number, free = 1, name
-    while free.casefold() in taken:
-        number += 1
-        free = f"{name}_{number}"
-    return free
+def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
+    """Return names that SQL tells apart: each as it is, or with a number where its own is taken."""
+    found, others = dict[str, str](), {name.casefold() for name in taken}
+    for name in names:
+        number, free = 1, name
+        while free.casefold() in others:
+            number += 1
+            free = f"{name}_{number}"
+        found[name] = free
+        others.add(free.casefold())
+    return found
 
 
 def _checkpoints(storage: Storage) -> pa.Table:

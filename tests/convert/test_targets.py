@@ -340,3 +340,27 @@ def test_states_that_are_neither_rows_nor_tensors_are_listed(tmp_path, to):
     import_checkpoint(tmp_path / "x.pt", tmp_path / "run")
     done = export_checkpoint(tmp_path / "run", tmp_path / "out", to=to)
     assert {"optimizer", "version"} <= {left.name for left in done.left_out}
+
+
+@pytest.mark.parametrize("to", ["parquet", "npy"])
+def test_two_things_of_one_file_name_are_refused_on_any_storage(tmp_path, memory_url, to):
+    tables = [HashTable(1, name=name) for name in ("t", "t.deletes")]
+    for table in tables:
+        table.insert(torch.arange(9), torch.zeros(9, 1))
+    saver = Saver(nn.ModuleList(tables), output_dir=str(tmp_path), deltas=True)
+    for ckpt_id in "ab":
+        saver.save(ckpt_id)
+        tables[0].erase(torch.tensor([3]))
+    for target in (tmp_path / "out", f"{memory_url}/out"):
+        with pytest.raises(ConversionError, match="already, of another table or slot, expected a file for each"):
+            export_checkpoint(tmp_path, target, to=to, since="a")
+
+
+def test_a_table_may_have_any_name_that_makes_a_file_name(tmp_path):
+    run = checkpoint(tmp_path, name="checkpoint")  # which no checkpoint may have
+    export_checkpoint(run, tmp_path / "out", to="npy")
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert CheckpointReader(tmp_path / "back").tables() == ["checkpoint"]
+    (tmp_path / "long").mkdir()
+    with pytest.raises(ConversionError, match="a name of 201 bytes once encoded, expected at most 200 in a file name"):
+        export_checkpoint(checkpoint(tmp_path / "long", name="x" * 201), tmp_path / "long" / "out", to="parquet")

@@ -102,6 +102,22 @@ def test_names_that_sql_does_not_tell_apart_get_a_number_and_a_warning(tmp_path,
     assert "table 'item' is the view 'item_2'" in caplog.text
 
 
+def test_slots_that_sql_does_not_tell_apart_are_columns_of_their_own(tmp_path, caplog):
+    table = filled("item", [7], slots=dict.fromkeys(["s", "S", "s_2", "ID", "Table"], ()))
+    values = {name: torch.tensor([float(number)]) for number, name in enumerate(table.slots)}
+    table.insert(torch.tensor([7]), torch.zeros(1, 2), values)
+    saved(tmp_path, table)
+    with recckpt.connect(tmp_path) as connection:
+        shown = connection.sql("select * exclude (embedding) from item")
+        found = dict(zip(shown.columns, *shown.fetchall(), strict=True))
+        filtered = connection.sql('select "S_2" from item where "S_2" > -1').fetchall()
+    of = {name: column.item() for name, column in values.items()}
+    # in the order of the files, which is that of the names: ID, S, Table, s, s_2
+    assert found == {"id": 7, "ID_2": of["ID"], "S": of["S"], "Table": of["Table"], "s_2": of["s"], "s_2_2": of["s_2"]}
+    assert filtered == [(of["s"],)]
+    assert "slot 's_2' of table 'item' is the column 's_2_2'" in caplog.text
+
+
 def test_checkpoints_and_timeline_are_tables(tmp_path):
     Run(tmp_path, max_keep=None).train(20)
     with (tmp_path / "timeline.jsonl").open("a") as timeline:
