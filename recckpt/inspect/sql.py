@@ -6,13 +6,12 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from recckpt.errors import RecckptError
 from recckpt.format import layout
+from recckpt.inspect.libraries import needed
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import look_around
@@ -44,10 +43,6 @@ _CHECKPOINTS = pa.schema(
 )
 
 
-class MissingLibraryError(RecckptError, ImportError):
-    """A library that recckpt can do without is not installed."""
-
-
 def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
     """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
 
@@ -69,7 +64,7 @@ def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
         TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
             :class:`CheckpointReader`.
     """
-    library = _needed("duckdb")
+    library = needed("duckdb", "sql")
     opened = _opened(path)
     connection: duckdb.DuckDBPyConnection = library.connect()
     connection.register("checkpoints", _checkpoints(opened.storage))
@@ -108,17 +103,10 @@ def scan(path: str | os.PathLike[str], table: str) -> polars.LazyFrame:
         TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
             :class:`CheckpointReader`.
     """
-    library = _needed("polars")
+    library = needed("polars", "sql")
     rows = _rows(_opened(path), table)
     frame: polars.LazyFrame = library.scan_pyarrow_dataset(rows)
     return frame.drop(TABLE) if TABLE in rows.schema.names else frame
-
-
-def _needed(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise MissingLibraryError(f"this needs {name}, which is not installed: pip install 'recckpt[sql]'") from error
 
 
 def _opened(path: str | os.PathLike[str]) -> OpenCheckpoint:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.inspect.diff.spread import Floats
+from recckpt.inspect.spread import Floats
 from recckpt.types import SlotSpec
 
 Array = npt.NDArray[Any]

@@ -9,7 +9,7 @@ import numpy as np
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.distances import Moves
 from recckpt.inspect.diff.result import MovedRow, SlotDiff, TableDiff
-from recckpt.inspect.diff.spread import Floats, Histogram
+from recckpt.inspect.spread import Floats, Histogram
 from recckpt.sparse.files.id_check import Int64s
 from recckpt.types import EMBEDDING, SlotSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from recckpt.inspect.diff.spread import QUANTILES, Spread
+from recckpt.inspect.spread import QUANTILES, Spread
 from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from recckpt.inspect.diff import lines, page
-from recckpt.inspect.diff.spread import Spread
+from recckpt.inspect.spread import Spread
 
 Status = Literal["same", "changed", "added", "gone", "unclear"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recckpt.inspect.diff.spread import QUANTILES, Histogram
+from recckpt.inspect.spread import QUANTILES, Histogram
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-6, 1.0, 1e300])

@@ -1,0 +1,161 @@
+"""How values are spread, in bounded memory: exact ends, and quantiles of a histogram (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Int64s = npt.NDArray[np.int64]
+
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+_SHIFT = 45  # of a float64, this leaves sign, exponent and 7 bits: bins that are 1/128 of their value wide
+_MOST_WAITING = 1 << 16
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the finite ones of some values, none negative, are spread.
+
+    Attributes:
+        n: how many there are.
+        least: the smallest one.
+        most: the largest one.
+        quantiles: share of the values -> the value that so many are at most, within 0.4 %.
+        not_finite: values beside them that are NaN or infinite.
+    """
+
+    n: int
+    least: float
+    most: float
+    quantiles: Mapping[float, float]
+    not_finite: int = 0
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A histogram to draw, of a few bars side by side.
+
+    Attributes:
+        zeros: how many values are 0, which has no place on a scale of logarithms.
+        edges: of the bars, in order, one more than there are bars; () where all values are 0.
+        counts: how many values each has.
+    """
+
+    zeros: int
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+class Histogram:
+    """Counts values in bins of equal relative width, from the smallest to the largest that came; not thread-safe.
+
+    It takes 1 kB for each power of two between these, at most 2 MiB, whatever the number of values.
+    """
+
+    def __init__(self) -> None:
+        self._counts, self._first = np.zeros(0, np.int64), 0  # the number of the first bin
+        self._least, self._most, self._not_finite = np.inf, 0.0, 0
+        self._waiting: list[Floats] = []
+        self._n_waiting = 0
+
+    def add(self, values: Floats) -> None:
+        """Count values, none of them negative."""
+        self._waiting.append(values)
+        self._n_waiting += len(values)
+        if self._n_waiting >= _MOST_WAITING:
+            self._count()
+
+    def _count(self) -> None:
+        values = np.concatenate([np.empty(0), *self._waiting])
+        self._waiting, self._n_waiting = [], 0
+        if len(values) and not np.isfinite(values.max()):  # which NaN is not either
+            finite = values[np.isfinite(values)]
+            self._not_finite += len(values) - len(finite)
+            values = finite
+        if len(values):
+            least, most = float(values.min()), float(values.max())
+            bins = (np.ascontiguousarray(values) + 0.0).view(np.int64) >> _SHIFT  # a zero may have a sign
+            first = int(bins.min())
+            self._add_counts(first, np.bincount(bins - first))
+            self._least, self._most = min(self._least, least), max(self._most, most)
+
+    def _add_counts(self, first: int, counts: Int64s) -> None:
+        if not len(counts):
+            return
+        if not len(self._counts):
+            self._first = first
+        begin = min(first, self._first)
+        end = max(first + len(counts), self._first + len(self._counts))
+        if end - begin > len(self._counts):
+            before, self._counts = self._counts, np.zeros(end - begin, np.int64)
+            self._counts[self._first - begin : self._first - begin + len(before)] = before
+            self._first = begin
+        self._counts[first - self._first : first - self._first + len(counts)] += counts
+
+    def merge(self, other: Histogram) -> None:
+        """Count what another has counted."""
+        self._count()
+        other._count()
+        self._add_counts(other._first, other._counts)
+        self._least, self._most = min(self._least, other._least), max(self._most, other._most)
+        self._not_finite += other._not_finite
+
+    def spread(self) -> Spread | None:
+        """Return how the values are spread, None where there were none."""
+        self._count()
+        up_to = np.cumsum(self._counts)
+        n = int(up_to[-1]) if len(up_to) else 0
+        if not n:
+            return Spread(0, 0.0, 0.0, {}, self._not_finite) if self._not_finite else None
+        ranks = [max(1, int(np.ceil(share * n))) for share in QUANTILES]
+        middles = self._middles()[np.searchsorted(up_to, ranks)]
+        quantiles = dict(zip(QUANTILES, map(float, middles), strict=True))
+        return Spread(n, self._least, self._most, quantiles, self._not_finite)
+
+    def n_above(self, value: float) -> int:
+        """Return how many values are larger than one, by the bin that it lies in."""
+        self._count()
+        at = int(np.float64(value).view(np.int64) >> _SHIFT) + 1 - self._first
+        return int(self._counts[max(0, at) :].sum())
+
+    def n_that_carry(self, share: float) -> int:
+        """Return how many of the values, the largest first, make up a share of the sum of all."""
+        self._count()
+        counts, middles = self._counts[::-1], self._middles()[::-1]
+        sums = np.cumsum(counts * middles)
+        if not len(sums) or not sums[-1] > 0:
+            return 0
+        wanted = share * sums[-1]
+        at = int(np.searchsorted(sums, wanted))
+        before = sums[at - 1] if at else 0.0
+        return int(counts[:at].sum()) + int(np.ceil((wanted - before) / middles[at]))
+
+    def bars(self, most: int) -> Bars | None:
+        """Return a histogram of at most so many bars, each as wide as the others by its logarithm; None of nothing."""
+        self._count()
+        bins = np.flatnonzero(self._counts) + self._first
+        if not len(bins):
+            return None
+        zeros = int(self._counts[0]) if self._first == 0 else 0
+        bins = bins[bins > 0]
+        if not len(bins):
+            return Bars(zeros, (), ())
+        first, last = int(bins[0]), int(bins[-1])
+        width = -(-(last - first + 1) // most)
+        borders = np.arange(first, last + width + 1, width)
+        counts = np.add.reduceat(self._counts[first - self._first :], borders[:-1] - first)
+        return Bars(zeros, tuple(map(float, _edge(borders))), tuple(map(int, counts)))
+
+    def _middles(self) -> Floats:
+        bins = self._first + np.arange(len(self._counts))
+        middles = np.clip(_edge(bins) / 2 + _edge(bins + 1) / 2, self._least, self._most)
+        return np.where(bins > 0, middles, 0.0)
+
+
+def _edge(bins: Int64s) -> Floats:
+    """Return the least value of each bin."""
+    return (np.asarray(bins, np.int64) << _SHIFT).view(np.float64)
