@@ -21,6 +21,7 @@ recckpt get runs/clicks item 17 42        # rows by id, of the newest checkpoint
 recckpt consolidate runs/clicks           # the dense state, of FSDP and tensor parallel runs too, as ./model.pt, or
                                           # --out FILE; a file that is there already is not overwritten
 recckpt diff runs/clicks/ckpt_300 runs/clicks    # rows, tensors and state that differ, and by how much
+recckpt report runs/clicks                # a page: what is unhealthy, checkpoints, saves, rows; --json: the data
 recckpt sql runs/clicks \"select count(*) from item\"    # duckdb: tables, `checkpoints`, `timeline`; --json, --csv
 recckpt watch runs/clicks --once          # how a run saves: step, last save, pause, errors; without --once it goes on
 recckpt verify runs/clicks                # read and check every byte; --quick: manifests and sizes
@@ -29,7 +30,7 @@ recckpt export runs/clicks vectors --to npy                   # ids and vectors 
 recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run: make the index file anew; --clean
 ```
 
-[look.md](look.md) is about `diff`, `watch` and `sql`, [convert.md](convert.md) about `import` and `export`,
+[look.md](look.md) is about `diff`, `report`, `watch` and `sql`, [convert.md](convert.md) about `import` and `export`,
 [guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
 found, 2 wrong usage.
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from recckpt.inspect.diff.diff import diff
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
     from recckpt.inspect.reader import CheckpointReader, dataset
+    from recckpt.inspect.report.report import report
     from recckpt.inspect.sql import connect, scan
     from recckpt.manager.manager import CheckpointManager
     from recckpt.policies.deltas import Deltas
@@ -40,6 +41,7 @@ _HOMES = {
     "compact": "compaction.compact",
     "forget": "compaction.forget",
     "diff": "inspect.diff.diff",
+    "report": "inspect.report.report",
     "connect": "inspect.sql",
     "scan": "inspect.sql",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "compact",
     "forget",
     "diff",
+    "report",
     "connect",
     "scan",
 ]

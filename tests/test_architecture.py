@@ -40,6 +40,7 @@ LIBRARIES = {  # library -> the rooms and files that may know it
     "rich": {"cli"},
     "numba": {"sparse.table"},
     "llvmlite": {"sparse.table"},
+    "matplotlib": {"inspect.report.plots"},
     "pyarrow": {"sparse.files", "inspect", "convert", "cli.rows"},
 }
 TORCH_FREE = {

@@ -29,6 +29,7 @@ _MODULES = {
     "forget": "forget",
     "plan": "plan",
     "diff": "diff",
+    "report": "report",
     "sql": "sql",
     "watch": "watch",
     "import": "import_source",
@@ -128,6 +129,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     verify.add_argument("--table", metavar="TABLE", help="with --absent: the table that is meant (default: all)")
     verify.add_argument("--print-ids", action="store_true", help="with --absent: print the ids that were found")
     look_options.add_diff(command)
+    look_options.add_report(command)
     look_options.add_sql(command)
     look_options.add_watch(command)
     _add_mending(command)

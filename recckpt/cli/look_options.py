@@ -1,4 +1,4 @@
-"""The arguments of ``recckpt diff``, ``recckpt sql`` and ``recckpt watch``."""
+"""The arguments of ``recckpt diff``, ``recckpt report``, ``recckpt sql`` and ``recckpt watch``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ def add_diff(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("--tolerance", type=_tolerance, default=0.0, metavar="X", help=tolerance_help)
     add("--top", type=_count, default=10, metavar="N", help="rows to name that moved most (default: %(default)s)")
     add("--html", metavar="FILE", help="write a page that needs nothing else to this file too; must not exist")
+
+
+def add_report(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Add ``report``."""
+    parser = command("report", "look at a run, and write a page: what is unhealthy, checkpoints, saves, rows of tables")
+    add = parser.add_argument
+    add("dir", metavar="DIR", help="output dir; a path or URL")
+    out_help = "the page to write (default: report.html, with --json none); must not exist"
+    add("--out", metavar="FILE.html", help=out_help)
+    add("--quick", dest="deep", action="store_false", help="read no rows: manifests, sizes and the timeline only")
+    add("--threads", type=_threads, metavar="N", help="files to read at once (default: 8, locally at most one a core)")
 
 
 def add_sql(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -57,6 +68,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _threads(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _seconds(text: str) -> float:
     number = float(text)
     if not 0 < number < math.inf:
@@ -65,4 +83,5 @@ def _seconds(text: str) -> float:
 
 
 # as argparse calls it in "invalid ... value"
-_tolerance.__name__, _count.__name__, _seconds.__name__ = "number", "count", "number of seconds"
+_tolerance.__name__, _seconds.__name__ = "number", "number of seconds"
+_count.__name__ = _threads.__name__ = "count"

@@ -16,8 +16,8 @@ _STYLE = """
 .recckpt table { border-collapse: collapse; font-size: .92em; font-variant-numeric: tabular-nums; }
 .recckpt th, .recckpt td { padding: .25em .7em; border-bottom: 1px solid #8884; vertical-align: top; }
 .recckpt th { font-weight: 600; white-space: nowrap; text-align: left; }
-.recckpt td { text-align: left; overflow-wrap: anywhere; min-width: 4em; max-width: 22em; }
-.recckpt .n { text-align: right; white-space: nowrap; }
+.recckpt td { text-align: left; overflow-wrap: anywhere; min-width: 12em; max-width: 22em; }
+.recckpt td.n, .recckpt td.s { white-space: nowrap; min-width: 0; } .recckpt .n { text-align: right; }
 """
 _HEAD = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -25,6 +25,7 @@ _HEAD = (
     '<meta name="color-scheme" content="light dark">'
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 )
+_SHORT = 24  # characters
 _BODY = "<style>body { margin: 1.2em auto; max-width: 75em; padding: 0 1em; }</style>"
 
 
@@ -40,13 +41,18 @@ def body(parts: Iterable[str], style: str) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> str:
     """Return a table of cells that are HTML already; the columns that are numbers are aligned on the right."""
-    kinds = [' class="n"' if name in numbers else "" for name in head]
-    heads = "".join(f"<th{kind}>{name.lower()}</th>" for name, kind in zip(head, kinds, strict=True))
-    lines = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+    heads = "".join(f"<th{_kind(name, '', numbers)}>{name.lower()}</th>" for name in head)
+    lines = (
+        "".join(f"<td{_kind(name, cell, numbers)}>{cell}</td>" for name, cell in zip(head, row, strict=True))
         for row in rows
     )
-    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
+    inner = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{inner}</tbody></table></div>'
+
+
+def _kind(name: str, cell: str, numbers: Collection[str]) -> str:
+    """Return the class of a cell; a short text is not broken on a narrow screen, where the table scrolls."""
+    return ' class="n"' if name in numbers else ' class="s"' if len(cell) <= _SHORT else ""
 
 
 def section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> list[str]:

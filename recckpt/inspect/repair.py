@@ -108,7 +108,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         if directory in offers:
             what, is_dead = _offer(offers[directory]), may_go(offers[directory])
         else:
-            what, is_dead = _attempt(storage, directory, alive, names)
+            what, is_dead = unfinished(storage, directory, alive, names)
         yield (
             Leftover(directory, what, is_dead),
             partial(rotation.remove_leftover, storage, directory, rotation.THREADS),
@@ -140,7 +140,7 @@ def _offer(found: Found) -> str:
     return f"an offer that is not adopted, {age}: {found.problem or 'whole, for the next save to look at'}"
 
 
-def _attempt(storage: Storage, directory: str, alive: int, names: Sequence[str]) -> tuple[str, bool]:
+def unfinished(storage: Storage, directory: str, alive: int, names: Sequence[str]) -> tuple[str, bool]:
     """Say what a directory without a manifest is, and whether its writer is dead: it is once a later one took over."""
     died_at_once = bool(names) and all(name.startswith(f"{layout.INTENT}.") for name in names)  # before the name was it
     intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)

@@ -9,10 +9,11 @@ from typing import Any
 
 from recckpt.format import layout
 from recckpt.format.manifest import Scalar
+from recckpt.policies.evict import EVENT_TIME
 from recckpt.policies.when import Ends, Moment
 from recckpt.text import plural
 
-EVENT_TIME, WINDOWS, EPOCHS = "event_time", "windows", "epochs"  # part of the format: in the state of a manifest
+WINDOWS, EPOCHS = "windows", "epochs"  # part of the format: in the state of a manifest
 
 
 @dataclass

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from recckpt.format.manifest import Scalar
-from recckpt.manager.run_state import EPOCHS, EVENT_TIME, WINDOWS
+from recckpt.manager.run_state import EPOCHS, WINDOWS
+from recckpt.policies.evict import EVENT_TIME
 from recckpt.save.arguments import as_numbers, as_scalars, check_scalars
 
 State = Mapping[str, Scalar] | None

@@ -16,6 +16,7 @@ Mask = npt.NDArray[np.bool_]
 Columns = Mapping[str, npt.NDArray[Any]]
 
 COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the format: slots that a table tracks
+EVENT_TIME = "event_time"  # part of the format: in the state of a manifest, the time that counted as now
 NORM = "|embedding|"  # the length of each embedding; no slot
 _DAY_SEC = 86_400
 _PACES = ((4, 7), (2, 6))  # of a pass, and how many sixteenths of the room are taken then; at 8 all rows are looked at

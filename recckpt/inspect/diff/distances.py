@@ -49,7 +49,7 @@ class SlotComparer:
             before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
         if not len(rows):
             return Moves(rows, np.empty(0), np.empty(0))
-        found = self._changed(_numbers(before, self._before), _numbers(after, self._after), rows)
+        found = self._changed(numbers(before, self._before), numbers(after, self._after), rows)
         self._most_changed = len(found.rows) > 0.9 * n_rows
         return found
 
@@ -82,8 +82,8 @@ def _differ(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     return np.asarray(found != 0)
 
 
-def _numbers(rows: Array, slot: SlotSpec) -> Array:
-    """Return rows as numbers, float32 where that holds them exactly."""
+def numbers(rows: Array, slot: SlotSpec) -> Array:
+    """Return the bytes of rows as numbers, one row a row, float32 where that holds them exactly."""
     values: Array
     if slot.dtype == "bfloat16":
         values = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from recckpt.format.manifest import Manifest
-from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME, least_count
+from recckpt.policies.evict import COUNT, EVENT_TIME, LAST_STEP, LAST_TIME, least_count
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import HashTable as AnyTable
-
-EVENT_TIME = "event_time"  # part of the format: in the state of a manifest
 
 
 @dataclass(frozen=True)

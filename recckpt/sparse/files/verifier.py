@@ -15,7 +15,8 @@ from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.storage import NOT_READABLE, Storage, missing, open_storage
+from recckpt.storage import NOT_READABLE, missing, open_storage
+from recckpt.storage.base import Files
 from recckpt.storage.local_files import mapped
 
 Seen = Callable[[Batch, pa.RecordBatch], object]
@@ -50,8 +51,8 @@ def check_part_anywhere(task: PartTask) -> PartCheck:
     return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda batch, values: None)
 
 
-def check_part(storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
-    """Hold every byte of a part against its catalog entry; ``seen`` is told each batch that is one, damaged or not."""
+def check_part(storage: Files, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
+    """Hold every byte of a part against its catalog entry; ``seen`` is told each batch whose columns are whole."""
     path = layout.join(directory, part.file)
     try:
         return _checked(storage, directory, tables, part, seen)
@@ -62,7 +63,7 @@ def check_part(storage: Storage, directory: str, tables: Iterable[TableEntry], p
         return PartCheck(path, [CorruptCheckpointError(path, "", found=found, expected="a file that can be read")])
 
 
-def _checked(storage: Storage, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
+def _checked(storage: Files, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
     slots = {table.slots if part.holds == "rows" else () for table in tables if table.name in named}
@@ -84,8 +85,10 @@ def _checked(storage: Storage, directory: str, tables: Iterable[TableEntry], par
             readable = False
             done.errors.append(error)
         else:
-            done.errors += _batch_errors(reader, part, number, values, done.ids)
-            seen(part.batches[number], values)
+            errors = list(_batch_errors(reader, part, number, values, done.ids))
+            done.errors += errors
+            if not errors:
+                seen(part.batches[number], values)
     if readable:
         done.errors += _raised(reader.check_frame)
     return done

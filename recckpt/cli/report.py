@@ -1,0 +1,28 @@
+"""``recckpt report``: how a run is, as a page."""
+
+from __future__ import annotations
+
+import argparse
+
+from recckpt.cli.result import Outcome, usage_checked
+from recckpt.inspect.libraries import needed
+from recckpt.inspect.report.lines import lines_of, verdict
+from recckpt.inspect.report.report import report as look
+from recckpt.storage import new_file
+from recckpt.text import one_line
+
+
+def report(args: argparse.Namespace) -> Outcome:
+    """Look at a run and write a page; with ``--json`` the page is written only where it is asked for."""
+    path = args.out or (None if args.json else "report.html")
+    with usage_checked():
+        if path is None:
+            found = look(args.dir, deep=args.deep, threads=args.threads)
+        else:
+            needed("matplotlib", "report")  # before anything is read
+            with new_file(path) as sink:
+                found = look(args.dir, deep=args.deep, threads=args.threads)
+                sink.write(found.to_html().encode())
+    written = [] if path is None else [f"wrote {one_line(path)}"]
+    problems = [] if found.is_healthy else [f"{found.url}: {verdict(found)}"]
+    return Outcome(found.to_dict(), [*lines_of(found), *written], problems)

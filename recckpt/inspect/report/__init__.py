@@ -1,0 +1,1 @@
+"""How a run is: its checkpoints, its saves, and the rows of its newest checkpoint."""

@@ -1,0 +1,191 @@
+"""What is unhealthy in a run, and what to do: pure judgement of what was found (no torch here)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from recckpt.inspect.report.result import (
+    CheckpointSize,
+    Finding,
+    Leftover,
+    SaveTimes,
+    TableHealth,
+)
+from recckpt.inspect.report.row_counts import EXPLODING
+from recckpt.text import count, escaped, one_line, plural
+
+_LONG_CHAIN = 40  # links: twice what `Deltas` lets a chain grow to by default
+_LARGE_CHAIN = 3.0  # times the bytes of the full checkpoint
+_MANY_DEAD = 0.01  # of the rows
+_MANY_UNTRAINED = 0.5
+_FEW_SAVES = 5  # from which on one can be said to be slow
+_LAST_SAVES = 10  # of which a slow one is said
+_SLOW = 3.0  # times the median
+_SLOW_SEC = 1.0  # longer than the median at least
+_NAMED = 3
+
+
+def findings_of(
+    url: str,
+    checkpoints: Sequence[CheckpointSize],
+    leftovers: Sequence[Leftover],
+    saves: Sequence[SaveTimes],
+    tables: Sequence[TableHealth],
+) -> list[Finding]:
+    """Return what is unhealthy, problems first."""
+    found = [*_of_dir(url, checkpoints, leftovers)]
+    newest = f"{url.removesuffix('/')}/{checkpoints[-1].directory}" if checkpoints else url
+    for table in tables:
+        found += _of_table(newest, table)
+    if checkpoints:
+        found += _of_chain(url, checkpoints)
+    found += _of_saves(saves)
+    return sorted(found, key=lambda finding: finding.level != "problem")
+
+
+def _of_dir(url: str, checkpoints: Sequence[CheckpointSize], leftovers: Sequence[Leftover]) -> Iterator[Finding]:
+    where = one_line(url)
+    if not checkpoints:
+        yield Finding(
+            "problem",
+            "No checkpoint here can be used: a job that starts now starts from scratch.",
+            f"See what is there with `recckpt ls {where}`; if checkpoints were moved or removed, put them back.",
+        )
+    for left in leftovers:
+        name, reason = escaped(left.directory), one_line(left.reason)
+        if left.what == "damaged":
+            yield Finding(
+                "problem",
+                f"{name} is damaged, and a restore passes it over: {reason}",
+                f"`recckpt verify {where}` lists all that is wrong; put the files back from a copy, or get the rows "
+                "that are whole with `recckpt salvage`.",
+            )
+        elif left.what == "unreadable":
+            yield Finding("problem", f"{name} cannot be read: {reason}", "Let the owner of the files grant access.")
+        elif left.what == "fenced":
+            yield Finding(
+                "warning",
+                f"{name} is not used: {reason}",
+                f"Two jobs wrote here: end the older one. `recckpt repair --clean {where}` removes what it left.",
+            )
+        elif left.is_dead:
+            yield Finding(
+                "warning",
+                f"{name} is no checkpoint: {reason}. The save died, or the directory is half removed.",
+                f"The log of that job says why; `recckpt repair --clean {where}` removes it.",
+            )
+        else:
+            yield Finding(
+                "warning",
+                f"{name} is no checkpoint: {reason}.",
+                "If no save runs now, it died: the log of the job says why. The next job here removes it.",
+            )
+
+
+def _of_table(newest: str, table: TableHealth) -> Iterator[Finding]:
+    name, where = f"table {escaped(table.name)}", one_line(newest)
+    if table.damage:
+        more = f" (and {count(len(table.damage) - 1)} more)" if len(table.damage) > 1 else ""
+        yield Finding(
+            "problem",
+            f"{name} is damaged, {_rows_of(table.rows_read, table)} are whole: {one_line(table.damage[0])}{more}",
+            f"Restore from the checkpoint before; `recckpt salvage {where}` writes the rows that are whole.",
+        )
+    if table.not_finite:
+        ids = ", ".join(map(str, table.not_finite_ids[:_NAMED]))
+        slots = ", ".join(f"{escaped(slot)} of {_rows_of(n, table)}" for slot, n in table.not_finite.items())
+        yield Finding(
+            "problem",
+            f"{name}: NaN or infinity in {slots}, such as those of ids {ids}",
+            "Find the first checkpoint that has them (`recckpt diff` of older ones), go on from the one before, and "
+            "clip gradients or lower the learning rate.",
+        )
+    if table.exploding and table.largest:
+        ids = ", ".join(f"{row.id} ({row.norm:.3g})" for row in table.largest[:_NAMED])
+        yield Finding(
+            "warning",
+            f"{name}: the norm of {_rows_of(table.exploding, table)} is over {EXPLODING} times the median; "
+            f"the largest: {ids}",
+            "Look at what these ids are: often one that stands for 'unknown', or a bot. Clip gradients, or add weight "
+            "decay.",
+        )
+    if table.dead and table.dead > _MANY_DEAD * table.rows_read:
+        yield Finding(
+            "warning",
+            f"{name}: {_rows_of(table.dead, table)} are all zeros",
+            "Where rows start at zeros these are rows that nobody has trained; otherwise look for a mask, a multiplier "
+            "or weight decay that drives rows to zero.",
+        )
+    if table.untrained and table.untrained > _MANY_UNTRAINED * table.rows_read:
+        yield Finding(
+            "warning",
+            f"{name}: {_rows_of(table.untrained, table)} were never trained: their slots of the optimizer are zeros",
+            "They cost memory and bytes of each full save: look ids up with `admit=False` where nothing is trained, or "
+            "let ids wait with `admit=MinCount(...)`.",
+        )
+
+
+def _rows_of(n_rows: int, table: TableHealth) -> str:
+    """Say how many rows of a table are meant."""
+    return f"{count(n_rows)} of {plural(table.rows, 'row')}"
+
+
+def _of_chain(url: str, checkpoints: Sequence[CheckpointSize]) -> Iterator[Finding]:
+    newest = checkpoints[-1]
+    n_links = len(newest.links)
+    deltas = newest.chain_bytes - newest.full_bytes
+    if n_links > _LONG_CHAIN or (n_links > 1 and deltas > _LARGE_CHAIN * newest.full_bytes):
+        times = f"{newest.chain_bytes / max(1, newest.full_bytes):.1f}"
+        yield Finding(
+            "warning",
+            f"{escaped(newest.ckpt_id)} is a chain of {n_links} links, {times} times the bytes of its full checkpoint, "
+            "all of which a restore reads",
+            f"`recckpt compact {one_line(url)}` makes one full checkpoint of it; `Deltas(full_every=...)` keeps chains "
+            "short.",
+        )
+
+
+def _of_saves(saves: Sequence[SaveTimes]) -> Iterator[Finding]:
+    last = saves[-_LAST_SAVES:]
+    failed = [save for save in last if save.error is not None]
+    if failed:
+        yield Finding(
+            "problem" if last[-1].error is not None else "warning",
+            f"{len(failed)} of the last {plural(len(last), 'save')} failed, the last of them "
+            f"{escaped(failed[-1].ckpt_id or '?')}: {one_line(failed[-1].error or '')}",
+            "Mend what the error names; what training has done since the newest checkpoint is in none.",
+        )
+    yield from _of_slow([save for save in saves if save.error is None])
+
+
+def _of_slow(saves: Sequence[SaveTimes]) -> Iterator[Finding]:
+    for attribute, what, remedy in _SECONDS:
+        known = [(save, seconds) for save in saves if (seconds := getattr(save, attribute)) is not None]
+        if len(known) < _FEW_SAVES:
+            continue
+        median = statistics.median(seconds for _, seconds in known)
+        slow = [(save, s) for save, s in known[-_LAST_SAVES:] if s > max(_SLOW * median, median + _SLOW_SEC)]
+        if slow:
+            worst, seconds = max(slow, key=lambda pair: pair[1])
+            yield Finding(
+                "warning",
+                f"{len(slow)} of the last {min(len(known), _LAST_SAVES)} saves {what} over {_SLOW:g} times as long as "
+                f"usual: {escaped(worst.ckpt_id or '?')} {seconds:.1f} s, the median is {median:.2g} s",
+                remedy,
+            )
+
+
+_SECONDS = (
+    (
+        "blocked_sec",
+        "held training up",
+        "Save in the background (`async_save=True`), and less often where a save waits for the one before.",
+    ),
+    (
+        "total_sec",
+        "took",
+        "See in the line of `timeline.jsonl` whether `write_sec`, `agree_sec` or `commit_sec` grew: a busy disk or "
+        "network, a slow rank, or a storage that throttles.",
+    ),
+)

@@ -1,0 +1,87 @@
+"""A report as text for people: cells that the terminal and the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from recckpt.text import count, escaped, grid, one_line, plural, size
+
+if TYPE_CHECKING:
+    from recckpt.inspect.report.result import CheckpointSize, RunReport, SaveTimes, TableHealth
+
+CHECKPOINT_HEAD = ("CHECKPOINT", "STEP", "KIND", "TIME", "ROWS", "SIZE", "LINKS", "TO READ", "MARKS")
+TABLE_HEAD = (
+    *("TABLE", "ROWS", "SIZE", "MEDIAN NORM", "LARGEST", "NOT FINITE", "DEAD", "EXPLODING", "NEVER TRAINED"),
+    "80 % OF LOOK-UPS",
+)
+FAILED_HEAD = ("SAVE", "STEP", "TIME", "ERROR")
+NUMBERS = frozenset({*TABLE_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"})
+
+
+def lines_of(found: RunReport) -> list[str]:
+    """Return the lines that ``recckpt report`` prints."""
+    lines = []
+    for finding in found.findings:
+        lines += [f"{finding.level}: {finding.what}", f"  {finding.remedy}"]
+    if found.tables:
+        lines += ["", *grid(TABLE_HEAD, map(table_row, found.tables), NUMBERS)]
+    return [*lines, "", verdict(found)]
+
+
+def verdict(found: RunReport) -> str:
+    """Return in one line how a run is."""
+    n_problems = sum(finding.level == "problem" for finding in found.findings)
+    n_warnings = len(found.findings) - n_problems
+    counted = [plural(n, what) for n, what in ((n_problems, "problem"), (n_warnings, "warning")) if n]
+    newest = f", the newest {escaped(found.newest)}" if found.newest is not None else ""
+    return f"{' and '.join(counted) or 'healthy'}: {plural(len(found.checkpoints), 'checkpoint')}{newest}"
+
+
+def checkpoint_rows(checkpoints: Iterable[CheckpointSize]) -> Iterable[Sequence[str]]:
+    """Yield a row for each checkpoint."""
+    for each in checkpoints:
+        marks = [mark for mark, holds in (("pinned", each.pinned), ("ephemeral", each.ephemeral)) if holds]
+        yield (
+            escaped(each.ckpt_id),
+            "-" if each.step is None else str(each.step),
+            each.kind if len(each.links) == 1 else f"{each.kind} on {escaped(each.links[1])}",
+            escaped(each.time),
+            count(each.rows),
+            size(each.n_bytes),
+            str(len(each.links)),
+            size(each.chain_bytes),
+            ", ".join(marks),
+        )
+
+
+def failed_rows(saves: Iterable[SaveTimes]) -> Iterable[Sequence[str]]:
+    """Yield a row for each save that failed."""
+    for save in saves:
+        step = "-" if save.step is None else str(save.step)
+        yield escaped(save.ckpt_id or "-"), step, escaped(save.time or "-"), one_line(save.error or "")
+
+
+def table_row(table: TableHealth) -> Sequence[str]:
+    """Return how the rows of a table are; "-" for what is not known, as where they were not read."""
+    norms = table.norms.spread if table.norms else None
+    return (
+        escaped(table.name),
+        count(table.rows),
+        size(table.rows * table.row_bytes),
+        f"{norms.quantiles[0.5]:.4g}" if norms and norms.n else "-",
+        f"{norms.most:.4g}" if norms and norms.n else "-",
+        "-" if table.not_finite is None else count(max(table.not_finite.values(), default=0)),
+        *("-" if n is None else count(n) for n in (table.dead, table.exploding, table.untrained)),
+        "-" if table.busy is None else f"{share_of(table.busy, table.rows_read)} of rows",
+    )
+
+
+def share_of(part: int, whole: int) -> str:
+    """Return a share as text."""
+    return f"{100 * part / max(1, whole):.3g} %"
+
+
+def place_of(found: RunReport) -> str:
+    """Return where the run lies, in one line."""
+    return one_line(found.url)

@@ -1,0 +1,169 @@
+"""A report as a page that needs no other file, no network and no script; every name in it is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from recckpt.inspect import html
+from recckpt.inspect.report import lines, plots
+from recckpt.text import count, escaped, plural
+
+if TYPE_CHECKING:
+    from recckpt.inspect.report.result import Column, Finding, RunReport, TableHealth
+
+_STYLE = """
+.recckpt .finding { border-left: .3em solid #e09f3e; padding: .3em .8em; margin: .6em 0; background: #8881; }
+.recckpt .problem { border-color: #d1495b; } .recckpt .fine { border-color: #2e9e5b; }
+.recckpt code { font-size: .92em; background: #8883; border-radius: .2em; padding: 0 .25em; }
+.recckpt h3 { font-size: 1em; margin: 1.4em 0 .2em; overflow-wrap: anywhere; }
+.recckpt .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); gap: .8em; }
+.recckpt figure { margin: 0; min-width: 0; } .recckpt figcaption { font-size: .92em; }
+.recckpt svg { display: block; width: 100%; height: auto; }
+.recckpt .key { overflow-wrap: anywhere; }
+.recckpt .key i { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .3em 0 0; }
+.recckpt .key span { margin-right: 1em; }
+.recckpt .note { opacity: .75; font-size: .92em; }
+"""
+_MOST_CHECKPOINTS = 100  # newest ones that are listed
+_MOST_FAILED = 10  # last ones that are listed
+_MOST_PLOTTED = 20  # tables with plots of their own, those with most rows
+_MOST_GROWN = 6  # tables whose growth is drawn
+_NAME = 60  # characters of a name in a key
+
+
+def page_of(found: RunReport) -> str:
+    """Return a whole page."""
+    return html.page(f"recckpt: {lines.place_of(found)}", html.body(_parts(found), _STYLE))
+
+
+def _parts(found: RunReport) -> Iterator[str]:
+    yield f"<h1>{html.text(lines.place_of(found))}</h1><p>{html.text(lines.verdict(found))}</p>"
+    yield "<h2>What needs attention</h2>"
+    yield from map(_finding, found.findings)
+    if not found.findings:
+        yield '<div class="finding fine"><p>Nothing was found.</p></div>'
+    yield from _checkpoints(found)
+    yield from _saves(found)
+    yield from _tables(found)
+
+
+def _finding(finding: Finding) -> str:
+    return f'<div class="finding {finding.level}"><p>{_prose(finding.what)}</p><p>{_prose(finding.remedy)}</p></div>'
+
+
+def _prose(text: str) -> str:
+    """Return text in which commands stand between backticks."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.text(text))
+
+
+def _checkpoints(found: RunReport) -> Iterator[str]:
+    listed = found.checkpoints[-_MOST_CHECKPOINTS:]
+    yield from html.section("Checkpoints", lines.CHECKPOINT_HEAD, lines.checkpoint_rows(listed), lines.NUMBERS)
+    if len(listed) < len(found.checkpoints):
+        yield _note(f"the newest {len(listed)} of {plural(len(found.checkpoints), 'checkpoint')}")
+    grown = sorted(found.tables, key=lambda table: -table.rows)[:_MOST_GROWN]
+    if len(listed) > 1 and grown:
+        x, along = _along([each.step for each in listed], "checkpoint")
+        series = [[each.tables.get(table.name) for each in listed] for table in grown]
+        yield "<h2>How tables grow</h2>"
+        yield _plots([_figure(f"rows, by {along}", plots.lines(x, series, plots.short))])
+        yield _key([escaped(table.name) for table in grown])
+        if len(grown) < len(found.tables):
+            yield _note(f"the {len(grown)} largest of {plural(len(found.tables), 'table')}")
+
+
+def _saves(found: RunReport) -> Iterator[str]:
+    saves = [save for save in found.saves if save.error is None]
+    failed = [save for save in found.saves if save.error is not None][-_MOST_FAILED:]
+    yield from html.section("Saves that failed", lines.FAILED_HEAD, lines.failed_rows(failed), lines.NUMBERS)
+    if not saves:
+        return
+    x, along = _along([save.step for save in saves], "save")
+    yield f"<h2>The last {plural(len(saves), 'save')}</h2>"
+    seconds = {
+        "pause of training": [save.blocked_sec for save in saves],
+        "write": [save.write_sec for save in saves],
+        "commit": [save.commit_sec for save in saves],
+    }
+    yield _plots(
+        [
+            _figure(f"seconds, by {along}", plots.lines(x, list(seconds.values()), plots.short), _key(list(seconds))),
+            _figure(f"bytes written, by {along}", plots.lines(x, [[save.n_bytes for save in saves]], plots.n_bytes)),
+            _figure(f"rows of all tables, by {along}", plots.lines(x, [[save.n_rows for save in saves]], plots.short)),
+        ]
+    )
+
+
+def _along(steps: Sequence[int | None], what: str) -> tuple[list[float], str]:
+    """Return where things stand in a plot: at their steps, if these rise, or one beside the other."""
+    known = [step for step in steps if step is not None]
+    if len(known) == len(steps) and len(set(known)) == len(known) and known == sorted(known):
+        return [float(step) for step in known], "step"
+    return [float(number) for number in range(1, len(steps) + 1)], what
+
+
+def _tables(found: RunReport) -> Iterator[str]:
+    if found.newest is None or not found.tables:
+        return
+    title = f"Tables of {escaped(found.newest)}"
+    yield from html.section(title, lines.TABLE_HEAD, map(lines.table_row, found.tables), lines.NUMBERS)
+    yield _note(
+        "norms are Euclidean; not finite: NaN or infinite values, in the slot that has most; dead: all zeros; "
+        "exploding: over 100 times the median norm; never trained: all slots of the optimizer are zeros; "
+        "80 % of look-ups: the rows that carry them"
+    )
+    plotted = sorted((table for table in found.tables if table.norms or table.counts), key=lambda table: -table.rows)
+    for table in plotted[:_MOST_PLOTTED]:
+        yield from _table(table)
+    if len(plotted) > _MOST_PLOTTED:
+        yield _note(f"the {_MOST_PLOTTED} largest of {plural(len(plotted), 'table')} are drawn")
+
+
+def _table(table: TableHealth) -> Iterator[str]:
+    columns = {
+        "norms of embeddings": table.norms,
+        "look-ups of each row": table.counts,
+        "steps since the last look-up": table.ages_steps,
+        "days since the last look-up": table.ages_days,
+    }
+    yield f"<h3>{html.text(escaped(table.name))}</h3>"
+    drawn = zip(columns.items(), plots.COLOURS, strict=False)
+    yield _plots([_distribution(what, column, colour) for (what, column), colour in drawn if column])
+    if table.largest:
+        ids = ", ".join(f"{row.id} ({row.norm:.4g})" for row in table.largest)
+        yield _note(f"largest norms, by id: {ids}")
+
+
+def _distribution(what: str, column: Column, colour: str) -> str:
+    """Return how numbers are spread, as a plot and in words."""
+    spread, bars = column.spread, column.bars
+    said = what
+    if spread.n:
+        ends = {"median": spread.quantiles[0.5], "99 % up to": spread.quantiles[0.99], "most": spread.most}
+        said += ": " + ", ".join(f"{name} {plots.short(value)}" for name, value in ends.items())
+    if bars is not None and bars.zeros:
+        said += f"; {count(bars.zeros)} at zero"
+    return _figure(said, plots.histogram(bars, colour) if bars is not None and bars.edges else "")
+
+
+def _figure(caption: str, svg: str, key: str = "") -> str:
+    return f"<figure><figcaption>{html.text(caption)}</figcaption>{svg}{key}</figure>"
+
+
+def _plots(figures: Iterable[str]) -> str:
+    return f'<div class="plots">{"".join(figures)}</div>'
+
+
+def _key(names: Sequence[str]) -> str:
+    shown = [name if len(name) <= _NAME else f"{name[:_NAME]}…" for name in names]
+    items = (
+        f'<span><i style="background:{colour}"></i>{html.text(name)}</span>'
+        for name, colour in zip(shown, plots.COLOURS, strict=False)
+    )
+    return f'<p class="key">{" ".join(items)}</p>'
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{html.text(text)}</p>'

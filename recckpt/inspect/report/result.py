@@ -1,0 +1,227 @@
+"""What a look at an output dir has found, as data (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from recckpt.inspect.report import lines, page
+from recckpt.inspect.spread import Bars, Spread
+
+Level = Literal["problem", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is unhealthy.
+
+    Attributes:
+        level: ``"problem"`` where state is lost or wrong, ``"warning"`` where it may become so, or costs.
+        what: what it is.
+        remedy: what to do.
+    """
+
+    level: Level
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """A committed checkpoint.
+
+    Attributes:
+        ckpt_id: its id.
+        directory: where it lies in the output dir.
+        step: global step, None where the saver did not count.
+        kind: ``"full"`` or ``"delta"``.
+        time: when it was committed, in UTC, as ISO 8601.
+        rows: of all tables.
+        n_bytes: of its own files.
+        links: ids of the checkpoints that a restore reads, itself first.
+        chain_bytes: of the files of all of these.
+        full_bytes: of the full one of them.
+        ephemeral: whether it goes as soon as a newer one is committed.
+        pinned: whether rotation leaves it alone.
+        tables: name -> rows.
+    """
+
+    ckpt_id: str
+    directory: str
+    step: int | None
+    kind: str
+    time: str
+    rows: int
+    n_bytes: int
+    links: tuple[str, ...]
+    chain_bytes: int
+    full_bytes: int
+    ephemeral: bool
+    pinned: bool
+    tables: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """A save by its line in ``timeline.jsonl``; what the line does not say, or says as no number, is None.
+
+    Attributes:
+        ckpt_id: the checkpoint.
+        step: global step.
+        kind: ``"full"`` or ``"delta"``.
+        time: when it was committed, or failed.
+        blocked_sec: how long training stood still.
+        write_sec: writing all files of the slowest shard.
+        commit_sec: making it visible and durable.
+        total_sec: from the call to the end.
+        n_bytes: of all files.
+        n_rows: of all tables.
+        error: why it failed; None where it has not.
+    """
+
+    ckpt_id: str | None
+    step: int | None
+    kind: str | None
+    time: str | None
+    blocked_sec: float | None
+    write_sec: float | None
+    commit_sec: float | None
+    total_sec: float | None
+    n_bytes: float | None
+    n_rows: float | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class LargeRow:
+    """A row among those of the largest embeddings.
+
+    Attributes:
+        id: its id.
+        norm: Euclidean norm of its embedding.
+    """
+
+    id: int
+    norm: float
+
+
+@dataclass(frozen=True)
+class Column:
+    """How the numbers of a table's rows are spread: their norms, counts or ages.
+
+    Attributes:
+        spread: least, most and quantiles.
+        bars: the same to draw.
+    """
+
+    spread: Spread
+    bars: Bars | None
+
+
+@dataclass(frozen=True)
+class TableHealth:
+    """The rows of a table in the newest checkpoint.
+
+    Attributes:
+        name: of the table.
+        rows: by the manifest.
+        row_bytes: of one row, its id and all slots.
+        rows_read: those that are whole; all, unless there is damage.
+        damage: what is damaged, of which these figures are without; () where nothing is.
+        norms: Euclidean norms of the embeddings; None where they are integers, or there are no rows.
+        counts: how often rows were looked up, where the table tracks it.
+        ages_steps: steps since the last look-up, where the table tracks it and the run counts steps.
+        ages_days: days since the last look-up, where the table tracks it.
+        not_finite: slot -> rows in which a value is NaN or infinite; slots without any are left out.
+        not_finite_ids: ids of some of these rows.
+        dead: rows whose embedding is all zeros.
+        exploding: rows whose norm is over 100 times the median; None where there are no norms.
+        untrained: rows of which all slots of the optimizer are zeros; None where the table has none.
+        busy: rows that carry 80 % of the look-ups, where counts are tracked.
+        largest: rows with the largest norms, largest first.
+    """
+
+    name: str
+    rows: int
+    row_bytes: int
+    rows_read: int = 0
+    damage: tuple[str, ...] = ()
+    norms: Column | None = None
+    counts: Column | None = None
+    ages_steps: Column | None = None
+    ages_days: Column | None = None
+    not_finite: Mapping[str, int] | None = None
+    not_finite_ids: tuple[int, ...] = ()
+    dead: int | None = None
+    exploding: int | None = None
+    untrained: int | None = None
+    busy: int | None = None
+    largest: tuple[LargeRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A directory that is no checkpoint which counts.
+
+    Attributes:
+        directory: its name in the output dir.
+        what: ``"damaged"``, ``"unreadable"``, ``"fenced"``: committed too late, or ``"unfinished"``.
+        reason: what is wrong with it.
+        is_dead: whether nobody can still be writing it, so that ``recckpt repair --clean`` may remove it.
+    """
+
+    directory: str
+    what: str
+    reason: str
+    is_dead: bool
+
+
+@dataclass(frozen=True, repr=False)
+class RunReport:
+    """How a run is; prints as text.
+
+    Attributes:
+        url: the output dir.
+        findings: what is unhealthy, problems first.
+        checkpoints: those that can be used, oldest first.
+        leftovers: damaged checkpoints, and what saves left that did not end.
+        saves: the last ones, oldest first, those that failed too.
+        newest: id of the checkpoint whose rows were read; None where there is none.
+        tables: its tables; without figures of their rows where these were not read.
+    """
+
+    url: str
+    findings: tuple[Finding, ...]
+    checkpoints: tuple[CheckpointSize, ...]
+    leftovers: tuple[Leftover, ...]
+    saves: tuple[SaveTimes, ...]
+    newest: str | None
+    tables: tuple[TableHealth, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether there is no problem; there may be warnings."""
+        return all(finding.level != "problem" for finding in self.findings)
+
+    def table(self, name: str) -> TableHealth:
+        """Return a table by its name; KeyError where the newest checkpoint has none of it."""
+        return {table.name: table for table in self.tables}[name]
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
+        return {"healthy": self.is_healthy, **asdict(self)}
+
+    def to_html(self) -> str:
+        """Return a page that needs no other file, no network and no script.
+
+        Raises:
+            MissingLibraryError: matplotlib, which draws the plots, is not installed.
+        """
+        return page.page_of(self)
+
+    def __str__(self) -> str:
+        return "\n".join(lines.lines_of(self))
+
+    def __repr__(self) -> str:
+        return f"<RunReport {self.url!r}: {lines.verdict(self)}>"

@@ -1,0 +1,168 @@
+"""The rows of a table, counted as they pass: norms, look-ups, ages, and what is wrong with values (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format.tables import TableEntry
+from recckpt.inspect.report.result import Column, LargeRow, TableHealth
+from recckpt.inspect.spread import Floats, Histogram, Int64s
+from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME
+from recckpt.types import EMBEDDING, SlotSpec
+
+OPTIMIZER = "sparse_"  # part of the format: how the slots of optimizers begin
+EXPLODING = 100  # times the median of the norms
+BUSY_SHARE = 0.8  # of the look-ups
+
+_NAMED_ROWS = 5
+_BARS = 40
+_DAY_SEC = 86_400
+_LEAST = 1e-30  # sums of squares from this on are as exact as float32 is
+_WITHIN = (1e-240, 1e300)  # what stands for sums that float64 cannot hold either
+
+Array = npt.NDArray[Any]
+
+
+class Clock(NamedTuple):
+    """When the checkpoint was taken."""
+
+    step: int | None
+    time: float | None  # in seconds since 1970
+
+
+class RowCounts:
+    """What some rows of a table come to; not thread-safe."""
+
+    def __init__(self, entry: TableEntry, clock: Clock) -> None:
+        self._entry, self._clock = entry, clock
+        self._optimizer = [slot.name for slot in entry.slots if slot.name.startswith(OPTIMIZER)]
+        self._numbers = {name: Histogram() for name in ("norms", "counts", "ages_steps", "ages_days")}
+        self._not_finite: dict[str, int] = {}
+        self._not_finite_ids: list[int] = []
+        self._largest: list[LargeRow] = []
+        self.n_rows = self._dead = self._untrained = 0
+
+    def add(self, ids: Int64s, columns: Mapping[str, Array]) -> None:
+        """Count rows: columns of all slots, each of shape (rows, values)."""
+        self.n_rows += len(ids)
+        untrained = np.full(len(ids), bool(self._optimizer))
+        if not len(ids):
+            return
+        for slot in self._entry.slots:
+            values = columns[slot.name]
+            if slot.name == EMBEDDING:
+                self._add_embeddings(ids, values)
+            elif _is_tracked(slot):
+                self._add_tracked(slot.name, values[:, 0])
+            else:
+                squares = self._squares(slot.name, ids, values)
+                if slot.name in self._optimizer:
+                    untrained &= squares == 0
+        self._untrained += int(np.count_nonzero(untrained))
+
+    def _add_embeddings(self, ids: Int64s, values: Array) -> None:
+        if values.dtype.kind != "f":  # such as counts of ids that wait for a row
+            return
+        norms = np.sqrt(self._squares(EMBEDDING, ids, values), dtype=np.float64)
+        self._dead += len(norms) - int(np.count_nonzero(norms))
+        self._numbers["norms"].add(norms)
+        self._keep_largest(ids, norms)
+
+    def _squares(self, slot: str, ids: Int64s, values: Array) -> Array:
+        """Return the sum of squares of each row, and count the rows of which it is NaN: a value is not finite."""
+        squares = _squares(values)
+        if np.isnan(squares.max()):
+            wrong = np.flatnonzero(np.isnan(squares))
+            self._not_finite[slot] = self._not_finite.get(slot, 0) + len(wrong)
+            self._name_not_finite(map(int, ids[wrong[:_NAMED_ROWS]]))
+        return squares
+
+    def _name_not_finite(self, ids: Any) -> None:
+        self._not_finite_ids = list(dict.fromkeys([*self._not_finite_ids, *ids]))[:_NAMED_ROWS]
+
+    def _add_tracked(self, name: str, values: Array) -> None:
+        if name == COUNT:
+            self._numbers["counts"].add(np.maximum(values, 0).astype(np.float64))
+        elif name == LAST_STEP and self._clock.step is not None:
+            self._numbers["ages_steps"].add(np.maximum(self._clock.step - values, 0).astype(np.float64))
+        elif name == LAST_TIME and self._clock.time is not None:
+            self._numbers["ages_days"].add(np.maximum(self._clock.time - values, 0.0) / _DAY_SEC + 0.0)  # never -0.0
+
+    def _keep_largest(self, ids: Int64s, norms: Floats) -> None:
+        least = self._largest[-1].norm if len(self._largest) == _NAMED_ROWS else -1.0
+        if norms.max() <= least:  # which NaN is not
+            return
+        rows = np.flatnonzero(norms > least)
+        if len(rows) > _NAMED_ROWS:
+            rows = rows[np.argpartition(norms[rows], -_NAMED_ROWS)[-_NAMED_ROWS:]]
+        if len(rows):
+            self._merge_largest([LargeRow(int(ids[row]), float(norms[row])) for row in rows])
+
+    def _merge_largest(self, rows: list[LargeRow]) -> None:
+        self._largest = sorted([*self._largest, *rows], key=lambda row: (-row.norm, row.id))[:_NAMED_ROWS]
+
+    def merge(self, other: RowCounts) -> None:
+        """Count what another has counted."""
+        self.n_rows += other.n_rows
+        self._dead += other._dead
+        self._untrained += other._untrained
+        for name, histogram in self._numbers.items():
+            histogram.merge(other._numbers[name])
+        for slot, n_rows in other._not_finite.items():
+            self._not_finite[slot] = self._not_finite.get(slot, 0) + n_rows
+        self._name_not_finite(other._not_finite_ids)
+        self._merge_largest(other._largest)
+
+    def result(self, damage: tuple[str, ...]) -> TableHealth:
+        """Return all of it."""
+        columns = {name: _column(histogram) for name, histogram in self._numbers.items()}
+        norms = columns["norms"]
+        median = norms.spread.quantiles.get(0.5, 0.0) if norms else 0.0
+        exploding = self._numbers["norms"].n_above(EXPLODING * median) if median > 0 else 0
+        return TableHealth(
+            self._entry.name,
+            self._entry.rows,
+            self._entry.row_bytes,
+            rows_read=self.n_rows,
+            damage=damage,
+            **columns,
+            not_finite=dict(self._not_finite),
+            not_finite_ids=tuple(self._not_finite_ids),
+            dead=self._dead if norms else None,
+            exploding=exploding if norms else None,
+            untrained=self._untrained if self._optimizer else None,
+            busy=self._numbers["counts"].n_that_carry(BUSY_SHARE) if columns["counts"] else None,
+            largest=tuple(self._largest),
+        )
+
+
+def _is_tracked(slot: SlotSpec) -> bool:
+    return slot.name in (COUNT, LAST_STEP, LAST_TIME) and not slot.shape
+
+
+def _squares(values: Array) -> Array:
+    """Return the sum of squares of each row, exactly 0 of zeros alone; NaN where a value is not finite."""
+    if values.dtype.kind != "f":
+        values = values.astype(np.float64)
+    with np.errstate(all="ignore"):
+        squares: Array = np.einsum("ij,ij->i", values, values)
+        if squares.min() > _LEAST and squares.max() < np.inf:
+            return squares
+        # What is too large or too small to be squared is told from what is infinite, or zero.
+        squares = squares.astype(np.float64)
+        rest = np.flatnonzero(~((squares > _LEAST) & (squares < np.inf)))
+        exact = values[rest].astype(np.float64)
+        sums = np.clip(np.square(exact).sum(axis=1), *_WITHIN)
+        sums[(exact == 0).all(axis=1)] = 0.0
+        sums[~np.isfinite(exact).all(axis=1)] = np.nan
+        squares[rest] = sums
+    return squares
+
+
+def _column(histogram: Histogram) -> Column | None:
+    spread = histogram.spread()
+    return None if spread is None else Column(spread, histogram.bars(_BARS))

@@ -1,0 +1,150 @@
+"""The tables of a checkpoint read once, every byte checked: of one alone part by part, of a chain merged (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.buckets import N_BUCKETS
+from recckpt.format.catalog import Batch, Catalog, Part
+from recckpt.format.tables import TableEntry
+from recckpt.inspect.diff.distances import numbers
+from recckpt.inspect.open_checkpoint import OpenCheckpoint
+from recckpt.inspect.report.result import TableHealth
+from recckpt.inspect.report.row_counts import Clock, RowCounts
+from recckpt.output_dir.checkpoint_dir import has_manifest
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
+from recckpt.sparse.files.chain_table import open_table
+from recckpt.sparse.files.id_check import repeated_between_shards
+from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of, row_of
+from recckpt.sparse.files.merged_rows import RangeRows, check_count
+from recckpt.sparse.files.table_reader import TableReader
+from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
+from recckpt.types import SlotSpec
+
+_CHUNK_ROWS = 1 << 14  # that are looked at at once
+_SLICE_ROWS = 1 << 18  # of a table of a chain, worth a thread
+_MERGE_BYTES = 256 << 20  # of all threads
+
+Advance = Callable[[int], object]
+
+
+def read_tables(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> list[TableHealth]:
+    """Return how the tables of a checkpoint are; what is damaged is said of each, and left out of its figures.
+
+    Raises:
+        CheckpointRemovedError: its writer removed it meanwhile, and the storage is not a local file system.
+    """
+    read = _read_parts if len(opened.checkpoint.links) == 1 else _read_chain
+    found = list(read(opened, clock, threads, advance))
+    directory = opened.checkpoint.directory
+    if any(table.damage for table in found) and not has_manifest(opened.storage, directory):
+        raise CheckpointRemovedError(layout.join(opened.storage.url.removesuffix("/"), directory))
+    return found
+
+
+def _read_parts(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
+    """Read a full checkpoint: its parts, one a thread."""
+    tables = opened.manifest.tables
+    [link] = opened.links
+    try:
+        catalogs = link.catalogs
+    except (CorruptCheckpointError, OSError) as error:
+        yield from (_unread(table, error) for table in tables)
+        return
+    parts = [part for catalog in catalogs for part in catalog.parts]
+    found = run_all(partial(_read_part, opened, clock, advance), parts, threads)
+    checks = {part.file: check for part, (check, _) in zip(parts, found, strict=True)}
+    damage = _Damage(opened, catalogs, checks)
+    for table in tables:
+        counts = RowCounts(table, clock)
+        for _, counted in found:
+            if table.name in counted:
+                counts.merge(counted[table.name])
+        yield counts.result(damage.of(table))
+
+
+def _read_part(
+    opened: OpenCheckpoint, clock: Clock, advance: Advance, part: Part
+) -> tuple[PartCheck, dict[str, RowCounts]]:
+    manifest, [link] = opened.manifest, opened.links
+    counts: dict[str, RowCounts] = {}
+
+    def seen(batch: Batch, values: pa.RecordBatch) -> None:
+        entry = manifest.named_table(batch.table)
+        specs = (ID_SPEC, *entry.slots)
+        piece = [np.frombuffer(column_buffer(values.column(spec.name)), row_of(spec)) for spec in specs]
+        counted = counts.setdefault(batch.table, RowCounts(entry, clock))
+        for first in range(0, batch.rows, _CHUNK_ROWS):
+            _count(counted, entry.slots, [column[first : first + _CHUNK_ROWS] for column in piece])
+        advance(values.nbytes)
+
+    entries = [entry for name in part.tables if (entry := manifest.table(name))]
+    return check_part(link.files, opened.checkpoint.directory, entries, part, seen), counts
+
+
+class _Damage:
+    """What is wrong with the files of a full checkpoint."""
+
+    def __init__(self, opened: OpenCheckpoint, catalogs: Sequence[Catalog], checks: Mapping[str, PartCheck]) -> None:
+        self._opened, self._catalogs, self._checks = opened, catalogs, checks
+        between = [list(between_parts(checks[part.file] for part in catalog.parts)) for catalog in catalogs]
+        self._between = [error for errors in between for error in errors]
+
+    def of(self, table: TableEntry) -> tuple[str, ...]:
+        """Return what is wrong with the files in which a table lies, and with its ids."""
+        parts = {part.file for catalog in self._catalogs for part in catalog.parts if table.name in part.tables}
+        errors = [error for name in sorted(parts) for error in self._checks[name].errors]
+        paths = {self._checks[name].path for name in parts}
+        errors += [error for error in self._between if error.path in paths]
+        if not errors:
+            [link], directory = self._opened.links, self._opened.checkpoint.directory
+            errors += repeated_between_shards(link.files, directory, table, self._catalogs)
+        return tuple(map(str, errors))
+
+
+def _read_chain(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
+    """Read a delta and what it stands on: table by table, a range of buckets a thread."""
+    for table in opened.manifest.tables:
+        try:
+            chain = open_table(opened.links, table.name, [slot.name for slot in table.slots]).links
+            n_slices = max(1, min(threads, table.rows // _SLICE_ROWS))
+            borders = [N_BUCKETS * n // n_slices for n in range(n_slices + 1)]
+            work = partial(_read_slice, chain, clock, _MERGE_BYTES // n_slices, advance)
+            first, *others = run_all(work, list(pairwise(borders)), threads)
+            for other in others:
+                first.merge(other)
+            check_count(chain[0], first.n_rows)
+        except (CorruptCheckpointError, OSError) as error:
+            yield _unread(table, error)
+        else:
+            yield first.result(())
+
+
+def _read_slice(
+    chain: Sequence[TableReader], clock: Clock, budget_bytes: int, advance: Advance, buckets: tuple[int, int]
+) -> RowCounts:
+    entry, specs = chain[0].entry, chain[0].specs
+    counts, cursors = RowCounts(entry, clock), [LinkCursor(link, buckets) for link in chain]
+    for within in bucket_ranges(chain, buckets, budget_bytes * 3 // 4):
+        rows = RangeRows(cursors, within, lambda piece, rows: None)
+        for first in range(0, len(rows.hashes), _CHUNK_ROWS):
+            _count(counts, specs, rows.take(np.arange(first, min(first + _CHUNK_ROWS, len(rows.hashes)))))
+        advance(len(rows.hashes) * entry.row_bytes)
+    return counts
+
+
+def _count(counts: RowCounts, slots: Sequence[SlotSpec], piece: Piece) -> None:
+    columns = zip(slots, piece[1:], strict=True)
+    counts.add(ids_of([piece]), {slot.name: numbers(column, slot) for slot, column in columns})
+
+
+def _unread(table: TableEntry, error: Exception) -> TableHealth:
+    return TableHealth(table.name, table.rows, table.row_bytes, damage=(str(error),))

@@ -1,0 +1,58 @@
+import pytest
+from builders import Run
+from forge import filled, save_tables
+from pages import HOSTILE, harmless_text
+
+from recckpt.storage import open_storage
+
+
+@pytest.fixture
+def run(tmp_path):
+    Run(tmp_path / "run", max_keep=None).train(20)
+    return tmp_path / "run"
+
+
+def test_a_page_is_written_and_a_healthy_run_ends_with_0(recckpt, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = recckpt("report", run)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.endswith("\nhealthy: 2 checkpoints, the newest ckpt_20\nwrote report.html\n")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    again = recckpt("report", run)
+    assert (again.code, "it exists" in again.err) == (1, True)
+    assert recckpt("report", run, "--quick", "--threads", 2, "--out", tmp_path / "quick.html").code == 0
+
+
+def test_json_is_the_data_and_writes_no_page_unless_asked_to(recckpt, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = recckpt("report", run, "--json").json
+    assert found["healthy"] is True
+    assert {table["name"] for table in found["tables"]} == {"user/1", "item"}
+    assert not (tmp_path / "report.html").exists()
+    assert recckpt("report", run, "--json", "--out", "page.html").json["newest"] == "ckpt_20"
+    assert (tmp_path / "page.html").exists()
+
+
+def test_problems_end_with_1_and_messages_leave_no_page(recckpt, run, tmp_path):
+    (run / "ckpt_20/model.pt").unlink()
+    answer = recckpt("report", run, "--out", tmp_path / "page.html")
+    assert answer.code == 1
+    assert "problem: ckpt_20 is damaged" in answer.out
+    assert (tmp_path / "page.html").exists()
+    for path, code in ((tmp_path / "nowhere", 1), (run / "ckpt_10", 1), ("nosuchscheme://x/y", 2)):
+        wrong = recckpt("report", path, "--out", tmp_path / "other.html")
+        assert (wrong.code, wrong.out, wrong.err.count("\n")) == (code, "", 1)
+        assert not (tmp_path / "other.html").exists()
+    assert recckpt("report", run, "--threads", 0).code == 2
+
+
+def test_a_page_needs_nothing_else_and_shows_hostile_names_harmlessly(recckpt, tmp_path):
+    storage = open_storage(str(tmp_path / "run"))
+    storage.prepare()
+    for number in (1, 2):
+        tables = [filled(name, range(5 * number)) for name in HOSTILE]
+        save_tables(storage, tables, ckpt_id=f"<i>{number}`", step=number)
+    answer = recckpt("report", tmp_path / "run", "--out", tmp_path / "page.html")
+    assert answer.code == 0
+    assert "\x1b" not in answer.out
+    assert "<i>2`" in harmless_text((tmp_path / "page.html").read_text(encoding="utf-8"))

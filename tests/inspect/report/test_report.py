@@ -1,0 +1,265 @@
+"""Figures of rows held against rows that were read one by one, and what is said of directories of every kind."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from builders import Run
+from delta_runs import run_with_chain
+from forge import Forge, empty, filled, save_tables
+from paths import ROOT
+
+import recckpt
+from recckpt import CheckpointReader, Saver
+from recckpt.errors import CheckpointNotFoundError
+from recckpt.format import layout
+from recckpt.inspect.libraries import MissingLibraryError
+from recckpt.inspect.report import tables as tables_module
+from recckpt.sparse import HashTable, gen_slice
+from recckpt.sparse.files.arrow_format import column_values
+from recckpt.storage import open_storage
+
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+
+
+def saved(path, *shards, **options):
+    storage = open_storage(str(path))
+    storage.prepare()
+    return save_tables(storage, *shards, **options)
+
+
+def columns_of(path, table):
+    """Return the slots of all rows as float64."""
+    reader = CheckpointReader(path)
+    slots = reader.manifest.named_table(table).slots
+    batches = list(reader.table(table))
+    found = {slot: [column_values(b.column(slot.name), slot).reshape(len(b), -1) for b in batches] for slot in slots}
+    return {slot.name: np.concatenate(values).astype(np.float64) for slot, values in found.items()}
+
+
+def agrees(column, values):
+    assert column.spread.n == len(values)
+    assert (column.spread.least, column.spread.most) == pytest.approx((values.min(), values.max()))
+    exact = np.quantile(values, QUANTILES, method="inverted_cdf")
+    np.testing.assert_allclose(list(column.spread.quantiles.values()), exact, rtol=0.005)
+    assert sum(column.bars.counts) + column.bars.zeros == len(values)
+    assert column.bars.zeros == np.count_nonzero(values == 0)
+
+
+def sharded(draw, n_rows, n_shards, dtype):
+    """Return rows as those of several ranks: some dead, some never trained, some huge, some not finite."""
+    ids = torch.from_numpy(draw.choice(10 * n_rows, n_rows, replace=False))
+    rows = torch.from_numpy(draw.normal(size=(n_rows, 3))).to(dtype)
+    moments = torch.from_numpy(draw.normal(size=(n_rows, 2))).to(dtype)
+    rows[:20], rows[20:23] = 0.0, 1e4
+    moments[10:40] = 0.0
+    rows[50, 1], rows[51, 2], moments[52, 0] = math.nan, -math.inf, math.inf
+    counts = torch.from_numpy(draw.zipf(1.5, n_rows).clip(0, 10**6))
+    steps = torch.from_numpy(draw.integers(0, 1000, n_rows))
+    shards = []
+    for number in range(n_shards):
+        part = gen_slice(number, n_shards)
+        table = HashTable(3, name="item", dtype=dtype, slice=part, track=("count", "step"))
+        table.add_slot("sparse_m", (2,), dtype)
+        table.step = 999
+        own = part.owns(ids)
+        table.insert(ids[own], rows[own], {"sparse_m": moments[own], "count": counts[own], "last_step": steps[own]})
+        shards.append([table])
+    return shards, ids
+
+
+@pytest.mark.parametrize(("shards", "dtype"), [(1, torch.float32), (3, torch.float64), (2, torch.bfloat16)])
+def test_figures_are_those_of_all_rows(tmp_path, monkeypatch, shards, dtype):
+    monkeypatch.setattr(tables_module, "_CHUNK_ROWS", 100)
+    tables, ids = sharded(np.random.default_rng(0), 1000, shards, dtype)
+    saved(tmp_path, *tables, batch_bytes=4000, step=1000)
+    found = recckpt.report(tmp_path).table("item")
+
+    columns = columns_of(tmp_path, "item")
+    norms = np.sqrt(np.square(columns["embedding"]).sum(1))
+    agrees(found.norms, norms[np.isfinite(norms)])
+    agrees(found.counts, columns["count"][:, 0])
+    agrees(found.ages_steps, 1000 - columns["last_step"][:, 0])
+    assert (found.rows, found.rows_read, found.damage) == (1000, 1000, ())
+    assert found.not_finite == {"embedding": 2, "sparse_m": 1}
+    assert set(found.not_finite_ids) == set(ids[50:53].tolist())
+    assert (found.dead, found.exploding, found.untrained) == (20, 3, 30)
+    counts = np.sort(columns["count"][:, 0])[::-1]
+    exact = np.searchsorted(np.cumsum(counts), 0.8 * counts.sum()) + 1
+    assert found.busy == pytest.approx(exact, rel=0.02, abs=1)
+    assert {row.id for row in found.largest[:3]} == set(ids[20:23].tolist())
+    assert found.largest[0].norm == pytest.approx(1e4 * math.sqrt(3), rel=0.01)
+
+
+def test_rows_of_a_chain_count_once_as_they_are_now(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables_module, "_MERGE_BYTES", 4000)  # many ranges of buckets
+    run_with_chain(tmp_path)
+    report = recckpt.report(tmp_path)
+    newest = report.checkpoints[-1]
+    assert len(newest.links) > 1
+    assert newest.chain_bytes > newest.full_bytes
+    found = report.table("item")
+    columns = columns_of(tmp_path, "item")
+    agrees(found.norms, np.sqrt(np.square(columns["embedding"]).sum(1)))
+    assert found.rows_read == found.rows == len(columns["embedding"])
+
+
+def test_values_that_float32_cannot_square_are_no_zeros_and_not_infinite(tmp_path):
+    table = empty("item")
+    table.insert(torch.arange(4), torch.tensor([[1e-30, 0.0], [3e30, 0.0], [0.0, 0.0], [1.0, 1.0]]))
+    saved(tmp_path, [table])
+    found = recckpt.report(tmp_path).table("item")
+    assert (found.dead, found.not_finite) == (1, {})
+    assert found.norms.spread.most == pytest.approx(3e30)
+    assert found.untrained is None
+
+
+def test_counts_of_ids_that_wait_and_tables_without_rows_have_no_norms(tmp_path):
+    saved(tmp_path, [filled("item.candidates", range(9), shape=1, dtype=torch.int64), empty("new")])
+    report = recckpt.report(tmp_path)
+    waiting, new = report.table("item.candidates"), report.table("new")
+    assert (waiting.norms, waiting.dead, waiting.exploding) == (None, None, None)
+    assert (new.norms, new.rows_read, new.damage) == (None, 0, ())
+    assert report.findings == ()
+
+
+def test_damaged_batches_are_said_and_left_out_of_the_figures(tmp_path):
+    saved(tmp_path, [filled("item", range(1000)), filled("user", range(10))], concurrency=1, batch_bytes=2000)
+    forge = Forge(tmp_path / "ckpt_1")
+    path = forge.path(forge.parts[0])
+    path.write_bytes(path.read_bytes().replace(np.float32(7).tobytes() * 2, np.float32(8).tobytes() * 2, 1))
+    report = recckpt.report(tmp_path)
+    item = report.table("item")
+    assert 0 < item.rows_read < 1000
+    assert "checksum" in item.damage[0]
+    assert not report.is_healthy
+    assert "salvage" in report.findings[0].remedy
+    assert "checksum" in report.to_html()
+
+
+def test_a_damaged_link_of_a_chain_is_said_of_its_tables(tmp_path):
+    run_with_chain(tmp_path)
+    forge = Forge(tmp_path / recckpt.report(tmp_path, deep=False).checkpoints[-1].links[-1])
+    for name in forge.parts:
+        data = bytearray(forge.path(name).read_bytes())
+        data[len(data) // 2] ^= 1
+        forge.path(name).write_bytes(data)
+    report = recckpt.report(tmp_path)
+    assert all(table.damage and table.rows_read == 0 for table in report.tables)
+    assert not report.is_healthy
+    assert "<h1>" in report.to_html()
+
+
+def test_a_run_is_seen_whole_on_a_disk_and_in_a_bucket(tmp_path, memory_url):
+    for url in (tmp_path, memory_url):
+        Run(url, max_keep=2).train(30)
+        report = recckpt.report(str(url))
+        assert [each.ckpt_id for each in report.checkpoints] == ["ckpt_20", "ckpt_30"]
+        assert [save.ckpt_id for save in report.saves] == ["ckpt_10", "ckpt_20", "ckpt_30"]
+        assert all(save.blocked_sec > 0 and save.n_bytes > 0 for save in report.saves)
+        assert report.checkpoints[-1].tables == {table.name: table.rows for table in report.tables}
+        assert (report.findings, report.newest) == ((), "ckpt_30")
+        assert json.loads(json.dumps(report.to_dict()))["healthy"] is True
+        assert repr(report).endswith(": healthy: 2 checkpoints, the newest ckpt_30>")
+    quick = recckpt.report(tmp_path, deep=False)
+    assert [table.rows_read for table in quick.tables] == [0, 0]
+    assert "<h1>" in quick.to_html()
+
+
+def test_it_writes_nothing(tmp_path):
+    Run(tmp_path).train(10)
+    (tmp_path / "ckpt_5").mkdir()
+    (tmp_path / "ckpt_5" / layout.INTENT).write_text("{}")
+
+    def state():
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    before = state()
+    recckpt.report(tmp_path)
+    assert state() == before
+
+
+def test_what_crashes_left_and_damaged_checkpoints_come_with_what_to_do(tmp_path):
+    Run(tmp_path, max_keep=None).train(30)
+    (tmp_path / "ckpt_20/model.pt").unlink()
+    (tmp_path / "ckpt_10/manifest.json").unlink()  # half removed
+    report = recckpt.report(tmp_path)
+    assert {left.directory: left.what for left in report.leftovers} == {"ckpt_20": "damaged", "ckpt_10": "unfinished"}
+    [damaged, unfinished] = report.findings
+    assert (damaged.level, unfinished.level) == ("problem", "warning")
+    assert "recckpt verify" in damaged.remedy
+    (tmp_path / "ckpt_30/manifest.json").write_text("{")
+    gone = recckpt.report(tmp_path)
+    assert (gone.newest, gone.tables) == (None, ())
+    assert "No checkpoint here can be used" in gone.findings[0].what
+    assert "<h1>" in gone.to_html()
+
+
+def test_empty_foreign_and_wrong_places_are_a_message(tmp_path, memory_url):
+    Run(tmp_path / "run").train(10)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/manifest.json").write_text("{}")
+    (tmp_path / "file").write_text("x")
+    said = {
+        "nowhere": "does not exist",
+        "empty": "found no committed checkpoint",
+        "foreign": "found no committed checkpoint",
+        "file": "not a directory",
+        "run/ckpt_10": "is a checkpoint itself",
+    }
+    for name, what in said.items():
+        with pytest.raises(CheckpointNotFoundError, match=what):
+            recckpt.report(tmp_path / name)
+    with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint"):
+        recckpt.report(memory_url)
+    with pytest.raises(TypeError, match="3"):
+        recckpt.report(3)
+    with pytest.raises(ValueError, match="threads"):
+        recckpt.report(tmp_path, threads=0)
+
+
+ODD_LINES = [
+    "not json",
+    "[1, 2]",
+    '"text"',
+    "null",
+    "[" * 100_000,
+    '{"ckpt_id": 3, "step": "x", "kind": [], "time": {}, "blocked_sec": "long", "n_bytes": true}',
+    '{"ckpt_id": "a", "step": 1' + "0" * 400 + ', "n_bytes": 1e999, "n_rows": -5, "total_sec": 1' + "0" * 400 + "}",
+    '{"ckpt_id": "\\ud800<script>", "blocked_sec": NaN, "write_sec": 1e308, "error": "<b>\\n"}',
+]
+
+
+def test_lines_of_a_timeline_may_be_anything(tmp_path):
+    Run(tmp_path).train(20)
+    timeline = tmp_path / layout.TIMELINE
+    timeline.write_bytes("\n".join([timeline.read_text(), *ODD_LINES, ""]).encode() + b"\xff\xfe\n{")
+    report = recckpt.report(tmp_path)
+    assert len(report.saves) == 5
+    assert report.saves[-1].write_sec is None
+    assert report.to_html().encode()
+    assert str(report)
+    assert json.dumps(report.to_dict(), allow_nan=False)
+    timeline.unlink()
+    timeline.mkdir()
+    assert recckpt.report(tmp_path).saves == ()
+
+
+def test_without_matplotlib_the_data_is_there_and_the_page_names_the_extra(tmp_path, monkeypatch):
+    Run(tmp_path).train(10)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = recckpt.report(tmp_path)
+    with pytest.raises(MissingLibraryError, match=r"recckpt\[report\]"):
+        report.to_html()
+
+
+def test_it_needs_no_torch(tmp_path):
+    Saver(torch.nn.ModuleDict({"item": filled("item", range(50))}), None, str(tmp_path)).save("ckpt_1")
+    code = "import recckpt, sys; print(len(recckpt.report(sys.argv[1]).to_html()) > 9, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "True False\n", done.stderr

@@ -1,0 +1,97 @@
+"""Pages as a real browser shows them: all is there, nothing complains, and names of tables run no script."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from builders import Run
+from forge import filled, save_tables
+from pages import HOSTILE
+
+import recckpt
+from recckpt.storage import open_storage
+
+CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+PHONE, DESK = 420, 1280  # pixels
+
+_missing = [name for name in (CHROMIUM, DRIVER) if not shutil.which(name)]
+pytestmark = pytest.mark.skipif(bool(_missing), reason=f"NO PAGE IS SEEN IN A BROWSER: THERE IS NO {_missing}")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="NO PAGE IS SEEN IN A BROWSER: THERE IS NO SELENIUM")
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def shown(browser, page: str, path: Path, width: int, scheme: str) -> str:
+    """Show a page and return its text, once nothing has complained and nothing is wider than the screen."""
+    path.write_text(page, encoding="utf-8")
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == PHONE}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.get(path.as_uri())
+    assert browser.get_log("browser") == []
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    light = "rgb(0, 0, 0)" if scheme == "light" else "rgb(255, 255, 255)"
+    assert browser.execute_script("return getComputedStyle(document.querySelector('.recckpt')).color") == light
+    return browser.execute_script("return document.body.innerText")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    run = Run(path, max_keep=None).train(20)
+    run.model.items.insert(torch.tensor([7]), torch.full((1, 4), float("nan")))
+    run.saver.save("ckpt_21")
+    return path
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(DESK, "light"), (PHONE, "dark")])
+def test_a_report_and_a_diff_say_what_they_must(browser, run, tmp_path, width, scheme):
+    report = shown(browser, recckpt.report(run).to_html(), tmp_path / "report.html", width, scheme)
+    order = ["1 problem", "What needs attention", "NaN or infinity in embedding", "recckpt diff", "Checkpoints"]
+    order += ["ckpt_10", "ckpt_20", "How tables grow", "The last 3 saves", "pause of training", "bytes written"]
+    order += ["Tables of ckpt_21", "never trained", "norms of embeddings", "largest norms, by id"]
+    places = [report.find(each) for each in order]
+    assert -1 not in places
+    assert places == sorted(places)
+    plots = browser.execute_script("return [...document.querySelectorAll('svg')].map(each => each.clientWidth)")
+    assert len(plots) == 6
+    assert all(200 < wide <= width for wide in plots)
+    diff = shown(browser, recckpt.diff(run / "ckpt_10", run).to_html(), tmp_path / "diff.html", width, scheme)
+    assert all(each in diff for each in ("different: 2 tables", "Embeddings that moved most", "user/1"))
+
+
+def test_names_of_tables_run_no_script(browser, tmp_path):
+    storage = open_storage(str(tmp_path / "run"))
+    storage.prepare()
+    names = [*HOSTILE, "<img src=x onerror=document.title='run'>", "</style><svg onload=document.title='run'>"]
+    for number in (1, 2):
+        tables = [filled(name, range(5 * number), slots={"sparse_<b>": ()}) for name in names]
+        save_tables(storage, tables, ckpt_id=f"<script>{number}", step=number)
+    found = recckpt.diff(tmp_path / "run/latest~1", tmp_path / "run")
+    for name, page in (("report", recckpt.report(tmp_path / "run").to_html()), ("diff", found.to_html())):
+        text = shown(browser, page, tmp_path / f"{name}.html", PHONE, "light")
+        assert all(each in text for each in (HOSTILE[0], *names[-2:], "`ü" * 20))
+        assert browser.title != "run"
+        assert browser.execute_script("return document.querySelectorAll('script, img, b').length") == 0
