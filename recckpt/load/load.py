@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
@@ -74,7 +75,7 @@ def load(
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     loaded = _apply(live, other, rows, Progress(f"loading {what}", n_bytes, has_bar=has_bar), concurrency)
     report = LoadReport(
-        planned.items,
+        tuple(_as_taken(item, loaded) for item in planned.items),
         planned.sources,
         planned.warnings,
         rows_taken=loaded.rows_taken,
@@ -84,8 +85,17 @@ def load(
         global_step=_global_step(planned.items, sources),
     )
     if live.shard == 0:
-        report.log_summary()
+        (report if live.shards == 1 else planned).log_summary()  # of several ranks, each knows its own rows alone
     return report
+
+
+def _as_taken(item: Planned, loaded: Loaded) -> Planned:
+    """Return an item with as many rows as were taken: a slice, a filter or the rows of the table may leave some out."""
+    there = item.thing
+    if item.offer is None or not item.name.is_slot or not there.rows:
+        return item
+    rows = loaded.slot_rows.get((item.name.table, item.name.slot), 0)
+    return replace(item, thing=replace(there, rows=rows, n_bytes=there.n_bytes * rows // there.rows))
 
 
 def _apply(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from recckpt.format.names import GLOBAL_STEP, Name
 from recckpt.load.inventory import Thing
 from recckpt.load.problems import first_few
-from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.text import count, escaped, grid, html, one_line, plural, size
+from recckpt.text.shown import shown
 from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
@@ -20,6 +21,8 @@ UNASKED = "nothing asks for it"  # why what no entry names is not loaded
 SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
+_NUMBERS = ("rows", "bytes")
+_STYLE = ".recckpt h1 { font-size: 1.1em; } .recckpt td:last-child { min-width: 12em; opacity: .75; }"
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Planned:
         name: of the model.
         offer: number of the offer that it is taken from, None where it stays.
         source: name in that checkpoint.
-        thing: what is there.
+        thing: what is there; of a slot in a report, as many rows of it as were taken.
         conversion: "", or what is done to it, such as ``cast float32 -> float16``.
         reason: why it stays; "" where it is taken.
     """
@@ -43,9 +46,11 @@ class Planned:
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadPlan:
     """For every name of the model where it comes from, or why it stays at its initial value.
+
+    Prints as text, in which ``[0]`` is the first of the sources, and shows as a table in notebooks.
 
     Attributes:
         items: one for each name.
@@ -100,15 +105,27 @@ class LoadPlan:
         }
 
     def __str__(self) -> str:
-        return "\n".join([*grid(_HEAD, self._cells(), right=("rows", "bytes")), *self._footer()])
+        sources = [f"[{number}] {line}" for number, line in enumerate(self._taken_lines())]
+        table = grid(_HEAD, self._cells(), right=_NUMBERS)
+        return "\n".join([*sources, *([""] if sources else []), *table, *self._footer()])
+
+    @shown
+    def __repr__(self) -> str:
+        return self._verdict()
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in _HEAD)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self._cells()
-        )
-        footer = "".join(f"<p>{html.escape(line)}</p>" for line in self._footer())
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{footer}"
+        sources = [f"<b>[{number}]</b> {html.text(line)}" for number, line in enumerate(self._taken_lines())]
+        cells = (list(map(html.text, row)) for row in self._cells())
+        parts = [f"<h1>{html.text(self._verdict())}</h1>", *(f"<p>{source}</p>" for source in sources)]
+        parts += [html.table(_HEAD, cells, _NUMBERS), *(f"<p>{html.text(line)}</p>" for line in self._footer())]
+        return html.body(parts, _STYLE)
+
+    def _verdict(self) -> str:
+        """Say how much of the model is loaded, in a few words."""
+        return f"{count(len(self.taken))} of {plural(len(self.items), 'name')} from {self._from()}"
+
+    def _from(self) -> str:
+        return escaped(self.sources[0]) if len(self.sources) == 1 else plural(len(self.sources), "checkpoint")
 
     def log_summary(self) -> None:
         """Log how much comes from where, and as a warning what starts from scratch."""
@@ -122,15 +139,24 @@ class LoadPlan:
             thing = item.thing
             yield (
                 escaped(item.name.text),
-                escaped(self.source_of(item) or "-"),
+                "-" if item.offer is None else f"[{item.offer}]",
                 escaped(item.source) if item.source not in ("", item.name.text) else "",
                 count(thing.rows) if thing.rows else "",
                 size(thing.n_bytes) if thing.n_bytes else "",
-                one_line(item.conversion or item.reason),
+                self._in_short(one_line(item.conversion or item.reason)),
             )
 
     def _footer(self) -> list[str]:
-        return [*self._taken_lines(), *self._fresh_lines(), *(f"warning: {one_line(text)}" for text in self.warnings)]
+        lines = [*self._fresh_lines(), *(f"warning: {one_line(text)}" for text in self.warnings)]
+        return list(map(self._in_short, lines))
+
+    def _in_short(self, text: str) -> str:
+        """Return text with the numbers of the sources in place of their paths, which stand above."""
+        numbers = {one_line(source): number for number, source in enumerate(self.sources)}
+        if not numbers:
+            return text
+        paths = "|".join(map(re.escape, sorted(numbers, key=len, reverse=True)))
+        return re.sub(rf"({paths})(?![\w/])", lambda found: f"[{numbers[found[1]]}]", text)
 
     def _fresh_lines(self) -> list[str]:
         """Say what starts from scratch, one line a reason."""
@@ -145,7 +171,10 @@ class LoadPlan:
         lines = []
         for number, source in enumerate(self.sources):
             items = [item for item in self.taken if item.offer == number]
-            tables = {item.name.table: item.thing.rows for item in items if item.name.is_slot}
+            tables: dict[str, int] = {}
+            for item in items:
+                if item.name.is_slot:
+                    tables[item.name.table] = max(item.thing.rows, tables.get(item.name.table, 0))
             tensors = sum(item.name.group == "dense" for item in items)
             what = [plural(len(tables), "table"), plural(sum(tables.values()), "row"), plural(tensors, "tensor")]
             n_bytes = size(sum(item.thing.n_bytes for item in items))
@@ -153,9 +182,9 @@ class LoadPlan:
         return lines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport(LoadPlan):
-    """A plan and what came of it.
+    """A plan and what came of it: rows and bytes of its items are those that this rank has taken.
 
     Attributes:
         rows_taken: table -> rows that were loaded, on this rank.
@@ -183,9 +212,15 @@ class LoadReport(LoadPlan):
         }
 
     def _footer(self) -> list[str]:
+        return [*super()._footer(), self._read()]
+
+    def _verdict(self) -> str:
+        return f"{super()._verdict()}: {self._read()}"
+
+    def _read(self) -> str:
         taken, filtered = sum(self.rows_taken.values()), sum(self.rows_filtered.values())
         what = f"{plural(taken, 'row')} taken, {count(filtered)} filtered, {size(self.bytes_read)} read"
-        return [*super()._footer(), f"{what} in {self.seconds:.2f} s"]
+        return f"{what} in {self.seconds:.2f} s"
 
 
 def _is_expected(item: Planned) -> bool:

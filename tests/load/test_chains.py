@@ -178,6 +178,7 @@ def test_an_id_that_was_deleted_and_is_there_again_has_its_newest_row(make):
     report = load(chain.source(), [table])
     assert rows_of(table) == {2: row(2, 1), 3: row(3, 2), 4: row(4, 1), 5: row(5, 2)} == chain.rows["a"]
     assert report.rows_taken == {"a": 4}
+    assert {item.thing.rows for item in report.items if item.name.is_slot} == {4}, "of three links with eight"
 
 
 def test_an_id_that_has_moved_to_another_shard_has_its_row_there(make):

@@ -6,7 +6,9 @@ import logging
 import pickle
 
 import pytest
+from bank_runs import run, table
 
+from recckpt.format.buckets import gen_slice
 from recckpt.format.names import Name, slot_name
 from recckpt.load.inventory import PLAIN, Thing
 from recckpt.load.report import LoadPlan, LoadReport, Planned
@@ -39,32 +41,44 @@ REPORT = LoadReport(
 )
 
 
-def test_a_plan_is_a_table_of_names_and_where_they_come_from():
-    head, *lines = [line.split() for line in str(PLAN).splitlines()]
-    assert head == ["name", "from", "name", "there", "rows", "bytes", "note"]
-    assert lines[0] == ["t@id", "/a/c", "u@id", "1,234,567", "9.9", "MB"]
+SOURCES = ["[0] /a/c: 1 table, 1,234,567 rows, 0 tensors, 19.8 MB", "[1] /b/<c>: 0 tables, 0 rows, 1 tensor, 8 B"]
+
+
+def test_a_plan_is_a_table_of_names_and_where_they_come_from_below_the_paths():
+    first, second, empty, head, *lines = str(PLAN).splitlines()
+    assert [first, second, empty] == [*SOURCES, ""]
+    assert head.split() == ["name", "from", "name", "there", "rows", "bytes", "note"]
+    lines = [line.split() for line in lines]
+    assert lines[0] == ["t@id", "[0]", "u@id", "1,234,567", "9.9", "MB"]
     assert lines[1][-4:] == ["cast", "float16", "->", "float32"]
-    assert lines[2] == ["t@sparse_m", "-", "/a/c", "has", "no", "'u@sparse_m'"]
-    assert lines[5] == ["w", "/b/<c>", "8", "B"]
+    assert lines[2] == ["t@sparse_m", "-", "[0]", "has", "no", "'u@sparse_m'"]
+    assert lines[5] == ["w", "[1]", "8", "B"]
     assert lines[6][:2] == ['"<b>\\nx"', "-"]
 
 
-def test_below_it_stands_how_much_comes_from_where_and_what_starts_from_scratch():
-    footer = str(PLAN).splitlines()[len(ITEMS) + 1 :]
+@pytest.mark.parametrize("shown", [str, LoadPlan._repr_html_])
+def test_a_path_stands_once_whatever_is_missing_there(shown):
+    paths = "runs/a", "runs/a/b"
+    reasons = f"{paths[1]} has no 'x'; {paths[0]} has no 'x'", f"not in {paths[1]}"
+    items = *(Planned(Name("dense", f"w{n}"), reason=reason) for n, reason in enumerate(reasons)), ITEMS[5]
+    text = shown(LoadPlan(items, paths, (f"bank[1]: {paths[1]} has what is not in the model",)))
+    assert (text.count("runs/a/b"), text.count("runs/a")) == (1, 2)
+    assert "not in [1]" in text
+
+
+def test_below_it_stands_what_starts_from_scratch():
+    footer = str(PLAN).splitlines()[len(SOURCES) + 2 + len(ITEMS) :]
     assert footer == [
-        "/a/c: 1 table, 1,234,567 rows, 0 tensors, 19.8 MB",
-        "/b/<c>: 0 tables, 0 rows, 1 tensor, 8 B",
-        "from scratch: 't@sparse_m': /a/c has no 'u@sparse_m'",
-        "from scratch: 'new': /a/c has no 'new'",
+        "from scratch: 't@sparse_m': [0] has no 'u@sparse_m'",
+        "from scratch: 'new': [0] has no 'new'",
         "from scratch: '<b>\\nx': nothing asks for it",
-        "from scratch: 'w@adam': /b/<c> has no 'adam'",
+        "from scratch: 'w@adam': [1] has no 'adam'",
         "warning: bank[0]: 'x*' matches nothing in the model",
     ]
 
 
 def test_a_report_says_what_happened():
-    assert str(REPORT).splitlines()[-3:] == [
-        "from scratch: 'w@adam': /b/<c> has no 'adam'",
+    assert str(REPORT).splitlines()[-2:] == [
         "warning: bank[0]: 'x*' matches nothing in the model",
         "1,000,000 rows taken, 234,567 filtered, 20.0 MB read in 1.50 s",
     ]
@@ -76,20 +90,22 @@ class Texts(html.parser.HTMLParser):
         self.tags, self.texts = [], []
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
+        self.tags.append((tag, *(value for name, value in attrs if name == "class")))
 
     def handle_data(self, data):
         self.texts.append(data)
 
 
 @pytest.mark.parametrize("shown", [PLAN, REPORT])
-def test_a_notebook_shows_it_with_names_escaped(shown):
+def test_a_notebook_shows_it_with_names_escaped_and_numbers_on_the_right(shown):
     found = Texts()
     found.feed(shown._repr_html_())
-    assert set(found.tags) == {"table", "thead", "tbody", "tr", "th", "td", "p"}
-    assert "/b/<c>" in found.texts
+    tags = {"style", "div", "h1", "p", "b", "table", "thead", "tbody", "tr", "th", "td"}
+    assert {tag for tag, *_ in found.tags} == tags, "and none that a name has brought"
+    assert " /b/<c>: 0 tables, 0 rows, 1 tensor, 8 B" in found.texts
     assert '"<b>\\nx"' in found.texts
-    assert found.tags.count("tr") == len(ITEMS) + 1
+    assert found.tags.count(("tr",)) == len(ITEMS) + 1
+    assert found.tags.count(("td", "n")) == 2 * len(ITEMS)
 
 
 def test_a_program_gets_all_of_it_as_json():
@@ -140,6 +156,34 @@ def test_many_names_with_one_reason_are_one_line():
     assert LoadPlan(tuple(names), ())._fresh_lines() == [
         "from scratch: 'w0', 'w1', 'w2', 'w3', 'w4', 'w5', 'w6', 'w7' and 992 more: gone"
     ]
+
+
+def test_rows_of_a_report_are_those_that_were_taken(tmp_path):
+    """Not those that are stored: by a filter, by the rows that are there, by the slice of a rank, by a delta."""
+
+    def rows_of(report, name="t"):
+        things = {item.name.slot: item.thing for item in report.items if item.name.table == name and item.offer == 0}
+        assert all(thing.n_bytes % max(1, thing.rows) == 0 for thing in things.values())
+        return {slot: thing.rows for slot, thing in things.items() if "step" not in slot}
+
+    source = table("t", range(10))
+    saver = run(tmp_path / "a", source, optimizer="adagrad", steps=1)
+    saver.save("full")
+    url = str(tmp_path / "a")
+
+    def load(made, **conf):
+        return run(tmp_path / "own", made, optimizer="adagrad").load_by_config([{"path": url, **conf}])
+
+    some = load(table("t"), where={"sample": 0.5})
+    n_some = some.rows_taken["t"]
+    assert 0 < n_some < 10
+    assert set(rows_of(some).values()) == {n_some}
+    assert f"1 table, {n_some} rows, 0 tensors" in str(some)
+    there = load(table("t", [1, 99]), exclude=["t@id"])
+    assert rows_of(there).pop("embedding") == 1
+    half = load(table("t", slice=gen_slice(0, 2)))
+    assert set(rows_of(half).values()) == {half.rows_taken["t"]} != {10}
+    assert json.loads(json.dumps(half.to_dict()))["items"][0]["rows"] == half.rows_taken["t"]
 
 
 def test_what_is_taken_and_what_is_not():

@@ -38,6 +38,7 @@ class Loaded:
 
     rows_taken: Mapping[str, int]
     rows_filtered: Mapping[str, int]  # that a filter left out
+    slot_rows: Mapping[tuple[str, str], int]  # by table and slot, the ids being one: rows of which it was loaded
     bytes_read: int  # of column values, all checked
 
 
@@ -114,11 +115,14 @@ def _undone_on_error(fillers: Sequence[Filler]) -> Iterator[None]:
 
 def _counted(fillers: Sequence[Filler], bytes_read: int) -> Loaded:
     taken, filtered = Counter[str](), Counter[str]()
+    slot_rows: dict[tuple[str, str], int] = {}
     for filler in fillers:  # rows whose slots come from several checkpoints count once
         name = filler.load.table.name
         taken[name] = max(taken[name], filler.n_rows)
         filtered[name] = max(filtered[name], filler.n_filtered)
-    return Loaded(dict(taken), dict(filtered), bytes_read)
+        slots = (*filler.load.slots, *([ID] if filler.load.with_rows else []))
+        slot_rows |= {(name, slot): filler.n_rows for slot in slots}
+    return Loaded(dict(taken), dict(filtered), slot_rows, bytes_read)
 
 
 class LinkPass:
