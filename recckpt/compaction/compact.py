@@ -18,8 +18,8 @@ from recckpt.format import layout, offer
 from recckpt.format.manifest import Content, Manifest
 from recckpt.format.offer import Offer, Offered
 from recckpt.output_dir import rotation
-from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate
+from recckpt.output_dir.at_path import locate_id, locate_path
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.output_dir.new_checkpoint import Target, commit_new
 from recckpt.output_dir.offers import adoptable, look_at
 from recckpt.output_dir.open_files import until_whole
@@ -72,7 +72,7 @@ def compact(
 
     Args:
         path: an output dir, or a checkpoint itself; any fsspec URL.
-        ckpt_id: which checkpoint of the output dir; None for the newest.
+        ckpt_id: which checkpoint of the output dir, ``latest~1`` too; None for the newest.
         out: an output dir that the checkpoint is written to, full or not; it is taken over from whoever writes there.
         executor: does the work: threads, processes, or those of a cluster, which reach ``path`` and ``out`` by the same
             names and have recckpt. None for threads of this process.
@@ -95,7 +95,7 @@ def compact(
         if ckpt_id is None:
             return locate_path(url)
         storage = open_storage(url)
-        return storage, locate(storage, ckpt_id)
+        return storage, locate_id(storage, ckpt_id)
 
     def write(found: tuple[Storage, Checkpoint]) -> Compacted:
         return make_offer(*found, means) if to is None else write_to(*found, to, means)

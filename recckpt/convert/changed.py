@@ -12,6 +12,7 @@ from recckpt.convert.source import Int64s
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.distinct import distinct, is_among
+from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of
 from recckpt.sparse.files.merged_rows import merged_range
@@ -31,11 +32,21 @@ def links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
     for number, link in enumerate(checkpoint.links):
         if since in (link.ckpt_id, link.directory) or ("/" in since and _is_at(since, storage, link.directory)):
             return number
+    meant = _counted_back(storage, since)
+    for number, link in enumerate(checkpoint.links):
+        if meant is not None and link.manifest.origin == meant.manifest.origin:
+            return number
     found = f"{since!r}, which {checkpoint.ckpt_id!r} does not stand on"
     below = ", ".join(link.ckpt_id for link in checkpoint.below)
     expected = f"one of {below}" if below else "a checkpoint that it stands on, and it is full: it stands on none"
     remedy = "export all of it, or save with Saver(deltas=True)"
     raise ConversionError(checkpoint.directory, "since", found=found, expected=expected, remedy=remedy)
+
+
+def _counted_back(storage: Storage, since: str) -> Checkpoint | None:
+    """Return the checkpoint that ``latest~N`` means, alone or as a path in the output dir."""
+    around, name = open_parent(since) if "/" in since else (storage, since)
+    return counted_back(storage, name) if _real(around.url) == _real(storage.url) else None
 
 
 def _is_at(path: str, storage: Storage, directory: str) -> bool:

@@ -14,6 +14,7 @@ from recckpt.format import layout
 from recckpt.format.distinct import distinct, is_among
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify import find_checkpoints
+from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
 from recckpt.output_dir.forget_requests import audit, digests, key, meant_in, pending, tables_of
 from recckpt.output_dir.listing import attempt_dirs
@@ -107,7 +108,7 @@ def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[s
         directories = attempt_dirs(inside)
         if directories or layout.OWN_DIR in inside.list_dirs():
             return inside, [*directories, ""]
-        if not inside.why_empty():
+        if not inside.why_empty() and counted_back(parent, directory) is None:
             raise CheckpointNotFoundError(f"{inside.url}: found no checkpoint")
     found = find_checkpoints(path)  # CheckpointNotFoundError where it is nothing of ours
     record = _manifest(found.storage, found.directories[0])

@@ -17,6 +17,7 @@ from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.salvage_link import LinkRemains, Lost
+from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import look_around
 from recckpt.sparse.files.arrow_format import ids_in
@@ -63,6 +64,8 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     """
     storage, directory = open_parent(path)
     manifest = read_manifest(storage, directory)
+    if manifest is None and (found := counted_back(storage, directory)):
+        directory, manifest = found.directory, found.manifest
     if manifest is None:
         what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
         raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")

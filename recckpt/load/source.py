@@ -10,8 +10,8 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.problems import Problems
-from recckpt.output_dir.at_path import locate_path, open_checkpoint
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest
+from recckpt.output_dir.at_path import locate_id, locate_path, open_checkpoint
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints, newest
 from recckpt.storage import Storage, open_storage
 
 
@@ -67,14 +67,14 @@ def locate_asked(
         return _at(own, str(ckpt_path))
     if ckpt_id is not None:
         storage = own if ckpt_path is None else open_storage(str(ckpt_path))
-        return storage, locate(storage, ckpt_id)
+        return storage, locate_id(storage, ckpt_id)
     return _found(own, str(ckpt_path)) if ckpt_path is not None else (own, newest(own))
 
 
 def _found(own: Storage, word: str) -> tuple[Storage, Checkpoint]:
     """Return the checkpoint that a word means: an id of the own output dir goes before a path."""
     try:
-        return own, locate(own, word)
+        return own, locate_id(own, word)
     except (OSError, ValueError) as error:  # not an id, or not one of ours
         not_own = error
     try:

@@ -18,6 +18,7 @@ from recckpt.output_dir.listing import (
     attempt_dirs,
     chained,
     describe,
+    locate,
     look_around,
     newest,
     newest_first,
@@ -105,7 +106,7 @@ def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest)
 def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
     """Return the storage around a checkpoint's own path or URL, and it; errors as of ``read_checkpoint``."""
     storage, directory = open_parent(path)
-    checkpoint = read_checkpoint(storage, directory) or _counted_back(storage, directory)
+    checkpoint = read_checkpoint(storage, directory) or counted_back(storage, directory)
     if checkpoint is None:
         what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
         raise CheckpointNotFoundError(
@@ -131,13 +132,24 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
     try:
         return inside, newest(inside)
     except CheckpointNotFoundError:
-        checkpoint = _later_attempt(storage, directory) or _counted_back(storage, directory)
+        checkpoint = _later_attempt(storage, directory) or counted_back(storage, directory)
         if checkpoint is None:
             raise
     return storage, checkpoint
 
 
-def _counted_back(storage: Storage, name: str) -> Checkpoint | None:
+def locate_id(storage: Storage, ckpt_id: str) -> Checkpoint:
+    """As :func:`recckpt.output_dir.listing.locate`, of ``latest`` and ``latest~N`` too where these are no ids."""
+    try:
+        return locate(storage, ckpt_id)
+    except CheckpointNotFoundError:
+        checkpoint = counted_back(storage, ckpt_id)
+        if checkpoint is None:
+            raise
+    return checkpoint
+
+
+def counted_back(storage: Storage, name: str) -> Checkpoint | None:
     """Return the checkpoint that ``latest`` or ``latest~N`` means in an output dir, None for any other name.
 
     Raises CheckpointNotFoundError where there are not so many.
