@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
-from recckpt.cli.app import parser_of_commands
+from recckpt.cli.commands import parsers
 
 PAGE = Path(__file__).parent / "command-line.md"
 _HEAD = """# Command line
@@ -34,6 +33,16 @@ recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run
 [guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
 found, 2 wrong usage.
 
+`pip install "recckpt[cli]"` adds [rich](https://github.com/Textualize/rich) and
+[argcomplete](https://github.com/kislyuk/argcomplete). With rich, tables fit the terminal and have colours: red is
+damaged, yellow is what nobody can be sure of, bold the newest and what is pinned, faint what has been replaced. Without
+it, through a pipe, with `NO_COLOR=1` or `TERM=dumb`, the same text comes without colours. What takes more than two
+seconds shows a bar on stderr, or the seconds; [`RECCKPT_PROGRESS`](guide.md#what-people-see) turns that off and on.
+
+`eval "$(register-python-argcomplete recckpt)"` in `~/.bashrc` or `~/.zshrc` completes commands, options, the
+checkpoints of a local output dir and names of tables. `latest` and `latest~N` stand for the newest checkpoint and the
+N-th before it wherever one is named: `runs/clicks/latest~1`, or `latest~1` alone where an id is asked for.
+
 Below stands what `recckpt COMMAND --help` says.
 
 """
@@ -42,12 +51,7 @@ Below stands what `recckpt COMMAND --help` says.
 def page() -> str:
     """Return the page."""
     os.environ["COLUMNS"] = "100"  # as wide as argparse makes its lines
-    commands = next(
-        action for action in parser_of_commands()._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    parts = [
-        f"## {name}\n\n```text\n{command.format_help().rstrip()}\n```\n" for name, command in commands.choices.items()
-    ]
+    parts = [f"## {name}\n\n```text\n{command.format_help().rstrip()}\n```\n" for name, command in parsers()[1].items()]
     return _HEAD + "\n".join(parts)
 
 

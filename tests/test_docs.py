@@ -17,7 +17,7 @@ from paths import ROOT, SUPPORT, TESTS
 
 import recckpt
 import recckpt.sparse
-from recckpt.cli.app import parser_of_commands
+from recckpt.cli.commands import parser_of_commands
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "bash", ""}  # none: a picture, which promises nothing

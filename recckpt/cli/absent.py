@@ -9,7 +9,7 @@ from recckpt.cli.result import Outcome, usage_checked
 from recckpt.format.distinct import distinct
 from recckpt.inspect.absent import Absence, Holding, look_for
 from recckpt.inspect.ids_file import read_ids
-from recckpt.text import count, escaped, grid, one_line, plural
+from recckpt.text import Line, Table, count, escaped, one_line, plural
 
 _HEAD = ("DIRECTORY", "CHECKPOINT", "TABLE", "ROWS", "DELETES")
 
@@ -20,7 +20,8 @@ def absent(args: argparse.Namespace) -> Outcome:
         ids = distinct(read_ids(args.absent))
         found = look_for(args.path, ids, args.table)
     url, where = one_line(found.url), "any table" if args.table is None else f"table {escaped(args.table)}"
-    lines = grid(_HEAD, map(_row, found.holding), ("ROWS", "DELETES")) if found.holding else []
+    table = Table(_HEAD, [_row(each) for each in found.holding], ("ROWS", "DELETES"))
+    lines: list[Line] = [table] if found.holding else []
     if args.print_ids:
         lines += [f"{escaped(each.directory) or '.'}, {escaped(each.table)}: {_ids(each)}" for each in found.holding]
     if not _problems(found, len(ids), where):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-_FORMATS = "recis, torchrec, dcp, safetensors, torch_state, parquet, arrow, csv, npy"
-_TARGETS = "parquet, npy, embedding, safetensors, dcp or recis"
+FORMATS = ("recis", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
+TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp", "recis")
 
 
 def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -14,7 +14,7 @@ def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add = command("import", "make a checkpoint of what another program saved").add_argument
     add("source", metavar="SOURCE", help="a file or directory; a path or URL")
     add("dir", metavar="DIR", help="output dir of the checkpoint; a path or URL")
-    add("--from", dest="format", metavar="FORMAT", help=f"{_FORMATS} (default: what the files look like)")
+    add("--from", dest="format", metavar="FORMAT", help=f"{', '.join(FORMATS)} (default: what the files look like)")
     table_help = "only this table, once for each; of files of rows, which have one: its name (default: the file's)"
     add("--table", dest="tables", action="append", metavar="NAME", help=table_help)
     as_table_help = "a tensor that becomes a table, with the ids 0 to n - 1, or those of another tensor"
@@ -31,9 +31,13 @@ def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
 def add_export(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Add ``export``."""
     add = command("export", "write tables and tensors of a checkpoint in another format").add_argument
-    add("checkpoint", metavar="CKPT", help="a checkpoint, or an output dir, whose newest is meant; a path or URL")
+    add(
+        "checkpoint",
+        metavar="CKPT",
+        help="a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too",
+    )
     add("target", metavar="TARGET", help="what to write; must not exist")
-    add("--to", required=True, metavar="FORMAT", help=_TARGETS)
+    add("--to", required=True, metavar="FORMAT", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
     add("--table", dest="tables", action="append", metavar="NAME", help="only this table, once for each")
     slots_help = "slots beside the ids, separated by commas (default: embedding, or what the format needs)"
     add("--slots", metavar="A,B", help=slots_help)

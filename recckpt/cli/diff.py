@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from recckpt.cli.result import Outcome, UsageError
+from recckpt.cli.result import USAGE, CommandError, Outcome
 from recckpt.errors import RecckptError
 from recckpt.inspect.diff.diff import diff as compare
 from recckpt.inspect.diff.lines import lines_of, verdict
@@ -22,5 +22,5 @@ def diff(args: argparse.Namespace) -> Outcome:
                 sink.write(found.to_html().encode())
             lines.append(f"wrote {one_line(args.html)}")
     except (RecckptError, OSError, ValueError) as error:
-        raise UsageError(str(error)) from error
+        raise CommandError(str(error), USAGE) from error
     return Outcome(found.to_dict(), lines, [] if found.is_equal else [verdict(found)])

@@ -10,7 +10,7 @@ from typing import Any
 from recckpt.cli.result import Outcome, UsageError, usage_checked
 from recckpt.convert.exporting import Exported, export_checkpoint
 from recckpt.errors import RecckptError
-from recckpt.text import count, escaped, grid, one_line, size
+from recckpt.text import Line, Table, count, escaped, one_line, size
 
 _HEAD = ("TABLE", "ROWS", "SLOTS", "LARGEST ERROR")
 
@@ -42,14 +42,14 @@ def _where(text: str | None) -> Any:
         raise UsageError(f"--where: not JSON: {error}") from error
 
 
-def _lines(done: Exported) -> Iterator[str]:
+def _lines(done: Exported) -> Iterator[Line]:
     tables = done.metadata["tables"]
     if tables:
-        rows = ((escaped(name), count(t["rows"]), ", ".join(t["slots"]), _error(t)) for name, t in tables.items())
-        yield from grid(_HEAD, rows, ("ROWS",))
+        rows = [(escaped(name), count(t["rows"]), ", ".join(t["slots"]), _error(t)) for name, t in tables.items()]
+        yield Table(_HEAD, rows, ("ROWS",))
     if done.left_out:
         yield ""
-        yield from grid(("LEFT OUT", "WHY"), ((escaped(left.name), left.reason) for left in done.left_out))
+        yield Table(("LEFT OUT", "WHY"), [(escaped(left.name), left.reason) for left in done.left_out])
     yield ""
     yield f"{escaped(done.ckpt_id)}: wrote {one_line(done.target)}, {size(done.n_bytes)}"
 

@@ -11,7 +11,7 @@ from recckpt.cli.result import Outcome, UsageError, usage_checked
 from recckpt.convert.importing import ImportPlan, import_checkpoint
 from recckpt.convert.source import Wish
 from recckpt.errors import RecckptError
-from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 from recckpt.types import SlotSpec
 
 _HEAD = ("TABLE", "ROWS", "SLOTS")
@@ -59,7 +59,7 @@ def _as_table(text: str) -> tuple[str, str | None]:
     return name, ids or None
 
 
-def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[str]:
+def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[Line]:
     held = done.contents
     what = f"{held.format}, {plural(len(held.tables), 'table')}, {plural(len(held.dense), 'dense tensor')}"
     yield f"{one_line(done.source)}: {what}, step {'-' if held.step is None else held.step}"
@@ -67,8 +67,8 @@ def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[str]:
         yield ""
         slots = {table.name: ", ".join(map(_slot, table.slots)) for table in held.tables}
         exact = {table.name: table.is_exact or not args.dry_run for table in held.tables}
-        rows = ((escaped(n), count(done.rows[n]) if exact[n] else "?", slots[n]) for n in slots)
-        yield from grid(_HEAD, rows, ("ROWS",))
+        rows = [(escaped(n), count(done.rows[n]) if exact[n] else "?", slots[n]) for n in slots]
+        yield Table(_HEAD, rows, ("ROWS",))
     if held.values:
         yield f"plain values, to model.pt: {', '.join(map(_value, held.values.items()))}"
     if held.extra:
@@ -77,7 +77,7 @@ def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[str]:
         yield f"positions in the data: of {plural(len(held.io_state), 'rank')}"
     if held.left_out:
         yield ""
-        yield from grid(("NOT AS IT WAS", "WHY"), ((escaped(left.name), left.reason) for left in held.left_out))
+        yield Table(("NOT AS IT WAS", "WHY"), [(escaped(left.name), left.reason) for left in held.left_out])
     yield ""
     where = one_line(f"{args.dir}/{done.directory or done.ckpt_id}")
     wrote = f"wrote {where}, {size(done.n_bytes)}" if done.directory else f"would write {where}"

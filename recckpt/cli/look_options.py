@@ -12,7 +12,6 @@ _A_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path o
 def add_diff(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     """Add ``diff``."""
     parser = command("diff", "say what differs between two checkpoints: rows, tensors, training state")
-    parser.epilog = "exit codes: 0 equal, 1 different, 2 an error"
     add = parser.add_argument
     add("before", metavar="BEFORE", help=_A_CHECKPOINT)
     add("after", metavar="AFTER", help="the same")

@@ -14,10 +14,12 @@ from recckpt.output_dir.at_path import open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.rotation import pinned_ids
 from recckpt.storage import Storage, open_storage
-from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.text import Table, count, escaped, one_line, plural, size
+from recckpt.text.columns import Tone
 
 _HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
+_TONES: dict[str, Tone] = {"superseded": "past", "replaced by a form": "past", "pinned": "pinned", "newest": "newest"}
 _LABEL = 40  # characters of a text that are shown
 
 
@@ -30,17 +32,19 @@ def ls(args: argparse.Namespace) -> Outcome:
     if not listing.committed and not listing.damaged and not listing.unreadable:
         refuse_checkpoint(args.dir)
     needed = _needed_by(listing)
-    rows = []
-    checkpoints = []
+    rows, tones, checkpoints = list[tuple[str, ...]](), dict[int, Tone](), list[dict[str, Any]]()
     for checkpoint in listing.committed:
         marks = _marks(checkpoint, listing, pinned)
         kept_for = needed.get(checkpoint.directory, [])
         checkpoints.append(_data(checkpoint, marks, kept_for))
+        tones |= {len(rows): tone for mark, tone in _TONES.items() if mark in marks}
         rows.append(_row(checkpoint, marks, kept_for))
     others = {directory: f"damaged: {one_line(str(error))}" for directory, error in listing.damaged.items()}
     others |= {directory: f"unreadable: {one_line(str(error))}" for directory, error in listing.unreadable.items()}
+    tones |= {len(rows) + number: "damaged" for number in range(len(others))}
     others |= {directory: f"fenced: {one_line(reason)}" for directory, reason in listing.fenced.items()}
     others |= {directory: f"no {layout.MANIFEST}: {what}" for directory, what in leftovers.items()}
+    tones |= {len(rows) + number: tones.get(len(rows) + number, "unsure") for number in range(len(others))}
     rows += [(escaped(directory), *"------", text) for directory, text in others.items()]
     data = {
         "output_dir": storage.url,
@@ -50,7 +54,7 @@ def ls(args: argparse.Namespace) -> Outcome:
         "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
         "leftovers": list(leftovers),
     }
-    return Outcome(data, grid(_HEAD, rows, _NUMBERS) if rows else [], _problems(storage, listing))
+    return Outcome(data, [Table(_HEAD, rows, _NUMBERS, tones)] if rows else [], _problems(storage, listing))
 
 
 def _problems(storage: Storage, listing: Listing) -> list[str]:

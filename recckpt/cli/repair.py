@@ -8,7 +8,7 @@ from typing import Any
 from recckpt.cli.result import Outcome, usage_checked
 from recckpt.inspect.repair import Leftover, Repaired
 from recckpt.inspect.repair import repair as repair_dir
-from recckpt.text import escaped, grid, one_line, plural
+from recckpt.text import Line, Table, escaped, one_line, plural
 
 _HEAD = ("LEFTOVER", "STATE", "WHAT")
 
@@ -17,9 +17,9 @@ def repair(args: argparse.Namespace) -> Outcome:
     """Repair an output dir, or say what that would do."""
     with usage_checked():
         done = repair_dir(args.dir, clean=args.clean, dry_run=args.dry_run)
-    lines = [_index_line(done, dry_run=args.dry_run)]
+    lines: list[Line] = [_index_line(done, dry_run=args.dry_run)]
     rows = [(escaped(left.path), _state(left, done, args), one_line(left.what)) for left in done.leftovers]
-    lines += ["", *grid(_HEAD, rows)] if rows else []
+    lines += ["", Table(_HEAD, rows, tones=dict.fromkeys(range(len(rows)), "unsure"))] if rows else []
     for directory, reason in done.damaged.items():
         lines += ["", f"{escaped(directory)} is damaged, and stays: {one_line(reason)}"]
     return Outcome(_data(done, args), lines, _problems(done, args))

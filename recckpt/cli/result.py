@@ -7,9 +7,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+from recckpt.text import Line
 
 GOOD, PROBLEM, USAGE = 0, 1, 2
 
@@ -19,7 +21,7 @@ class Outcome:
     """The result of a command, before any of it is printed."""
 
     data: Any  # for --json: dicts, lists, numbers, strings, bools and None
-    lines: Sequence[str]  # for people
+    lines: Sequence[Line]  # for people
     problems: Sequence[str] = field(default=())  # a line each, for stderr; any makes the exit code 1
 
     @property
@@ -27,19 +29,21 @@ class Outcome:
         """The exit code."""
         return PROBLEM if self.problems else GOOD
 
-    def text(self, *, as_json: bool) -> str:
-        """Return what goes to stdout."""
-        if as_json:
-            return json.dumps(_strict(self.data), allow_nan=False) + "\n"
-        return "".join(f"{line.rstrip()}\n" for line in self.lines)
+    def as_json(self) -> str:
+        """Return what goes to stdout for programs."""
+        return json.dumps(_strict(self.data), allow_nan=False) + "\n"
 
 
 class CommandError(Exception):
-    """A command cannot be carried out; the message is one line for stderr, and the exit code is 1."""
+    """A command cannot be carried out; the message is one line for stderr."""
+
+    def __init__(self, message: str, code: int = PROBLEM) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class UsageError(Exception):
-    """Wrong arguments; the exit code is 2."""
+    """Wrong arguments; the usage of the command goes before the message, and the exit code is 2."""
 
 
 @contextmanager
@@ -53,7 +57,8 @@ def usage_checked() -> Iterator[None]:
 
 def leave_stdout() -> None:
     """Let go of stdout, whose reader is gone: the interpreter flushes once more when it ends, and would complain."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError, ValueError):  # where it is no file, nothing is flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _strict(value: Any) -> Any:

@@ -12,7 +12,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.arrow_format import ID, column_values
-from recckpt.text import cell, escaped, grid
+from recckpt.text import Line, Table, cell, escaped, nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,7 +78,9 @@ def _columns(reader: CheckpointReader, args: argparse.Namespace) -> list[str]:
     asked = [name for name in dict.fromkeys(args.columns.split(",")) if name != ID]
     for name in asked:
         if name not in slots:
-            raise CommandError(f"table {args.table!r} has no slot {name!r}; it has {', '.join(slots)}")
+            raise CommandError(
+                f"table {args.table!r} has no slot {name!r}{nearest(name, slots)}; it has {', '.join(slots)}"
+            )
     return asked
 
 
@@ -98,6 +100,6 @@ def _batch_rows(entry: TableEntry, batch: pa.RecordBatch, columns: Sequence[str]
         yield {ID: int(ids[row])} | {name: column[row].tolist() for name, column in values.items()}
 
 
-def _lines(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+def _lines(columns: Sequence[str], rows: Sequence[Row]) -> list[Line]:
     names = (ID, *columns)
-    return grid([escaped(name) for name in names], [[cell(row[name]) for name in names] for row in rows], (ID,))
+    return [Table([escaped(name) for name in names], [[cell(row[name]) for name in names] for row in rows], (ID,))]

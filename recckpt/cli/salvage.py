@@ -8,7 +8,7 @@ from typing import Any
 from recckpt.cli.result import CommandError, Outcome, usage_checked
 from recckpt.inspect.salvage import salvage as salvage_table
 from recckpt.inspect.salvage_link import Lost
-from recckpt.text import count, escaped, grid, one_line, plural
+from recckpt.text import Line, Table, count, escaped, one_line, plural
 
 _HEAD = ("FILE", "BUCKETS", "ROWS", "REASON")
 
@@ -21,8 +21,9 @@ def salvage(args: argparse.Namespace) -> Outcome:
     except KeyError as error:
         raise CommandError(error.args[0]) from error
     table, n_lost = escaped(args.table), max(0, done.expected - done.rows)
-    lines = [f"{table}: wrote {count(done.rows)} of {plural(done.expected, 'row')} to {one_line(args.out)}"]
-    lines += ["", *grid(_HEAD, map(_row, done.lost), ("ROWS",))] if done.lost else []
+    lines: list[Line] = [f"{table}: wrote {count(done.rows)} of {plural(done.expected, 'row')} to {one_line(args.out)}"]
+    rows = [_row(lost) for lost in done.lost]
+    lines += ["", Table(_HEAD, rows, ("ROWS",), dict.fromkeys(range(len(rows)), "damaged"))] if rows else []
     problems = [f"{table}: {plural(n_lost, 'row')} lost"] if done.lost else []
     problems += [f"{table}: {plural(done.unverified, 'row')} unverified"] if done.unverified else []
     data = {

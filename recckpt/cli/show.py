@@ -19,7 +19,7 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles, until_whole
 from recckpt.sparse.files.catalogs import read_parts
 from recckpt.storage import Storage
-from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural, size
+from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section, size
 from recckpt.types import SlotSpec
 
 
@@ -35,14 +35,14 @@ def show(args: argparse.Namespace) -> Outcome:
     data, lines = _data(url, checkpoint, tensors), _lines(url, checkpoint, tensors)
     if args.files:
         data["files"] = [_file_data(file) for file in manifest.files]
-        lines += _section("files", _file_lines(manifest))
+        lines += section("files", _file_lines(manifest))
         try:
             files = _files_of_tables(storage, checkpoint)
         except (CorruptCheckpointError, CheckpointRemovedError, FormatVersionError) as error:
             return Outcome(data, lines, [*problems, str(error)])
         for table in data["tables"]:
             table["files"] = files[table["name"]]
-        lines += _section("files of tables", _table_lines(files))
+        lines += section("files of tables", _table_lines(files))
     return Outcome(data, lines, problems)
 
 
@@ -104,32 +104,34 @@ def _link_data(link: Checkpoint) -> dict[str, Any]:
     return {**kind, "step": manifest.step, "bytes": manifest.n_bytes}
 
 
-def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> list[str]:
+def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> list[Line]:
     manifest = checkpoint.manifest
     flags = ["ephemeral"] if manifest.ephemeral else []
     dense = [(escaped(t["name"]), t["dtype"], str(tuple(t["shape"])), size(t["bytes"])) for t in tensors]
     state = [(escaped(name), one_line(cell(value))) for name, value in manifest.state.items()]
-    lines = pairs(
-        [
-            ("checkpoint", escaped(manifest.ckpt_id)),
-            ("url", url),
-            *_kind(manifest),
-            ("step", "-" if manifest.step is None else str(manifest.step)),
-            ("time", escaped(manifest.time)),
-            ("size", f"{size(manifest.n_bytes)} in {plural(len(manifest.files), 'file')}"),
-            ("rows", f"{count(manifest.rows)} in {plural(len(manifest.tables), 'table')}"),
-            ("shards", count(len(manifest.shards))),
-            ("written by", one_line(", ".join(f"{name} {version}" for name, version in manifest.writer.items()))),
-            *([("flags", ", ".join(flags))] if flags else []),
-        ]
+    lines: list[Line] = list(
+        pairs(
+            [
+                ("checkpoint", escaped(manifest.ckpt_id)),
+                ("url", url),
+                *_kind(manifest),
+                ("step", "-" if manifest.step is None else str(manifest.step)),
+                ("time", escaped(manifest.time)),
+                ("size", f"{size(manifest.n_bytes)} in {plural(len(manifest.files), 'file')}"),
+                ("rows", f"{count(manifest.rows)} in {plural(len(manifest.tables), 'table')}"),
+                ("shards", count(len(manifest.shards))),
+                ("written by", one_line(", ".join(f"{name} {version}" for name, version in manifest.writer.items()))),
+                *([("flags", ", ".join(flags))] if flags else []),
+            ]
+        )
     )
-    lines += _section("links", _link_lines(checkpoint.links) if checkpoint.below else [])
-    lines += _section("tables", _lines_of_tables(manifest) if manifest.tables else [])
+    lines += section("links", _link_lines(checkpoint.links) if checkpoint.below else [])
+    lines += section("tables", _lines_of_tables(manifest) if manifest.tables else [])
     reduced = {table.name: table.reduced for table in manifest.tables if table.reduced is not None}
-    lines += _section("not as they were", [one_line(said) for said in said_of(reduced)])
-    lines += _section("dense tensors", grid(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",)) if dense else [])
-    lines += _section("registered objects", _lines_of_registered(manifest.names))
-    return lines + _section("training state", pairs(state))
+    lines += section("not as they were", [one_line(said) for said in said_of(reduced)])
+    lines += section("dense tensors", [Table(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",))] if dense else [])
+    lines += section("registered objects", _lines_of_registered(manifest.names))
+    return lines + section("training state", pairs(state))
 
 
 def _registered(names: Names) -> list[dict[str, Any]]:
@@ -142,7 +144,7 @@ def _registered(names: Names) -> list[dict[str, Any]]:
     ]
 
 
-def _lines_of_registered(names: Names) -> list[str]:
+def _lines_of_registered(names: Names) -> list[Line]:
     """Return a table of the registered objects, and of the positions in the data, which are such too."""
     rows = []
     for found in _registered(names):
@@ -150,7 +152,7 @@ def _lines_of_registered(names: Names) -> list[str]:
         said += [f"state of {plural(found['parameters'], 'parameter')}"] if found["parameters"] else []
         rows.append((escaped(found["name"]), ", ".join(said)))
     rows += [(escaped(name), "position in the data") for name in names.io_state]
-    return grid(("NAME", "WHAT"), rows) if rows else []
+    return [Table(("NAME", "WHAT"), rows)] if rows else []
 
 
 def _kind(manifest: Manifest) -> list[tuple[str, str]]:
@@ -160,17 +162,17 @@ def _kind(manifest: Manifest) -> list[tuple[str, str]]:
     return [] if manifest.form_of is None else [("kind", "full, made of a delta and what it stood on")]
 
 
-def _link_lines(links: Sequence[Checkpoint]) -> list[str]:
+def _link_lines(links: Sequence[Checkpoint]) -> list[Line]:
     """Return a table of what a delta is read from."""
     rows = []
     for link in links:
         manifest = link.manifest
         held = sum(table.held for table in manifest.tables)
         rows.append((f"{escaped(link.directory)}/", manifest.kind, count(held), size(manifest.n_bytes)))
-    return grid(("DIRECTORY", "KIND", "ROWS", "SIZE"), rows, ("ROWS", "SIZE"))
+    return [Table(("DIRECTORY", "KIND", "ROWS", "SIZE"), rows, ("ROWS", "SIZE"))]
 
 
-def _lines_of_tables(manifest: Manifest) -> list[str]:
+def _lines_of_tables(manifest: Manifest) -> list[Line]:
     """Return a table of the tables; in a delta with what it holds of each."""
     head, rows = ["NAME", "ROWS", "SIZE"], []
     for table in manifest.tables:
@@ -178,16 +180,12 @@ def _lines_of_tables(manifest: Manifest) -> list[str]:
         row += [] if table.delta is None else [_of_delta(table.delta)]
         rows.append([*row, ", ".join(map(_slot, table.slots))])
     head += ["IN THIS DELTA"] if manifest.kind == "delta" else []
-    return grid([*head, "SLOTS"], rows, ("ROWS", "SIZE"))
+    return [Table([*head, "SLOTS"], rows, ("ROWS", "SIZE"))]
 
 
 def _of_delta(delta: DeltaRows) -> str:
     """Say what a delta holds of a table; one that keeps no marks, such as one of the user's own, is whole in each."""
     return "all rows" if delta.replaced else f"{plural(delta.upserts, 'row')}, {plural(delta.deletes, 'delete')}"
-
-
-def _section(title: str, lines: list[str]) -> list[str]:
-    return ["", title, *(f"  {line}" for line in lines)] if lines else []
 
 
 def _slot(slot: SlotSpec) -> str:
@@ -208,16 +206,16 @@ def _file_data(file: FileEntry) -> dict[str, Any]:
     return {"name": file.name, "bytes": file.n_bytes, "xxh3": None if file.xxh3 is None else f"{file.xxh3:016x}"}
 
 
-def _file_lines(manifest: Manifest) -> list[str]:
+def _file_lines(manifest: Manifest) -> list[Line]:
     """Return a table of the files."""
     rows = [(escaped(f.name), size(f.n_bytes), "-" if f.xxh3 is None else f"{f.xxh3:016x}") for f in manifest.files]
-    return grid(("NAME", "SIZE", "XXH3"), rows, ("SIZE",))
+    return [Table(("NAME", "SIZE", "XXH3"), rows, ("SIZE",))]
 
 
-def _table_lines(files: Mapping[str, Sequence[str]]) -> list[str]:
+def _table_lines(files: Mapping[str, Sequence[str]]) -> list[Line]:
     """Return where each table is: the one file, or a pattern for the files of its schema."""
     rows = []
     for name, names in files.items():
         patterns = dict.fromkeys(map(layout.pattern_of_parts, names)) if len(names) > 1 else names
         rows.append((escaped(name), str(len(names)), ", ".join(map(escaped, patterns)) or "-"))
-    return grid(("TABLE", "FILES", "NAMES"), rows, ("FILES",)) if rows else []
+    return [Table(("TABLE", "FILES", "NAMES"), rows, ("FILES",))] if rows else []

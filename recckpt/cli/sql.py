@@ -9,9 +9,9 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from recckpt.cli.result import CommandError, Outcome, UsageError, usage_checked
+from recckpt.cli.result import USAGE, CommandError, Outcome, UsageError, usage_checked
 from recckpt.inspect.sql import connect
-from recckpt.text import cell, escaped, grid, one_line
+from recckpt.text import Line, Table, cell, escaped, one_line
 
 
 def sql(args: argparse.Namespace) -> Outcome:
@@ -27,7 +27,7 @@ def sql(args: argparse.Namespace) -> Outcome:
         names = [column[0] for column in cursor.description or ()]
         rows = cursor.fetchall() if names else []
     except (duckdb.ProgrammingError, duckdb.NotSupportedError) as error:
-        raise UsageError(str(error)) from error
+        raise CommandError(str(error), USAGE) from error
     except duckdb.Error as error:
         raise CommandError(str(error)) from error
     finally:
@@ -36,13 +36,13 @@ def sql(args: argparse.Namespace) -> Outcome:
     return Outcome(data, _csv(names, rows) if args.csv else _lines(names, rows))
 
 
-def _lines(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+def _lines(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[Line]:
     if not names:
         return []
     is_number = [all(_is_number(row[at]) for row in rows) for at in range(len(names))]
     heads = [escaped(name) for name in names]
     right = {head for head, numeric in zip(heads, is_number, strict=True) if numeric}
-    return grid(heads, [[_cell(value) for value in row] for row in rows], right)
+    return [Table(heads, [[_cell(value) for value in row] for row in rows], right)]
 
 
 def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

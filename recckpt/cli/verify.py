@@ -9,7 +9,8 @@ from recckpt.cli.absent import absent
 from recckpt.cli.result import Outcome, UsageError, usage_checked
 from recckpt.format import layout
 from recckpt.inspect.verify import Report, find_checkpoints, verify_found
-from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.text import Heading, Line, Table, count, escaped, one_line, plural, size
+from recckpt.text.columns import Tone
 
 _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
 
@@ -24,9 +25,10 @@ def verify(args: argparse.Namespace) -> Outcome:
         found = find_checkpoints(args.path)
     url, reports = found.storage.url, sorted(verify_found(found, deep=args.deep, threads=args.threads), key=_age)
     damaged = [report for report in reports if report.problems]
-    lines = grid(_HEAD, map(_row, reports), ("ROWS", "SIZE", "FILES"))
+    tones: dict[int, Tone] = {n: "damaged" if report.problems else "good" for n, report in enumerate(reports)}
+    lines: list[Line] = [Table(_HEAD, [_row(report) for report in reports], ("ROWS", "SIZE", "FILES"), tones)]
     for report in damaged:
-        lines += ["", f"{escaped(report.directory)}:", *(f"  {one_line(str(p))}" for p in report.problems)]
+        lines += ["", Heading(f"{escaped(report.directory)}:"), *(f"  {one_line(str(p))}" for p in report.problems)]
     for report in (report for report in reports if report.absent_deletes):
         what = f"{plural(report.absent_deletes, 'delete')} of ids that are not there, which means nothing"
         lines += ["", f"{escaped(report.directory)}: {what}"]

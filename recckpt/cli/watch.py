@@ -41,7 +41,7 @@ class _Shown(Outcome):
     def __init__(self) -> None:
         super().__init__(None, [])
 
-    def text(self, *, as_json: bool) -> str:
+    def as_json(self) -> str:
         """Return nothing."""
         return ""
 

@@ -1,7 +1,7 @@
 """Text for people: words, aligned columns, and the bar of what takes long (no torch here)."""
 
 from recckpt.text.bars import Progress
-from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain
+from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain, section
 from recckpt.text.words import cell, count, escaped, nearest, one_line, plural, size
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "pairs",
     "plain",
     "plural",
+    "section",
     "size",
 ]

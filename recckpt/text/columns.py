@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 _GAP = "  "
+_INDENT = 2  # of what stands under a heading
 
 Tone = Literal["damaged", "unsure", "good", "newest", "pinned", "past"]  # of a row, which a terminal may show in colour
 
@@ -50,6 +51,12 @@ def plain(lines: Iterable[Line]) -> Iterator[str]:
         yield from line.lines() if isinstance(line, Table) else (line,)
 
 
+def section(title: str, lines: Iterable[Line]) -> list[Line]:
+    """Return lines under a heading, after an empty one; [] where there are none."""
+    listed = [replace(line, indent=_INDENT) if isinstance(line, Table) else " " * _INDENT + line for line in lines]
+    return ["", Heading(title), *listed] if listed else []
+
+
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> list[str]:
     """Return lines with aligned columns.
 
@@ -59,10 +66,10 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[s
         right: names of the columns to align on the right, such as numbers.
     """
     lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(_width(line[column]) for line in lines) for column in range(len(head))]
+    widths = [max(width_of(line[column]) for line in lines) for column in range(len(head))]
 
     def cell(text: str, name: str, width: int) -> str:
-        padding = " " * (width - _width(text))
+        padding = " " * (width - width_of(text))
         return padding + text if name in right else text + padding
 
     return [_GAP.join(map(cell, line, head, widths)).rstrip() for line in lines]
@@ -71,11 +78,11 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[s
 def pairs(values: Iterable[tuple[str, str]]) -> list[str]:
     """Return lines of aligned names and values."""
     listed = list(values)
-    width = max((_width(name) for name, _ in listed), default=0)
-    return [f"{name}{' ' * (width - _width(name))}{_GAP}{value}".rstrip() for name, value in listed]
+    width = max((width_of(name) for name, _ in listed), default=0)
+    return [f"{name}{' ' * (width - width_of(name))}{_GAP}{value}".rstrip() for name, value in listed]
 
 
-def _width(text: str) -> int:
+def width_of(text: str) -> int:
     """Return the columns that a terminal gives to a text."""
     if text.isascii():
         return len(text)

@@ -3,7 +3,7 @@ from delta_runs import rows_of, run_with_chain
 from torch import nn
 
 from recckpt import Saver
-from recckpt.cli import app
+from recckpt.cli import commands
 from recckpt.format import layout
 from recckpt.output_dir.listing import attempt_dirs, locate
 from recckpt.storage import open_storage
@@ -82,7 +82,7 @@ def test_wrong_usage_is_told_from_a_problem(recckpt, run, tmp_path):
     ("text", "n_bytes"), [("7", 7), ("3kB", 3000), ("2MiB", 2 << 20), ("1G", 10**9), ("4Gi", 4 << 30)]
 )
 def test_sizes_are_read_as_people_write_them(text, n_bytes):
-    assert app._size(text) == n_bytes
+    assert commands._size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5GB", "GB", "1iB", "1kb", "MiB1"])

@@ -41,7 +41,7 @@ def test_problems_end_with_1_and_messages_leave_no_page(recckpt, run, tmp_path):
     assert (tmp_path / "page.html").exists()
     for path, code in ((tmp_path / "nowhere", 1), (run / "ckpt_10", 1), ("nosuchscheme://x/y", 2)):
         wrong = recckpt("report", path, "--out", tmp_path / "other.html")
-        assert (wrong.code, wrong.out, wrong.err.count("\n")) == (code, "", 1)
+        assert (wrong.code, wrong.out, wrong.err.count("recckpt: ")) == (code, "", 1)
         assert not (tmp_path / "other.html").exists()
     assert recckpt("report", run, "--threads", 0).code == 2
 

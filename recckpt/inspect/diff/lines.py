@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from recckpt.inspect.spread import QUANTILES, Spread
-from recckpt.text import cell, count, escaped, grid, one_line, pairs, plural
+from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section
+from recckpt.text.columns import Tone
 
 if TYPE_CHECKING:
     from recckpt.inspect.diff.result import CheckpointDiff, Side, SlotDiff, TableDiff, TensorDiff, ValueDiff
@@ -18,12 +19,13 @@ MOVED_HEAD = ("TABLE", "ID", "L2", "COSINE")
 TENSOR_HEAD = ("TENSOR", "STATUS", "RELATIVE", "LARGEST", "AT", "KIND")
 VALUE_HEAD = ("WHAT", "NAME", "STATUS", "BEFORE", "AFTER")
 UNCLEAR = "unclear: the file differs in which these lie together; which of them, no checksum says"
+_TONES: dict[str, Tone] = {"added": "good", "gone": "damaged", "changed": "unsure", "unclear": "unsure"}
 NUMBERS = frozenset({*TABLE_HEAD[1:], *SLOT_HEAD[4:], "CHANGED", "ID", "L2", "COSINE", "RELATIVE", "LARGEST"})
 
 
-def lines_of(found: CheckpointDiff) -> list[str]:
+def lines_of(found: CheckpointDiff) -> list[Line]:
     """Return the lines that ``recckpt diff`` prints; what is the same is counted, not listed."""
-    lines = pairs([("before", side_text(found.before)), ("after", side_text(found.after))])
+    lines: list[Line] = list(pairs([("before", side_text(found.before)), ("after", side_text(found.after))]))
     if found.tolerance:
         lines += pairs([("tolerance", f"{found.tolerance:g}")])
     lines += _section("tables", TABLE_HEAD, map(table_row, found.tables))
@@ -128,6 +130,8 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Line]:
     listed = list(rows)
-    return ["", title, *(f"  {line}" for line in grid(head, listed, NUMBERS))] if listed else []
+    at = head.index("STATUS") if "STATUS" in head else None
+    tones = {n: _TONES[row[at]] for n, row in enumerate(listed) if at is not None and row[at] in _TONES}
+    return section(title, [Table(head, listed, NUMBERS, tones)] if listed else [])

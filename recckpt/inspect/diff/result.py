@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from recckpt.inspect.diff import lines, page
 from recckpt.inspect.spread import Spread
+from recckpt.text import plain
 
 Status = Literal["same", "changed", "added", "gone", "unclear"]
 
@@ -204,7 +205,7 @@ class CheckpointDiff:
         return page.body_of(self)
 
     def __str__(self) -> str:
-        return "\n".join(lines.lines_of(self))
+        return "\n".join(plain(lines.lines_of(self)))
 
     def __repr__(self) -> str:
         found = ", ".join(f"{n} of {what}" for what, n in self.differing.items()) or "equal"

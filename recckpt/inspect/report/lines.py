@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from recckpt.text import count, escaped, grid, one_line, plural, size
+from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 
 if TYPE_CHECKING:
     from recckpt.inspect.report.result import CheckpointSize, RunReport, SaveTimes, TableHealth
@@ -19,13 +19,13 @@ FAILED_HEAD = ("SAVE", "STEP", "TIME", "ERROR")
 NUMBERS = frozenset({*TABLE_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"})
 
 
-def lines_of(found: RunReport) -> list[str]:
+def lines_of(found: RunReport) -> list[Line]:
     """Return the lines that ``recckpt report`` prints."""
-    lines = []
+    lines: list[Line] = []
     for finding in found.findings:
         lines += [f"{finding.level}: {finding.what}", f"  {finding.remedy}"]
     if found.tables:
-        lines += ["", *grid(TABLE_HEAD, map(table_row, found.tables), NUMBERS)]
+        lines += ["", Table(TABLE_HEAD, [table_row(table) for table in found.tables], NUMBERS)]
     return [*lines, "", verdict(found)]
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from recckpt.inspect.report import lines, page
 from recckpt.inspect.spread import Bars, Spread
+from recckpt.text import plain
 
 Level = Literal["problem", "warning"]
 
@@ -221,7 +222,7 @@ class RunReport:
         return page.page_of(self)
 
     def __str__(self) -> str:
-        return "\n".join(lines.lines_of(self))
+        return "\n".join(plain(lines.lines_of(self)))
 
     def __repr__(self) -> str:
         return f"<RunReport {self.url!r}: {lines.verdict(self)}>"

@@ -1,0 +1,78 @@
+"""What may come next on the command line, for shells: `eval "$(register-python-argcomplete recckpt)"`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from recckpt.cli.convert_options import FORMATS, TARGETS
+from recckpt.format import layout
+
+_PLACES = ("checkpoint", "path", "before", "after")  # arguments that are a checkpoint, or an output dir
+
+
+def complete(parser: argparse.ArgumentParser, **how: Any) -> None:
+    """Answer the shell and end the process, where argcomplete is installed; ``how`` is for it."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    logging.disable()  # the shell shows stderr in the middle of the line
+    argcomplete.autocomplete(parser, always_complete_options=False, default_completer=_candidates, **how)
+
+
+def _candidates(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
+    """Return the words that may stand for an argument; none after any error, which would break the line."""
+    ways: dict[str, Callable[[], Iterable[str]]] = {
+        **dict.fromkeys(_PLACES, lambda: _paths(prefix, with_checkpoints=True)),
+        "dir": lambda: _paths(prefix),
+        "ckpt": lambda: _names_in(Path(parsed_args.dir).expanduser()),
+        "since": lambda: _names_in(Path(parsed_args.checkpoint).expanduser().parent),
+        "table": lambda: _tables(parsed_args),
+        "tables": lambda: _tables(parsed_args),
+        "to": lambda: TARGETS,
+        "format": lambda: FORMATS,
+    }
+    try:
+        found = ways[action.dest]() if action.dest in ways else _paths(prefix, with_files=True)
+        return [name for name in found if name.startswith(prefix)]
+    except Exception:
+        return []
+
+
+def _paths(prefix: str, *, with_checkpoints: bool = False, with_files: bool = False) -> Iterable[str]:
+    """Yield local paths; of a URL none, since a store may take long to answer. Reads no manifests."""
+    if "://" in prefix:
+        return
+    folder, slash, begun = prefix.rpartition("/")
+    place = Path(f"{folder}{slash}").expanduser()
+    if with_checkpoints:
+        yield from (f"{folder}{slash}{name}" for name in _names_in(place))
+    for entry in sorted(os.scandir(place), key=lambda each: each.name):
+        is_hidden = entry.name.startswith(".") and not begun.startswith(".")
+        if entry.is_dir() and not is_hidden and not _is_checkpoint(entry.path):
+            yield f"{folder}{slash}{entry.name}/"
+        elif with_files and not is_hidden:
+            yield f"{folder}{slash}{entry.name}"
+
+
+def _names_in(output_dir: Path) -> list[str]:
+    """Return the names of the checkpoints of an output dir, by their manifests' being there."""
+    names = sorted(entry.name for entry in os.scandir(output_dir) if _is_checkpoint(entry.path))
+    return [*names, *["latest", *(f"latest~{back}" for back in range(1, len(names)))][: len(names)]]
+
+
+def _is_checkpoint(path: str) -> bool:
+    return Path(path, layout.MANIFEST).is_file()
+
+
+def _tables(args: argparse.Namespace) -> list[str]:
+    """Return the names of the tables of the checkpoint that was named, by its manifest."""
+    from recckpt.output_dir.at_path import locate_path
+
+    path = next(getattr(args, name) for name in (*_PLACES, "dir") if getattr(args, name, None))
+    return [table.name for table in locate_path(path)[1].manifest.tables]

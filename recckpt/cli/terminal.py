@@ -1,0 +1,118 @@
+"""What people see: tables in colour where there is a terminal and `rich` (extra `cli`), else the same as plain text.
+
+Colours mean something: red is damaged, yellow not sure, bold what is newest or pinned, faint what is past.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from recckpt.text import Heading, Line, Table, one_line, plain
+from recckpt.text.bars import aside, is_terminal
+from recckpt.text.columns import width_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_STYLES = {"damaged": "red", "unsure": "yellow", "good": "green", "newest": "bold", "pinned": "bold", "past": "dim"}
+_MOST_ROWS = 2_000  # of a table in colour, which takes a while to lay out
+_LEAST_WIDTH = 8  # of a column of text; a terminal that has less for each gets long lines
+_GAP = 2
+
+
+def print_lines(lines: Sequence[Line]) -> None:
+    """Write lines to stdout, whose encoding may lack characters."""
+    console = _console(sys.stdout)
+    if console is None:
+        print_text("".join(f"{line.rstrip()}\n" for line in plain(lines)))
+        return
+    for line in lines:
+        _print_in_colour(console, line)
+
+
+def print_text(text: str) -> None:
+    """Write text to stdout as it is."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.write(text)
+
+
+def complain(message: str, style: str = "bold red") -> None:
+    """Write a message to stderr in one line; where nobody reads it, nothing is said."""
+    said = one_line(message)
+    try:
+        console = _console(sys.stderr)
+        if console is None:
+            print(f"recckpt: {said}", file=sys.stderr, flush=True)
+        else:
+            _print(console, [("recckpt: ", style), (said, "")])
+    except (OSError, ValueError):
+        return
+
+
+class LogLines(logging.Handler):
+    """Writes what is logged as messages, clear of the bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one."""
+        with aside():
+            complain(record.getMessage(), "bold red" if record.levelno >= logging.ERROR else "bold yellow")
+
+
+def _console(stream: Any) -> Console | None:
+    """Return what writes in colour, None where that is not wanted or not possible."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb" or not is_terminal(stream):
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream, highlight=False, markup=False, emoji=False)
+
+
+def _print_in_colour(console: Console, line: Line) -> None:
+    if isinstance(line, Table):
+        if len(line.rows) <= _MOST_ROWS and _least_width(line) <= console.width:
+            _print_table(console, line)
+            return
+        for text in line.lines():
+            _print(console, [(text, "")])
+        return
+    _print(console, [(line.rstrip(), "bold" if isinstance(line, Heading) else "")])
+
+
+def _print(console: Console, pieces: Iterable[tuple[str, str]]) -> None:
+    from rich.text import Text
+
+    console.print(Text.assemble(*pieces), soft_wrap=True)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    from rich.padding import Padding
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for name, width in zip(table.head, _widths(table), strict=True):
+        is_number = name in table.right
+        least = width if is_number else min(width, _LEAST_WIDTH)
+        justify: Any = "right" if is_number else "left"
+        grid.add_column(Text(name), justify=justify, no_wrap=is_number, overflow="fold", min_width=least)
+    for number, row in enumerate(table.rows):
+        grid.add_row(*map(Text, row), style=_STYLES.get(table.tones.get(number, ""), ""))
+    console.print(Padding(grid, (0, 0, 0, table.indent)))
+
+
+def _least_width(table: Table) -> int:
+    """Return the columns that a table takes at least: numbers are never broken."""
+    widths = zip(table.head, _widths(table), strict=True)
+    least = sum(width if name in table.right else min(width, _LEAST_WIDTH) for name, width in widths)
+    return table.indent + least + _GAP * (len(table.head) - 1)
+
+
+def _widths(table: Table) -> list[int]:
+    return [max(map(width_of, column)) for column in zip(table.head, *table.rows, strict=True)]
