@@ -9,11 +9,10 @@ from recckpt.format.manifest import Scalar
 from recckpt.manager.run_state import EPOCHS, WINDOWS
 from recckpt.policies.evict import EVENT_TIME
 from recckpt.save.arguments import as_numbers, as_scalars, check_scalars
+from recckpt.sparse.table.tracking import MAX_EVENT_TIME
 
 State = Mapping[str, Scalar] | None
 Metrics = Mapping[str, float] | None
-
-_FAR_AHEAD = 1e11  # seconds: the year 5138; milliseconds are below it until 1973
 
 
 def check_step(state: State, metrics: Metrics) -> None:
@@ -37,7 +36,7 @@ def is_finite(event_time: float) -> bool:
         raise TypeError(
             f"event_time must be a number of seconds since 1970, found {event_time!r}; a datetime has timestamp()"
         ) from error
-    if is_time and event_time > _FAR_AHEAD:  # tables would take all rows for old ones, and no later time would count
+    if is_time and event_time > MAX_EVENT_TIME:  # tables would take all rows for old; no later time would count
         raise ValueError(
             f"event_time must be seconds since 1970, found {event_time!r}, beyond the year 5000: divide milliseconds "
             "by 1000, nanoseconds by 1e9"

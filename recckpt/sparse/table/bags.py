@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from recckpt.sparse.table.checks import checked_padding
 from recckpt.sparse.table.nn_module import TableModule, opaque
 
 Mode = Literal["sum", "mean", "max"]
@@ -102,7 +103,7 @@ def bags_in(table: TableModule, ids: Any, weights: Any, padding_id: int | None) 
 
 
 def _padding(table: TableModule, padding_id: int | None) -> int | None:
-    return table.padding_id if padding_id is None else padding_id
+    return table.padding_id if padding_id is None else checked_padding(table.name, padding_id)
 
 
 def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:

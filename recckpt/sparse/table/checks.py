@@ -101,6 +101,30 @@ def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
 
 def checked_count(table: str, n_rows: Any) -> int:
     """Return a number of rows as an int, or raise ValueError where it is not one of at least 0."""
-    if not isinstance(n_rows, int | np.integer) or n_rows < 0:
+    if not isinstance(n_rows, int | np.integer) or isinstance(n_rows, bool) or n_rows < 0:
         raise ValueError(f"table {table!r}: n_rows must be an int of at least 0, found {n_rows!r}")
     return int(n_rows)
+
+
+def checked_padding(table: str, padding_id: Any) -> int | None:
+    """Return the id of padding, or raise ValueError where no id can be this: it would be pooled as any other."""
+    if padding_id is None:
+        return None
+    is_id = isinstance(padding_id, int | np.integer) and not isinstance(padding_id, bool)
+    if not is_id or not -(1 << 63) <= padding_id < 1 << 63:
+        raise ValueError(f"table {table!r}: padding_id must be an int64 or None, found {padding_id!r:.100}")
+    return int(padding_id)
+
+
+def checked_initial(table: str, spec: SlotSpec, initial: Any) -> float:
+    """Return the value that rows of a slot start with, or raise ValueError where it is none of its dtype."""
+    is_number = isinstance(initial, int | float | np.integer | np.floating) and not isinstance(initial, bool)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if is_number and limits.min <= initial <= limits.max:
+        fits = dtype.is_floating_point or initial == int(initial)
+    else:
+        fits = is_number and dtype.is_floating_point and not abs(initial) < math.inf  # infinite, or NaN
+    if not fits:
+        raise ValueError(f"table {table!r}, {spec.name!r}: initial must be a {spec.dtype}, found {initial!r:.100}")
+    return initial if isinstance(initial, int | float) else initial.item()

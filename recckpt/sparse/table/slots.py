@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.table.bags import PooledTable
-from recckpt.sparse.table.checks import check_slot_name, checked_shape, dtype_name
+from recckpt.sparse.table.checks import check_slot_name, checked_initial, checked_shape, dtype_name
 from recckpt.sparse.table.initializers import default_initializer
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.row_store import RowStore
@@ -63,10 +63,12 @@ class SlottedTable(PooledTable):
                 declared before.
 
         Raises:
-            ValueError: the name is taken, or the slot exists with another shape or dtype.
+            ValueError: the name is taken, ``initial`` is none of the dtype, or the slot exists with another shape or
+                dtype.
         """
         check_slot_name(self.name, name)
         spec = SlotSpec(name, dtype_name(dtype), checked_shape(shape, scalar=True))
+        initial = None if initial is None else checked_initial(self.name, spec, initial)
         with self._store.lock:
             self._check_spec(spec)
             if name not in self._store.columns:

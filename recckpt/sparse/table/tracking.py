@@ -24,6 +24,9 @@ TRACKED = {  # what ``track`` may name
 }
 
 
+MAX_EVENT_TIME = 1e11  # seconds: the year 5138; milliseconds are below it until 1973
+
+
 class Now(NamedTuple):
     """Where training is: its step, and a time in seconds since 1970."""
 
@@ -63,8 +66,11 @@ class TrackedTable(SlottedTable):
     @event_time.setter
     def event_time(self, event_time: float | None) -> None:
         is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
-        if event_time is not None and not (is_number and math.isfinite(event_time)):
-            raise ValueError(f"table {self.name!r}: event_time is in seconds since 1970, found {event_time!r}")
+        if event_time is not None and not (is_number and -math.inf < event_time <= MAX_EVENT_TIME):  # which NaN is not
+            raise ValueError(
+                f"table {self.name!r}: event_time is in seconds since 1970, found {event_time!r:.100}; divide "
+                "milliseconds by 1000, nanoseconds by 1e9"
+            )
         self._event_time = None if event_time is None else float(event_time)
         self._date_new_rows()
 
