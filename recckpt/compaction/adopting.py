@@ -10,6 +10,7 @@ from recckpt.errors import CheckpointNotFoundError
 from recckpt.format import layout
 from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.storage import open_storage
@@ -33,10 +34,12 @@ def adopt(path: str | os.PathLike[str]) -> Adopted:
         CheckpointNotFoundError: it is not an output dir.
         WriterFencedError: another writer took it over meanwhile.
         OSError: the storage failed.
+        RecckptError: ids are yet to be forgotten there.
     """
     storage = open_storage(os.fspath(path))
     if list_checkpoints(storage).is_empty:
         raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no checkpoint'}")
+    check_none_pending(storage, FORGET_FIRST)
     fence = Fence(storage)
     fence.hold()
     forms = adopt_offers(storage, fence, VISIBLE, rotation.THREADS)

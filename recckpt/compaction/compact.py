@@ -19,6 +19,7 @@ from recckpt.format.manifest import Content, Manifest
 from recckpt.format.offer import Offer, Offered
 from recckpt.output_dir import rotation
 from recckpt.output_dir.at_path import locate_id, locate_path
+from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.output_dir.new_checkpoint import Target, commit_new
 from recckpt.output_dir.offers import adoptable, look_at
@@ -85,6 +86,7 @@ def compact(
         CheckpointRemovedError: links were removed while they were read, four times in a row.
         CorruptCheckpointError: a link is damaged, or what was written cannot be read back; nothing is offered.
         OSError: a storage failed; nothing is offered.
+        RecckptError: ids are yet to be forgotten in one of the output dirs.
     """
     positive_int("budget_bytes", budget_bytes)
     positive_int("threads", threads)
@@ -98,6 +100,7 @@ def compact(
         return storage, locate_id(storage, ckpt_id)
 
     def write(found: tuple[Storage, Checkpoint]) -> Compacted:
+        check_none_pending(found[0], FORGET_FIRST)
         return make_offer(*found, means) if to is None else write_to(*found, to, means)
 
     return until_whole(find, write)

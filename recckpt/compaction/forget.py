@@ -14,6 +14,7 @@ from recckpt.errors import CheckpointNotFoundError
 from recckpt.format.distinct import distinct
 from recckpt.format.forget_request import MAX_IDS
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import audit
 from recckpt.output_dir.listing import Listing, list_checkpoints
 from recckpt.storage import Storage, open_storage
 from recckpt.text import nearest
@@ -50,6 +51,7 @@ def forget(
     check_readable(listing)
     check_table(listing, table, storage.url)
     scan(storage, listing, table, wanted)  # so that damage is found before anything is changed
+    audit(storage)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
     return forget_as_owner(storage, fence, table, wanted, by)

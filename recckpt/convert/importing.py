@@ -18,6 +18,7 @@ from recckpt.convert.source import Contents, LeftOut, Source, SourceTable, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import CheckpointExistsError, ConversionError
 from recckpt.format import layout
+from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.output_dir.new_checkpoint import commit_new
 from recckpt.storage import open_storage
@@ -82,6 +83,7 @@ def import_checkpoint(
         CheckpointExistsError: the output dir has a checkpoint of this step.
         ConversionError: the source is damaged, or holds what a checkpoint cannot; nothing was written.
         OSError: a storage failed; nothing is committed.
+        RecckptError: ids are yet to be forgotten in the output dir.
     """
     positive_int("budget_bytes", budget_bytes)
     url = os.fspath(output_dir)
@@ -93,6 +95,7 @@ def import_checkpoint(
         plan = ImportPlan(os.fspath(source), layout.step_id(step), contents)
         plan = replace(plan, rows={table.name: table.n_rows for table in contents.tables})
         storage = open_storage(url)
+        check_none_pending(storage, FORGET_FIRST)
         present = list_checkpoints(storage).find(plan.ckpt_id)
         if present:
             remedy = "give the import another step"

@@ -15,6 +15,7 @@ from recckpt.inspect.verify_checkpoint import Checkup, Job, newer, unreadable
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.checkpoint_dir import has_manifest
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
+from recckpt.output_dir.forget_requests import audit, pending
 from recckpt.output_dir.listing import attempt_dirs
 from recckpt.parallel.executor import run_on
 from recckpt.parallel.threads import run_all
@@ -128,9 +129,9 @@ def verify_found(
 
 
 def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:
-    """Check the claims on an output dir, and the list that tells late commits from others."""
+    """Check the claims on an output dir, the list that tells late commits from others, and what was forgotten."""
     checks: list[Callable[[], object]] = [partial(read_claim, storage, epoch) for epoch in claimed_epochs(storage)]
-    checks.append(partial(last_takeover, storage))
+    checks += [partial(last_takeover, storage), partial(pending, storage), partial(audit, storage)]
     for check in checks:
         try:
             check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.errors import CorruptCheckpointError
-from recckpt.format import forget_request, layout
+from recckpt.errors import CorruptCheckpointError, RecckptError
+from recckpt.format import forget_audit, forget_request, layout
 from recckpt.format.forget_request import Request
 from recckpt.format.manifest import Manifest
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
@@ -23,6 +22,7 @@ _AUDIT_BYTES = 1 << 30
 _DIGEST_BYTES = 16
 _KEY_BYTES = 32
 _TMP = ".tmp"
+FORGET_FIRST = "run `recckpt forget DIR` first, which ends it"
 _COUNTS = (SlotSpec(EMBEDDING, "int64", (1,)),)  # part of the format: the slots of a table of counts
 
 
@@ -59,6 +59,15 @@ def requests(storage: Storage) -> dict[str, bool]:
     return found
 
 
+def check_none_pending(storage: Storage, remedy: str) -> None:
+    """Raise RecckptError where ids are yet to be forgotten: who copies checkpoints, or adds some, would spread them."""
+    if not all(requests(storage).values()):
+        raise RecckptError(
+            f"{storage.url}: found a request to forget ids that is not ended, so checkpoints may still hold them: "
+            f"{remedy}"
+        )
+
+
 def pending(storage: Storage) -> list[Request]:
     """Return the requests that have not been carried out to their end, oldest first.
 
@@ -88,8 +97,8 @@ def _read(storage: Storage, path: str) -> Request | None:
 
 def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -> None:
     """Note in the audit what was done, and remove the request, which is the last file with its ids."""
-    lines = audit(storage)
-    if not any(line.get("request") == request.request for line in lines):
+    before = _audit_bytes(storage)
+    if not any(line.get("request") == request.request for line in forget_audit.decode(before, layout.FORGOTTEN)):
         said: dict[str, Any] = {
             "request": request.request,
             "table": request.table,
@@ -98,7 +107,7 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
         }
         said |= {"version": request.version, **done, "n_ids": len(request.ids)}
         line = {**said, "digests": digests(key(storage) or _made_key(storage), request.ids)}
-        storage.replace(layout.FORGOTTEN, b"".join(_line(each) for each in (*lines, line)))
+        storage.replace(layout.FORGOTTEN, before + forget_audit.encode_line(line, before))
     with suppress(FileExistsError):
         storage.put_if_absent(layout.forget_request(request.request, is_done=True), b"{}\n")
     storage.remove(layout.forget_request(request.request))
@@ -113,23 +122,15 @@ def remove_drafts(storage: Storage) -> None:
 
 
 def audit(storage: Storage) -> list[dict[str, Any]]:
-    """Return the lines of the audit, [] where nothing was ever forgotten."""
+    """Return the lines of the audit, [] where nothing was forgotten; CorruptCheckpointError where it is damaged."""
+    return forget_audit.decode(_audit_bytes(storage), layout.FORGOTTEN)
+
+
+def _audit_bytes(storage: Storage) -> bytes:
     try:
-        data = storage.read(layout.FORGOTTEN, _AUDIT_BYTES)
+        return storage.read(layout.FORGOTTEN, _AUDIT_BYTES)
     except FileNotFoundError:
-        return []
-    try:
-        lines = [json.loads(line) for line in data.splitlines()]
-    except ValueError as error:
-        raise _damaged(str(error)) from error
-    if not all(isinstance(line, dict) for line in lines):
-        raise _damaged("a line that is no object")
-    return lines
-
-
-def _damaged(found: str) -> CorruptCheckpointError:
-    remedy = "move the file away, and keep it: it says what was forgotten"
-    return CorruptCheckpointError(layout.FORGOTTEN, "", found=found, expected="JSON objects, one a line", remedy=remedy)
+        return b""
 
 
 def key(storage: Storage) -> bytes:
@@ -152,7 +153,3 @@ def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list
     """Return a keyed digest of each id, in the order of the digests, which says nothing of the order of the ids."""
     each = (int(one).to_bytes(8, "little", signed=True) for one in ids)
     return sorted(hashlib.blake2b(id_bytes, key=with_key, digest_size=_DIGEST_BYTES).hexdigest() for id_bytes in each)
-
-
-def _line(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values, allow_nan=False).encode() + b"\n"

@@ -12,6 +12,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.output_dir.commit import begin, commit, time_now
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.storage import HashingSink, Storage
 from recckpt.storage.transfers import VISIBLE
 
@@ -41,12 +42,14 @@ def commit_new(
 
     Raises:
         CheckpointExistsError: the id is committed there already.
+        RecckptError: ids are yet to be forgotten there.
         WriterFencedError: another writer took the output dir over.
         OSError: the storage failed; nothing is committed.
         CommitNotDurableError: the manifest is there, or may yet be, so all files stay.
         Exception: what ``write`` raised; what it wrote is removed.
     """
     storage.prepare()
+    check_none_pending(storage, FORGET_FIRST)
     fence = Fence(storage)
     intent, seq = begin(storage, fence, ckpt_id, step=step, overwrite=False, base=None)
     try:

@@ -14,7 +14,7 @@ from recckpt.compaction.forget import check_table, checked_ids
 from recckpt.compaction.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
 from recckpt.compaction.held_ids import Ids
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
-from recckpt.output_dir.forget_requests import pending, requests
+from recckpt.output_dir.forget_requests import audit, check_none_pending, pending, requests
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination
 from recckpt.sparse.split import filter_out_sparse_param
@@ -39,11 +39,7 @@ class Forgetting:
             RecckptError: a request is not ended, so that what is read may have its ids.
         """
         found = requests(self._to.storage)
-        if not all(found.values()):
-            raise RecckptError(
-                f"{self._to.storage.url}: found a request to forget ids that is not ended, so checkpoints may still "
-                "hold them: run `recckpt forget DIR`, or call manager.restore(), which ends it"
-            )
+        check_none_pending(self._to.storage, "run `recckpt forget DIR`, or call manager.restore(), which ends it")
         self._to.fence.requests_seen = frozenset(found)
 
     def before_restore(self, ranks: Ranks) -> Left:
@@ -97,6 +93,7 @@ class Forgetting:
         if not is_live:
             check_table(fence.listing, table, storage.url)
         scan(storage, fence.listing, table, ids)
+        audit(storage)  # as the checkpoints, whole before anything changes
 
     def _erase(self, live: HashTable | None, ids: Ids) -> None:
         """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""
