@@ -50,7 +50,7 @@ def _portable(name: str, value: Any) -> Any:
             f"{name}: an int of {value.bit_length()} bits cannot be loaded back safely; save it as a string"
         )
     if type(value) in _PLAIN:
-        return value if value != b"" else _EmptyBytes()
+        return _EmptyBytes() if type(value) is bytes and not value else value
     if type(value) in (dict, OrderedDict):
         return type(value)((_portable_key(name, k), _portable(f"{name}[{k!r}]", v)) for k, v in value.items())
     if type(value) in _CONTAINERS:

@@ -22,6 +22,7 @@ from recckpt.sparse.files.aligned_rows import AlignedRows, aligned_rows, as_ids
 from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.chain_table import ChainTable, open_table
 from recckpt.sparse.files.table_reader import table_schema
+from recckpt.storage import absolute
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING
 
@@ -77,7 +78,7 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
-        self._path = str(path)
+        self._path = absolute(str(path))
         self._moving = threading.Lock()
         self._now = until_whole(self._located, OpenCheckpoint.opened)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
@@ -12,7 +12,7 @@ from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.problems import Problems
 from recckpt.output_dir.at_path import locate_id, locate_path, open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, newest
-from recckpt.storage import Storage, open_storage
+from recckpt.storage import Storage, absolute, open_storage
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def locate_bank(bank: Sequence[Mapping[str, Any]]) -> tuple[list[Source], Proble
     for entry in parse_bank(bank, problems.conf):
         if entry.path:
             try:
-                sources.append(locate_source(entry))
+                here = replace(entry, path=absolute(entry.path))  # it may be looked at again from elsewhere
+                sources.append(locate_source(here))
             except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
                 problems.not_found.append((entry, error))
             except (OSError, ValueError) as error:

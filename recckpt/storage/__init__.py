@@ -37,6 +37,7 @@ __all__ = [
     "Sink",
     "SinkFile",
     "Storage",
+    "absolute",
     "missing",
     "new_file",
     "open_parent",
@@ -53,7 +54,7 @@ def open_storage(url: str) -> Storage:
         ValueError: the URL is empty or its protocol is unknown to fsspec; the message names what to install.
     """
     _check_url(url)
-    if "://" not in url or url.startswith(_LOCAL):
+    if _is_local(url):
         return LocalStorage(url.split("://", 1)[-1])
     # fsspec takes as long to import as a small look-up
     if url.startswith(("sftp://", "ssh://")):
@@ -93,11 +94,25 @@ def _schemes() -> frozenset[str]:
     return frozenset(available_protocols())
 
 
+def absolute(path: str) -> str:
+    """Return a path or URL that means the same wherever the process goes; ValueError as of :func:`open_storage`."""
+    _check_url(path)
+    return str(_on_this_host(path)) if _is_local(path) else path
+
+
+def _is_local(url: str) -> bool:
+    return "://" not in url or url.startswith(_LOCAL)
+
+
+def _on_this_host(url: str) -> Path:
+    return Path(url.split("://", 1)[-1]).expanduser().absolute()
+
+
 def open_parent(path: str) -> tuple[Storage, str]:
     """Return the storage around a directory or URL, and its name in it; a local path that is a link is followed."""
     _check_url(path)
-    if "://" not in path or path.startswith(_LOCAL):
-        place = Path(path.split("://", 1)[-1]).expanduser().absolute()
+    if _is_local(path):
+        place = _on_this_host(path)
         path = str(place.resolve() if place.is_symlink() and place.exists() else place)
     head, separator, rest = path.rpartition("://")
     parent, _, name = rest.rstrip("/").rpartition("/")

@@ -1,5 +1,6 @@
 """Readers of deltas and forms, without torch: held against a dict, and against each other."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,16 @@ def test_a_reader_moves_to_the_newest_checkpoint_and_opens_only_new_links(tmp_pa
         assert rows_in(before) == START
         assert rows_in(reader.table("t")) == {**{id_: row for id_, row in START.items() if id_ != 1}, 9: (9, 9)}
         assert not reader.refresh()
+
+
+def test_a_reader_stays_in_the_output_dir_that_it_was_made_for_wherever_the_process_goes(tmp_path, base, monkeypatch):
+    shutil.copytree(tmp_path / "runs", tmp_path / "elsewhere" / "runs")
+    monkeypatch.chdir(tmp_path)
+    with CheckpointReader("runs") as reader:
+        write_delta(base, "ckpt_2", 7, [({8: (8, 8)}, [])])
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert reader.refresh()
+        assert reader.manifest.ckpt_id == "ckpt_2"
 
 
 def test_a_reader_takes_the_form_of_what_it_reads_and_lets_go_of_the_links(tmp_path, delta, monkeypatch):

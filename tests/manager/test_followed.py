@@ -92,6 +92,15 @@ def test_only_links_that_are_new_are_read(source, follower):
     assert follower.reload() == []
 
 
+def test_a_source_is_the_same_one_wherever_the_process_goes(source, tmp_path, monkeypatch):
+    shutil.copytree(source.root, tmp_path / "elsewhere" / "source")
+    monkeypatch.chdir(tmp_path)
+    follower = Follower(source, tmp_path / "own", path="source")
+    source.change([1, 2])
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert follower.reload() == [2]
+
+
 @pytest.mark.parametrize("change", ["a row", "an erased row", "a new row", "all"])
 def test_all_is_read_where_a_table_has_changed_here(source, follower, change):
     changes = {
