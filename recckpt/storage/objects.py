@@ -23,6 +23,7 @@ from recckpt.storage.retry import (
     TryAgainError,
     is_answer,
     is_conflict,
+    is_transient,
     is_unreachable,
 )
 from recckpt.storage.upload import Put, Upload, UploadDraft
@@ -172,7 +173,12 @@ class ObjectStorage(RemoteStorage):
         else:
             if self._is_conditional:
                 return
-        found = self._peek(path)
+        try:
+            found = self._peek(path)
+        except Exception as error:
+            if doubt is None or is_conflict(doubt) or is_transient(error):
+                raise
+            raise doubt from error  # which says more: the answer to a look-up has no text
         if found == data:
             return
         if found is not None:
