@@ -85,6 +85,15 @@ def test_a_put_that_is_refused_raises_at_once(storage, monkeypatch, clock):
     assert storage.list_files("") == []
 
 
+def test_of_a_put_and_a_look_up_that_are_refused_the_put_is_told_of_since_a_look_up_gives_no_reason(
+    storage, monkeypatch
+):
+    spoil(monkeypatch, storage, "pipe_file", PermissionError("the token has expired"))
+    spoil(monkeypatch, storage, "cat_file", OSError(22, "Bad Request"))
+    with pytest.raises(PermissionError, match="the token has expired"):
+        storage.put_if_absent("a", b"x")
+
+
 def test_a_put_that_never_gets_an_answer_ends_with_the_deadline(storage, monkeypatch, clock):
     spoil(monkeypatch, storage, "pipe_file", *[TimeoutError("no answer")] * 1000)
     with pytest.raises(TimeoutError, match=r"putting failed.*no answer"):

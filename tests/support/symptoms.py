@@ -1,0 +1,334 @@
+"""The symptoms of the page for the night, by heading, each with what brings it about and returns what is said then."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import resource
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from in_fork import in_fork
+from paths import ROOT
+from thread_ranks import on_ranks
+
+import recckpt
+from recckpt import CheckpointManager, Deltas, Saver
+from recckpt.errors import RecckptError
+from recckpt.sparse import HashTable, SparseAdagrad, SparseAdamW, gen_slice
+
+PAGE = ROOT / "docs/does-not-resume.md"
+
+
+class Log:
+    """What was logged."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.clear, self._caplog = caplog.clear, caplog
+
+    def lines(self, level: int) -> str:
+        return "\n".join(record.getMessage() for record in self._caplog.records if record.levelno >= level)
+
+
+SYMPTOMS: dict[str, Callable[[Log], str | Exception]] = {}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, dim: int = 16, dense: int = 2) -> None:
+        super().__init__()
+        self.user = HashTable(dim, name="user")
+        self.dense = torch.nn.Linear(dim, dense)
+
+
+def made(model: Model | None = None, output_dir: str = "runs/clicks", **options: object) -> CheckpointManager:
+    model = model or Model()
+    optim = SparseAdamW([model.user])
+    return CheckpointManager(Saver(model, optim, output_dir, **{"max_keep": 3, **options}), save_interval=100)
+
+
+def trained(steps: int = 2, **options: object) -> CheckpointManager:
+    """Leave checkpoints ckpt_100, ckpt_200, ... in runs/clicks."""
+    manager = made(**options)
+    model = manager.saver.model
+    model.user.insert(torch.arange(50), torch.ones(50, 16))
+    for step in range(1, steps + 1):
+        model.user.insert(torch.arange(step), torch.ones(step, 16))
+        go_on(manager, 100 * step)
+    return manager
+
+
+def go_on(manager: CheckpointManager, step: int) -> None:
+    while manager.global_step < step:
+        manager.step()
+
+
+class Position:
+    """A dataset that says where it is."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class Expired(BaseHTTPRequestHandler):
+    """A store whose credentials have expired."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        said = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+        self.send_response(400)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else said)
+
+    do_HEAD = do_PUT = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def raised(action: Callable[[], object]) -> Exception:
+    with pytest.raises((RecckptError, OSError, ValueError)) as caught:
+        action()
+    return caught.value
+
+
+def symptom(heading: str) -> Callable[[Callable[[Log], str | Exception]], None]:
+    def add(bring_about: Callable[[Log], str | Exception]) -> None:
+        SYMPTOMS[heading] = bring_about
+
+    return add
+
+
+@symptom("It starts at step 0")
+def _(log: Log) -> str:
+    assert made(output_dir="runs/clikcs").restore() == 0
+    return log.lines(logging.INFO)
+
+
+@symptom("It trains without having restored")
+def _(log: Log) -> str:
+    trained()
+    manager = made()
+    go_on(manager, 99)
+    log.clear()
+    manager.step()
+    said = log.lines(logging.WARNING)
+    assert [made().restore(), made().restore(200)] == [100, 200]
+    return said
+
+
+@symptom("The output dir is another user's")
+def _(log: Log) -> str:
+    def resume() -> None:
+        os.chdir(shared)
+        if os.getuid() == 0:  # who may do anything
+            os.setuid(65534)
+        made().restore()
+
+    trained()
+    with tempfile.TemporaryDirectory() as shared:
+        shutil.copytree("runs", f"{shared}/runs")
+        for path, mode in ((shared, 0o755), (f"{shared}/runs/clicks", 0o555)):
+            Path(path).chmod(mode)
+        said = in_fork(resume)
+        Path(shared, "runs/clicks").chmod(0o755)
+        return said.replace(shared, str(Path.cwd()))
+
+
+@symptom("The storage lets nobody in")
+def _(log: Log) -> Exception:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Expired)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    fsspec.config.conf["s3"] = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "k", "secret": "s"}
+    try:
+        return raised(lambda: made(output_dir="s3://bucket/runs/clicks").restore())
+    finally:
+        del fsspec.config.conf["s3"]
+        server.shutdown()
+        server.server_close()
+
+
+@symptom("It resumes from an older step")
+def _(log: Log) -> str:
+    trained()
+    damage("runs/clicks/ckpt_200")
+    assert made().restore() == 100
+    return log.lines(logging.WARNING)
+
+
+@symptom("Nothing that is there is whole")
+def _(log: Log) -> Exception:
+    trained()
+    damage("runs/clicks/ckpt_100")
+    damage("runs/clicks/ckpt_200")
+    return raised(made().restore)
+
+
+@symptom("A delta lacks what it stands on")
+def _(log: Log) -> Exception:
+    trained(3, deltas=Deltas())
+    shutil.rmtree("runs/clicks/ckpt_100")
+    return raised(made(deltas=True).restore)
+
+
+@symptom("A newer recckpt wrote it")
+def _(log: Log) -> Exception:
+    trained()
+    manifest = Path("runs/clicks/ckpt_200/manifest.json")
+    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    return raised(made().restore)
+
+
+@symptom("The model is another one")
+def _(log: Log) -> Exception:
+    trained()
+    return raised(made(Model(dim=32, dense=3)).restore)
+
+
+@symptom("Names have changed")
+def _(log: Log) -> Exception:
+    trained()
+    model = Model()
+    model.top = model.dense
+    del model.dense
+    error = raised(made(model).restore)
+    assert made(model).restore(load_conf={"oname": {"top.*": "dense.*"}, "strict": True}) == 200
+    return error
+
+
+@symptom("The sparse optimizer is another one")
+def _(log: Log) -> str:
+    trained()
+    model = Model()
+    log.clear()
+    CheckpointManager(Saver(model, SparseAdagrad([model.user]), "runs/clicks", max_keep=3), 100).restore()
+    return log.lines(logging.WARNING)
+
+
+@symptom("The number of ranks is another one")
+def _(log: Log) -> Exception:
+    def save(rank: int, connect: Callable[[Saver], Saver]) -> None:
+        model = Model()
+        model.user = HashTable(16, name="user", slice=gen_slice(rank, 2))
+        saver = connect(Saver(model, SparseAdamW([model.user]), "runs/clicks"))
+        registered(saver).save("ckpt_200", rank, 2, step=200)
+
+    def registered(saver: Saver) -> Saver:
+        saver.register_io_state("clicks", Position())
+        saver.register_for_checkpointing("history", [0], per_rank=True)
+        return saver
+
+    on_ranks(2, save)
+    manager = made()
+    registered(manager.saver)
+    error = raised(manager.restore)
+    assert manager.restore(load_conf={"exclude": ["io_state", "history"], "strict": True}) == 200
+    return error
+
+
+@symptom("It reads the data from the start")
+def _(log: Log) -> str:
+    trained()
+    manager = made()
+    manager.register_io_state("clicks", Position())
+    manager.restore()
+    return log.lines(logging.WARNING)
+
+
+@symptom("The loader has no position")
+def _(log: Log) -> Exception:
+    loader = torch.utils.data.DataLoader(range(10))
+    return raised(lambda: made().register_io_state("clicks", loader))
+
+
+@symptom("A registered object is missing")
+def _(log: Log) -> str:
+    trained()
+    manager = made()
+    manager.register_for_checkpointing("dense_optim", torch.optim.Adam(manager.saver.model.parameters()))
+    manager.restore()
+    return log.lines(logging.WARNING)
+
+
+@symptom("Saved state was not asked for")
+def _(log: Log) -> str:
+    manager = made()
+    manager.register_for_checkpointing("dense_optim", torch.optim.Adam(manager.saver.model.parameters()))
+    go_on(manager, 200)
+    made().restore()
+    return log.lines(logging.WARNING)
+
+
+@symptom("The loss is NaN")
+def _(log: Log) -> str:
+    manager = trained(1)
+    manager.saver.model.user.insert(torch.tensor([7]), torch.full((1, 16), torch.nan))
+    go_on(manager, 200)
+
+    def resumed(step: int | None = None) -> str:
+        manager = made()
+        manager.restore(step)
+        model = manager.saver.model
+        return f"step {manager.global_step + 1}: loss {model.dense(model.user(torch.arange(10))).sum():.1f}"
+
+    assert "nan" not in resumed(100)
+    found = re.search(r'^recckpt sql runs/clicks "(.+)"', PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found
+    assert recckpt.connect("runs/clicks").sql(found[1]).fetchall() == [(7,)]
+    return resumed()
+
+
+@symptom("Another process has the output dir")
+def _(log: Log) -> Exception:
+    def take_over() -> None:
+        second = made()
+        second.restore()
+        go_on(second, 250)
+        second.save()
+
+    first = trained()
+    assert in_fork(take_over) == "None"
+    go_on(first, 299)
+    return raised(first.step)
+
+
+@symptom("The output dir is gone")
+def _(log: Log) -> Exception:
+    manager = trained()
+    Path("runs/clicks").rename("runs/moved")
+    go_on(manager, 299)
+    error = raised(manager.step)
+    assert made(output_dir="runs/moved").restore() == 200
+    return error
+
+
+@symptom("The storage takes no more")
+def _(log: Log) -> Exception:
+    manager = trained()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        go_on(manager, 299)
+        return raised(manager.step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def damage(ckpt: str) -> None:
+    part = next(Path(ckpt, "sparse").glob("*.arrow"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
