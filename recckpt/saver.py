@@ -33,6 +33,7 @@ from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE_SEC, transfers_of
+from recckpt.text import plural, shown
 
 
 class Saver(Registration):
@@ -125,8 +126,11 @@ class Saver(Registration):
         arguments.check_change(vars(self), name, value)
         super().__setattr__(name, value)
 
+    @shown
     def __repr__(self) -> str:
-        return f"<Saver of {type(self.model).__name__}, output_dir={self.output_dir!r}, max_keep={self.max_keep!r}>"
+        what = f"of {type(self.model).__name__} with {plural(len(self._tables), 'table')}"
+        deltas = ", deltas" if self._to.changes else ""
+        return f"{what}, output_dir={self.output_dir!r}, max_keep={self.max_keep!r}{deltas}, {self._runner}"
 
     @property
     def output_dir(self) -> str:

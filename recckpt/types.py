@@ -47,6 +47,11 @@ class SlotSpec:
         """Bytes of one row."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
+    @property
+    def kind(self) -> str:
+        """Dtype and shape as text, such as ``float32[16]``."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]" if self.shape else self.dtype
+
 
 @runtime_checkable
 class HashTable(Protocol):

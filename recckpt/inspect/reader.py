@@ -15,6 +15,7 @@ import pyarrow as pa
 from recckpt.format import layout
 from recckpt.format.distinct import distinct
 from recckpt.format.manifest import Manifest
+from recckpt.inspect import at_a_glance
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.open_files import until_whole
@@ -23,7 +24,7 @@ from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.chain_table import ChainTable, open_table
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import absolute
-from recckpt.text import nearest
+from recckpt.text import nearest, shown
 from recckpt.types import EMBEDDING
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class CheckpointReader:
     """Reads tables and tensors of one committed checkpoint; every byte that it returns has been checked.
 
     Imports no torch and runs no code from the files. A context manager, which closes it. :meth:`lookup`,
-    :meth:`refresh` and :meth:`at_this_checkpoint` are thread-safe, all else is for one thread.
+    :meth:`refresh` and :meth:`at_this_checkpoint` are thread-safe, all else is for one thread. Notebooks show it as a
+    table of what is in the checkpoint.
 
     All files are opened at once, of a delta those of the links it stands on too. On a local file system they can be
     read to their end even if the writer removes them meanwhile, as rotation does, and keep their disk space until the
@@ -81,6 +83,13 @@ class CheckpointReader:
         self._path = absolute(str(path))
         self._moving = threading.Lock()
         self._now = until_whole(self._located, OpenCheckpoint.opened)
+
+    @shown
+    def __repr__(self) -> str:
+        return at_a_glance.words_of(self._now)
+
+    def _repr_html_(self) -> str:
+        return at_a_glance.body_of(self._now)
 
     def __enter__(self) -> CheckpointReader:
         return self

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from recckpt.format.names import GLOBAL_STEP, Name
 from recckpt.load.inventory import Thing
 from recckpt.load.problems import first_few
-from recckpt.text import count, escaped, grid, html, one_line, plural, size
-from recckpt.text.shown import shown
+from recckpt.text import count, escaped, grid, html, one_line, plural, shown, size
 from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
@@ -22,7 +21,10 @@ SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimi
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 _NUMBERS = ("rows", "bytes")
-_STYLE = ".recckpt h1 { font-size: 1.1em; } .recckpt td:last-child { min-width: 12em; opacity: .75; }"
+_STYLE = """
+.recckpt h1 { font-size: 1.1em; } .recckpt .scroll { margin: .5em 0; }
+.recckpt td:last-child { min-width: 12em; opacity: .75; }
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class LoadPlan:
 
     def __str__(self) -> str:
         sources = [f"[{number}] {line}" for number, line in enumerate(self._taken_lines())]
-        table = grid(_HEAD, self._cells(), right=_NUMBERS)
+        table = grid(*self._table(), right=_NUMBERS)
         return "\n".join([*sources, *([""] if sources else []), *table, *self._footer()])
 
     @shown
@@ -115,9 +117,10 @@ class LoadPlan:
 
     def _repr_html_(self) -> str:
         sources = [f"<b>[{number}]</b> {html.text(line)}" for number, line in enumerate(self._taken_lines())]
-        cells = (list(map(html.text, row)) for row in self._cells())
         parts = [f"<h1>{html.text(self._verdict())}</h1>", *(f"<p>{source}</p>" for source in sources)]
-        parts += [html.table(_HEAD, cells, _NUMBERS), *(f"<p>{html.text(line)}</p>" for line in self._footer())]
+        head, rows = self._table()
+        parts.append(html.table(head, (list(map(html.text, row)) for row in rows), _NUMBERS))
+        parts += [f"<p>{html.text(line)}</p>" for line in self._notes()]
         return html.body(parts, _STYLE)
 
     def _verdict(self) -> str:
@@ -134,19 +137,30 @@ class LoadPlan:
         for line in [*self._fresh_lines(), *self.warnings]:
             log.warning("%s", one_line(line))
 
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return names of columns, and rows; without that of other names where all are the same."""
+        rows, column = list(self._cells()), _HEAD.index("name there")
+        if any(row[column] for row in rows):
+            return _HEAD, rows
+        return _without(_HEAD, column), [_without(row, column) for row in rows]
+
     def _cells(self) -> Iterable[tuple[str, ...]]:
         for item in self.items:
-            thing = item.thing
+            thing, has_rows = item.thing, item.offer is not None and item.name.is_slot
             yield (
                 escaped(item.name.text),
                 "-" if item.offer is None else f"[{item.offer}]",
                 escaped(item.source) if item.source not in ("", item.name.text) else "",
-                count(thing.rows) if thing.rows else "",
-                size(thing.n_bytes) if thing.n_bytes else "",
+                count(thing.rows) if has_rows else "",
+                size(thing.n_bytes) if thing.n_bytes or has_rows else "",
                 self._in_short(one_line(item.conversion or item.reason)),
             )
 
     def _footer(self) -> list[str]:
+        return self._notes()
+
+    def _notes(self) -> list[str]:
+        """Say what starts from scratch, and the warnings."""
         lines = [*self._fresh_lines(), *(f"warning: {one_line(text)}" for text in self.warnings)]
         return list(map(self._in_short, lines))
 
@@ -221,6 +235,11 @@ class LoadReport(LoadPlan):
         taken, filtered = sum(self.rows_taken.values()), sum(self.rows_filtered.values())
         what = f"{plural(taken, 'row')} taken, {count(filtered)} filtered, {size(self.bytes_read)} read"
         return f"{what} in {self.seconds:.2f} s"
+
+
+def _without(values: Sequence[str], number: int) -> Sequence[str]:
+    """Return all values but one."""
+    return [*values[:number], *values[number + 1 :]]
 
 
 def _is_expected(item: Planned) -> bool:

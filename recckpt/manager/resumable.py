@@ -10,14 +10,29 @@ from typing import Any, Literal
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.resume import Restorer
+from recckpt.manager.run_state import Run
 from recckpt.parallel.one_process import OneProcess
+from recckpt.policies.when import When
+from recckpt.saver import Saver
+from recckpt.text import count, plural, shown
 
 
 class Resumable(OneProcess):
     """The loads of a :class:`recckpt.CheckpointManager`; each waits for the save that is under way, and takes turns."""
 
+    _saver: Saver
+    _run: Run
+    _save_interval: int | When
     _autosave: Autosave
     _restorer: Restorer
+
+    @shown
+    def __repr__(self) -> str:
+        counts = self._autosave.counts
+        failed = f", of which {count(counts.failed)} failed" if counts.failed else ""
+        saves = f"{plural(counts.begun, 'save')} begun{failed}"
+        where = f"at step {count(self._run.global_step)}, save_interval={self._save_interval!r}"
+        return f"{where}, {saves}, saver={self._saver!r}"
 
     @abstractmethod
     def _turn(self) -> AbstractContextManager[Any]:

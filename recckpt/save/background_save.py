@@ -18,8 +18,12 @@ from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import give_way
 from recckpt.save.save_info import SaveInfo
+from recckpt.text import one_line, plural, quoted, shown, size
 
 log = logging.getLogger("recckpt")
+
+
+_OF_PARENT = "of the process that this one was forked from"
 
 
 class SaveHandle:
@@ -35,14 +39,22 @@ class SaveHandle:
         self.committed: OwnFuture[Manifest] = OwnFuture()
         self.committed.set_running_or_notify_cancel()  # what has begun cannot be cancelled
 
+    @shown
     def __repr__(self) -> str:
+        return f"of {quoted(self.info.ckpt_id)}, {self._state()}"
+
+    def _state(self) -> str:
         try:
-            how = "under way"
-            if self.done():
-                how = "committed" if self.committed.exception() is None else "failed"
+            if not self.done():
+                return "under way"
+            error = self.committed.exception()
         except ForkedError:
-            how = "of the process that this one was forked from"
-        return f"<SaveHandle of {self.info.ckpt_id!r}, {how}>"
+            return _OF_PARENT
+        if error is not None:
+            return f"failed: {type(error).__name__}: {one_line(str(error))}"
+        info = self.info
+        rows = plural(info.n_upserts if info.kind == "delta" else info.n_rows, "row")
+        return f"committed: {info.kind} of {rows}, {size(info.n_bytes)}"
 
     def done(self) -> bool:
         """Say whether the save has ended, well or not."""
@@ -78,6 +90,13 @@ class SaveRunner:
         self._handle: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._is_in_save = False
+
+    def __str__(self) -> str:
+        handle = self._handle
+        try:
+            return "idle" if handle is None or handle.done() else f"saving {quoted(handle.info.ckpt_id)}"
+        except ForkedError:
+            return _OF_PARENT
 
     @property
     def is_running(self) -> bool:

@@ -2,6 +2,7 @@
 
 from recckpt.text.bars import Progress
 from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain, section
+from recckpt.text.reprs import quoted, shown
 from recckpt.text.words import cell, count, escaped, nearest, one_line, plural, size
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "pairs",
     "plain",
     "plural",
+    "quoted",
     "section",
+    "shown",
     "size",
 ]

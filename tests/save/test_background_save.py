@@ -100,18 +100,6 @@ def test_a_wait_for_what_is_no_time_says_what_would_be_one(tmp_path, timeout_sec
     handle.wait()
 
 
-def test_a_saver_and_its_saves_say_what_they_are(tmp_path):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    assert repr(saver) == f"<Saver of Linear, output_dir={str(tmp_path)!r}, max_keep=1>"
-    handle = saver.save_async("a")
-    handle.wait()
-    assert repr(handle) == "<SaveHandle of 'a', committed>"
-    failed = SaveHandle(handle.info)
-    assert repr(failed) == "<SaveHandle of 'a', under way>"
-    failed.committed.set_exception(OSError("the disk is full"))
-    assert repr(failed) == "<SaveHandle of 'a', failed>"
-
-
 def test_a_save_that_has_begun_cannot_be_cancelled(tmp_path, gate):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")

@@ -86,12 +86,7 @@ def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], found: Found
 
 
 def _slot(name: str, before: SlotSpec | None, after: SlotSpec | None, found: Found | None) -> SlotDiff:
-    kinds = (None if before is None else kind_of(before), None if after is None else kind_of(after))
+    kinds = (None if before is None else before.kind, None if after is None else after.kind)
     if found is None or name not in found.changed:
         return SlotDiff(name, *kinds, None, None, None)
     return SlotDiff(name, *kinds, found.changed[name], found.l2[name].spread(), found.cosine[name].spread())
-
-
-def kind_of(slot: SlotSpec) -> str:
-    """Return dtype and shape of a slot as text."""
-    return f"{slot.dtype}[{', '.join(map(str, slot.shape))}]" if slot.shape else slot.dtype

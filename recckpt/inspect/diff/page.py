@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from recckpt.inspect import html
 from recckpt.inspect.diff import lines
-from recckpt.text import count, escaped
+from recckpt.text import count, escaped, html
 
 if TYPE_CHECKING:
     from recckpt.inspect.diff.result import CheckpointDiff, Side, TableDiff

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from recckpt.inspect import html
 from recckpt.inspect.report import lines, plots
-from recckpt.text import count, escaped, plural
+from recckpt.text import count, escaped, html, plural
 
 if TYPE_CHECKING:
     from recckpt.inspect.report.result import Column, Finding, RunReport, TableHealth

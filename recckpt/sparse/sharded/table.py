@@ -99,6 +99,11 @@ class ShardedHashTable(HashTable):
         )
         self.exchange, self.gradients = exchange, gradients
 
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows of this table: of its rows, those of this rank."""
+        rank = f"rank {self.exchange.rank} of {self.exchange.size}" if "exchange" in vars(self) else "of no rank yet"
+        return f"{super().extra_repr()}, {rank}"
+
     @opaque
     def forward(self, ids: Tensor, *, admit: bool = True) -> Tensor:
         """Return the embeddings of ``ids``, whichever rank holds them. Collective.

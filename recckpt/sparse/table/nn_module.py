@@ -19,6 +19,7 @@ from recckpt.sparse.table.checks import checked_device
 from recckpt.sparse.table.gradients import Gradients, RowGradients
 from recckpt.sparse.table.initializers import Initializer
 from recckpt.sparse.table.row_store import RowStore
+from recckpt.text import quoted, size
 from recckpt.types import EMBEDDING, SlotSpec
 
 if TYPE_CHECKING:
@@ -92,7 +93,11 @@ class TableModule(nn.Module):
     def extra_repr(self) -> str:
         """Return what ``print(model)`` shows of this table."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.name!r}, rows={len(self._store)}, shape={self.embedding_shape}, dtype={dtype}"
+        rows = f"rows={len(self._store)}, shape={self.embedding_shape}, dtype={dtype}"
+        return f"{quoted(self.name)}, {rows}, slots={len(self._store.columns) - 1}, {size(self._store.nbytes)}"
+
+    def __repr__(self) -> str:
+        return super().__repr__() if "_store" in vars(self) else object.__repr__(self)  # half made
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Lead ``torch.distributed.checkpoint``, which walks along the keys of state dicts, back to own tables."""

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from recckpt.text.words import escaped
-
 _T = TypeVar("_T")
 _MOST = 60  # characters of a name
 
@@ -29,7 +27,6 @@ def shown(describe: Callable[[_T], str]) -> Callable[[_T], str]:
     return shown_as
 
 
-def short(name: str) -> str:
-    """Return a name that cannot break a line, cut where it is long."""
-    text = escaped(name)
-    return text if len(text) <= _MOST else f"{text[:_MOST]}..."
+def quoted(name: str) -> str:
+    """Return a name as Python writes it, cut where it is long."""
+    return repr(name if len(name) <= _MOST else f"{name[:_MOST]}...")

@@ -1,0 +1,59 @@
+"""What prompts and notebooks show of a checkpoint: by its manifest alone, so nothing is opened or read for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.inspect.open_checkpoint import OpenCheckpoint
+from recckpt.text import cell, count, escaped, html, one_line, plural, size
+
+_MOST = 20  # names in a line
+_TABLE_HEAD = ("TABLE", "ROWS", "BYTES", "SLOTS")
+_STATE_HEAD = ("NAME", "VALUE")
+_STYLE = """
+.recckpt h1 { font-size: 1.1em; } .recckpt .scroll { margin: .5em 0; } .recckpt td:last-child { max-width: 34em; }
+"""
+
+
+def words_of(opened: OpenCheckpoint) -> str:
+    """Return a checkpoint in one line."""
+    manifest = opened.manifest
+    place = layout.join(opened.storage.url.removesuffix("/"), opened.checkpoint.directory)
+    return f"{one_line(place)}: {_kind(opened)}, {_content(manifest)}, {size(manifest.n_bytes)}"
+
+
+def body_of(opened: OpenCheckpoint) -> str:
+    """Return a checkpoint as a notebook shows it."""
+    manifest = opened.manifest
+    parts = [f"<h1>{html.text(words_of(opened))}</h1>"]
+    parts += html.section("Tables", _TABLE_HEAD, _table_rows(manifest), ("ROWS", "BYTES"))
+    state = [(escaped(name), one_line(cell(value))) for name, value in manifest.state.items()]
+    parts += html.section("Training state", _STATE_HEAD, state, ())
+    names = manifest.names
+    groups = {"dense": names.dense, "registered": names.extra, "positions": names.io_state}
+    parts += [f"<p><b>{group}:</b> {html.text(_few(listed))}</p>" for group, listed in groups.items() if listed]
+    return html.body(parts, _STYLE)
+
+
+def _kind(opened: OpenCheckpoint) -> str:
+    manifest, n_links = opened.manifest, len(opened.checkpoint.links)
+    links = f" of {plural(n_links, 'link')}" if n_links > 1 else ""
+    step = "" if manifest.step is None else f", step {manifest.step}"
+    return f"{manifest.kind}{links}{step}, {one_line(manifest.time)}"
+
+
+def _content(manifest: Manifest) -> str:
+    return f"{plural(manifest.rows, 'row')} in {plural(len(manifest.tables), 'table')}"
+
+
+def _table_rows(manifest: Manifest) -> Iterator[Sequence[str]]:
+    for table in manifest.tables:
+        slots = ", ".join(f"{escaped(slot.name)} {slot.kind}" for slot in table.slots)
+        yield escaped(table.name), count(table.rows), size(table.rows * table.row_bytes), slots
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {count(len(names) - _MOST)} more" if len(names) > _MOST else ""
+    return ", ".join(map(escaped, names[:_MOST])) + more
