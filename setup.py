@@ -13,6 +13,7 @@ EXTRAS = {
     "sql": ["polars", "duckdb"],
     "cli": ["rich>=13", "argcomplete>=3.1"],
     "report": ["matplotlib>=3.8"],
+    "telemetry": ["opentelemetry-api>=1.30"],
     "cluster": ["dask[distributed]>=2024.8"],
     "lightning": ["lightning>=2.4"],
     "integrations": [
@@ -23,11 +24,12 @@ EXTRAS = {
         *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
         *("safetensors>=0.4", "polars>=1.0", "duckdb>=1.1", "pandas>=2.2", "torchdata>=0.11", "omegaconf>=2.3"),
         *("rich>=13", "argcomplete>=3.1", "matplotlib>=3.8", "selenium>=4.25"),
+        *("opentelemetry-sdk>=1.30", "opentelemetry-exporter-prometheus>=0.51b0"),
         *("s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3", "dask[distributed]>=2024.8"),
     ],
     "lint": ["ruff>=0.6", "mypy>=1.11"],
     "bench": ["safetensors>=0.4"],
-    "examples": ["matplotlib>=3.8"],
+    "examples": ["matplotlib>=3.8", "opentelemetry-sdk>=1.30", "opentelemetry-exporter-prometheus>=0.51b0"],
 }
 
 ROOT = Path(__file__).parent

@@ -29,6 +29,7 @@ from recckpt.save.job import Destination, Job, Live, OnSave, State
 from recckpt.save.registration import Registration
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
+from recckpt.save.telling import begun
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
@@ -279,5 +280,5 @@ class Saver(Registration):
         with self.turn(), self._runner.one_save():
             info.step, state = arguments.of_run(info.step, state, self.run_now())
             ranks = info.telling(self.ranks.of(shard_id, shard_num))
-            job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep)
+            job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep, begun(info, ranks))
             return save(self._live, job, self._to, self._runner)

@@ -25,7 +25,7 @@ ROOMS = """
     output_dir
     storage  policies
     format  parallel
-    errors  types  text
+    errors  types  text  telemetry
 """
 LIBRARIES = {  # library -> the rooms and files that may know it
     "fsspec": {"storage"},
@@ -38,6 +38,7 @@ LIBRARIES = {  # library -> the rooms and files that may know it
     },
     "tqdm": {"text"},
     "rich": {"cli"},
+    "opentelemetry": {"telemetry"},
     "numba": {"sparse.table"},
     "llvmlite": {"sparse.table"},
     "matplotlib": {"inspect.report.plots"},
@@ -45,7 +46,7 @@ LIBRARIES = {  # library -> the rooms and files that may know it
 }
 TORCH_FREE = {
     *("cli", "inspect", "convert", "compaction", "output_dir", "storage", "policies", "format", "parallel"),
-    *("errors", "types", "text"),
+    *("errors", "types", "text", "telemetry"),
 }
 
 
@@ -149,7 +150,7 @@ def test_reading_and_the_command_line_need_neither_torch_nor_numba():
 
 
 def test_importing_recckpt_imports_next_to_nothing():
-    assert not {"torch", "numba", "numpy", "pyarrow", "fsspec"} & loaded_after("import recckpt")
+    assert not {"torch", "numba", "numpy", "pyarrow", "fsspec", "opentelemetry"} & loaded_after("import recckpt")
 
 
 def test_every_public_name_is_there():

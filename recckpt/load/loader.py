@@ -28,6 +28,7 @@ from recckpt.parallel.ranks import this_rank
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
+from recckpt.telemetry import Operation
 from recckpt.types import HashTable
 
 
@@ -117,15 +118,18 @@ class Loader:
     ) -> LoadReport:
         """Load from checkpoints that are open; what every load and restore comes down to."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
-        return loading.load(
-            live,
-            sources,
-            problems,
-            concurrency=self.concurrency,
-            download_dir=self.download_dir,
-            rng=rng,
-            has_bar=self.has_bar,
-        )
+        with _begun(live, sources) as span:
+            report = loading.load(
+                live,
+                sources,
+                problems,
+                concurrency=self.concurrency,
+                download_dir=self.download_dir,
+                rng=rng,
+                has_bar=self.has_bar,
+            )
+            span.end(attributes={"rows": sum(report.rows_taken.values()), "bytes": report.bytes_read})
+            return report
 
     def tell_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
         """Tell the owner of a load that is over, on all ranks where they load together, if it was one of all."""
@@ -137,6 +141,17 @@ class Loader:
         """Return what a load fills, as it is now."""
         shard, shards = this_rank(shard_id, shard_num)
         return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards)
+
+
+def _begun(live: LiveState, sources: Sequence[OpenSource]) -> Operation:
+    """Return the span of a load that begins; the first rank tells for all."""
+    records = [source.at.checkpoint.manifest for source in sources]
+    attributes: dict[str, str | int] = {"id": ", ".join(record.ckpt_id for record in records)}
+    if records:
+        attributes["kind"] = records[-1].kind
+    if records and records[-1].step is not None:
+        attributes["step"] = records[-1].step
+    return Operation("load", attributes, is_told=live.shard == 0)
 
 
 def _whole_restore(

@@ -23,6 +23,7 @@ from recckpt.save.timeline import Timeline
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
+from recckpt.telemetry import Operation
 
 State = Mapping[str, Scalar] | None
 OnSave = Callable[[SaveInfo], object]
@@ -49,6 +50,7 @@ class Job:
     overwrite: bool  # whether it supersedes a committed checkpoint of its name
     is_resumed: bool  # whether it goes on from a checkpoint of the output dir
     max_keep: int | Keep | None  # which checkpoints stay
+    span: Operation = field(default_factory=lambda: Operation("save", {}, is_told=False))  # of OpenTelemetry
 
 
 @dataclass(frozen=True)

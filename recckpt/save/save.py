@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -19,12 +18,10 @@ from recckpt.save.check import check
 from recckpt.save.commit import commit, rotate
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live
-from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged, stage_on_all
+from recckpt.save.telling import tell, told_of_failure
 from recckpt.save.write import write
 from recckpt.storage import Storage
-
-log = logging.getLogger("recckpt")
 
 
 def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandle:
@@ -36,11 +33,12 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
         SaveFailedError: that of another cannot, or a rank is missing, or the ranks are not at the same save.
     """
     handle = SaveHandle(job.info)
-    settle_on_all(runner.settle, job.ranks)
-    with _told_of_failure(job, to):
-        staged = stage_on_all(live, check(live, job, to), job, to)
-    in_thread = replace(job, ranks=job.ranks.background)
-    return runner.run(partial(write_and_commit, staged, in_thread, to), handle, job.ranks.rank, staged.close)
+    with job.span:
+        settle_on_all(runner.settle, job.ranks)
+        with told_of_failure(job, to):
+            staged = stage_on_all(live, check(live, job, to), job, to)
+        in_thread = replace(job, ranks=job.ranks.background)
+        return runner.run(partial(write_and_commit, staged, in_thread, to), handle, job.ranks.rank, staged.close)
 
 
 def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
@@ -53,7 +51,7 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
         WriterFencedError: another writer has taken the output dir over.
     """
     info, ranks = job.info, job.ranks
-    with _told_of_failure(job, to), closing(staged):
+    with job.span, told_of_failure(job, to), closing(staged):
         intent, seq = ranks.on_first(lambda: _begin(staged, job, to))
         with _abandoned_on_error(intent, to.storage, ranks):
             info.outcome.is_open = ranks.rank != 0
@@ -66,7 +64,7 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
             rotate(job, to)
             to.offers.begin_if_due(to.storage, to.fence, to.changes)
     info.let_go()
-    _tell(to, info)
+    tell(job, to)
     return record
 
 
@@ -90,24 +88,3 @@ def _abandoned_on_error(intent: Intent, storage: Storage, ranks: Ranks) -> Itera
         if ranks.rank == 0 and not ranks.has_lost:  # one that is lost may write there; all others know that they failed
             rotation.abandon(storage, intent.directory)
         raise
-
-
-@contextmanager
-def _told_of_failure(job: Job, to: Destination) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        job.info.error = error
-        if job.ranks.rank == 0:
-            to.timeline.add_failure(to.storage, to.fence, job.info)
-        _tell(to, job.info)
-        raise
-
-
-def _tell(to: Destination, info: SaveInfo) -> None:
-    if to.on_save is not None:
-        try:
-            to.on_save(info)
-        except Exception:
-            how = "is saved, but" if info.error is None else "has failed, and"
-            log.exception("%s %s on_save=%r failed", info.ckpt_id, how, to.on_save)

@@ -1,0 +1,59 @@
+"""Who is told of a save: the timeline, OpenTelemetry, and the caller's ``on_save``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from recckpt.parallel.ranks import Ranks
+from recckpt.save.job import Destination, Job
+from recckpt.save.save_info import SaveInfo
+from recckpt.telemetry import Operation
+
+log = logging.getLogger("recckpt")
+
+
+def begun(info: SaveInfo, ranks: Ranks) -> Operation:
+    """Return the span of a save that begins; the first rank tells for all."""
+    step = {} if info.step is None else {"step": info.step}
+    return Operation("save", {"id": info.ckpt_id, **step}, is_told=ranks.rank == 0)
+
+
+def tell(job: Job, to: Destination) -> None:
+    """Tell of a save that is committed, and is in the timeline already."""
+    info = job.info
+    written = {"save.bytes": info.n_bytes, "save.rows": info.n_upserts}
+    state = {"chain.length": info.n_links, "last_save.time": time.time()}
+    job.span.end(attributes=_attributes(info), measured={"save.pause": info.max_blocked_sec, **written, **state})
+    _call_on_save(to, info)
+
+
+@contextmanager
+def told_of_failure(job: Job, to: Destination) -> Iterator[None]:
+    """Tell of the error that leaves the block."""
+    try:
+        yield
+    except Exception as error:
+        info = job.info
+        info.error = error
+        job.span.end(error, attributes=_attributes(info), measured={"save.pause": info.max_blocked_sec})
+        if job.ranks.rank == 0:
+            to.timeline.add_failure(to.storage, to.fence, info)
+        _call_on_save(to, info)
+        raise
+
+
+def _attributes(info: SaveInfo) -> dict[str, str | int]:
+    flags = {"background": info.background, "ephemeral": info.ephemeral}
+    return {"kind": info.kind, "bytes": info.n_bytes, "rows": info.n_rows, "links": info.n_links, **flags}
+
+
+def _call_on_save(to: Destination, info: SaveInfo) -> None:
+    if to.on_save is not None:
+        try:
+            to.on_save(info)
+        except Exception:
+            how = "is saved, but" if info.error is None else "has failed, and"
+            log.exception("%s %s on_save=%r failed", info.ckpt_id, how, to.on_save)

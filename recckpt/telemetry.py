@@ -1,0 +1,170 @@
+"""Metrics and spans of saves and loads for OpenTelemetry, where its API is installed; nothing otherwise.
+
+Nothing of OpenTelemetry is imported before the first save or load. What goes wrong in it, as in a processor or provider
+of the user's, is logged once and fails nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
+    from opentelemetry.trace import Tracer
+
+log = logging.getLogger("recckpt")
+
+What = Literal["save", "load"]
+Attributes = Mapping[str, str | int]
+
+_PREFIX = "recckpt."
+_COUNTERS = {
+    "saves": ("{save}", "Saves that have ended, by kind and result."),
+    "save.bytes": ("By", "Bytes of the files that saves have written."),
+    "save.rows": ("{row}", "Rows that saves have written."),
+    "loads": ("{load}", "Loads that have ended, by result."),
+    "failures": ("{failure}", "Saves and loads that have failed, by operation."),
+}
+_HISTOGRAMS = {
+    "save.duration": ("s", "From asking for a save until it has ended."),
+    "save.pause": ("s", "How long training stood still for a save, on the rank that waited longest."),
+    "load.duration": ("s", "How long reading a checkpoint took, once it was found and opened."),
+}
+_GAUGES = {
+    "chain.length": ("{checkpoint}", "Checkpoints that a restore of the newest one reads."),
+    "last_save.time": ("s", "When the newest checkpoint was committed, in seconds since 1970."),
+}
+# The default bounds are meant for milliseconds.
+_SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
+
+
+class _Tools:
+    """A tracer, and instruments by name."""
+
+    def __init__(self, tracer: Tracer, meter: Meter) -> None:
+        self.tracer = tracer
+        self.counters = {name: meter.create_counter(_PREFIX + name, *about) for name, about in _COUNTERS.items()}
+        self.histograms = {
+            name: meter.create_histogram(_PREFIX + name, *about, explicit_bucket_boundaries_advisory=_SECONDS)
+            for name, about in _HISTOGRAMS.items()
+        }
+        self.gauges = {name: meter.create_gauge(_PREFIX + name, *about) for name, about in _GAUGES.items()}
+
+
+class Operation:
+    """A save or load under way, which is one span; ends once, whatever becomes of it.
+
+    As a context manager it ends with the error that leaves the block, control-C included, and stays open without one.
+
+    Args:
+        what: a save or a load.
+        attributes: of its span.
+        is_told: whether anybody is told; one rank of several tells for all.
+    """
+
+    def __init__(self, what: What, attributes: Attributes, *, is_told: bool = True) -> None:
+        self._what, self._begin, self._once = what, time.perf_counter(), threading.Lock()
+        self._span: Any = None
+        self._tools = _guarded(_tools) if is_told else None
+        if self._tools is not None:
+            tools = self._tools
+            self._span = _guarded(lambda: tools.tracer.start_span(_PREFIX + what, attributes=_named(attributes)))
+            # To Prometheus, a counter that is not there before it is 1 has not increased.
+            _guarded(lambda: tools.counters["failures"].add(0, {_PREFIX + "operation": what}))
+
+    def __enter__(self) -> Operation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.end(error)
+
+    def end(
+        self,
+        error: BaseException | None = None,
+        *,
+        attributes: Attributes | None = None,
+        measured: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell how it went; all but the first call do nothing.
+
+        Args:
+            error: why it failed.
+            attributes: of its span, beside those that it has begun with; the ``kind`` is one of its metrics too.
+            measured: values by the names of instruments; those of nothing but good ends are told of such only.
+        """
+        if self._tools is None or not self._once.acquire(blocking=False):
+            return
+        tools, seconds = self._tools, time.perf_counter() - self._begin
+        known = dict(attributes or {})
+        _guarded(lambda: self._measure(tools, seconds, known, measured or {}, error))
+        if self._span is not None:
+            _guarded(lambda: self._describe(known, error))
+            _guarded(self._span.end)
+
+    def _measure(
+        self, tools: _Tools, seconds: float, known: Attributes, measured: Mapping[str, float], error: object
+    ) -> None:
+        result = {_PREFIX + "result": "ok" if error is None else "failed"}
+        if "kind" in known:
+            result[_PREFIX + "kind"] = str(known["kind"])
+        tools.counters[f"{self._what}s"].add(1, result)
+        tools.histograms[f"{self._what}.duration"].record(seconds, result)
+        if error is not None:
+            tools.counters["failures"].add(1, {_PREFIX + "operation": self._what})
+        for name, value in measured.items():
+            if name in tools.counters:
+                tools.counters[name].add(value)
+            elif name in tools.histograms:
+                tools.histograms[name].record(value)
+            else:
+                tools.gauges[name].set(value)
+
+    def _describe(self, known: Attributes, error: BaseException | None) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attributes(_named(known))
+        if error is not None:
+            self._span.record_exception(error)
+            self._span.set_attribute("error.type", type(error).__name__)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+
+
+@cache
+def _tools() -> _Tools | None:
+    """Return what measures, None where the API is not installed."""
+    try:
+        from opentelemetry import metrics, trace
+    except ImportError:
+        return None
+    version = sys.modules[__name__.partition(".")[0]].__version__
+    return _Tools(trace.get_tracer("recckpt", version), metrics.get_meter("recckpt", version))
+
+
+def _named(attributes: Attributes) -> dict[str, str | int]:
+    return {_PREFIX + name: value for name, value in attributes.items()}
+
+
+def _guarded(work: Callable[[], Any]) -> Any:
+    """Return what OpenTelemetry gives, None where it fails."""
+    try:
+        return work()
+    except Exception as error:
+        _say(type(error).__name__)
+        log.debug("OpenTelemetry failed", exc_info=True)
+        return None
+
+
+@cache
+def _say(kind: str) -> None:
+    """Say once of each kind of error that it comes from there."""
+    log.warning("OpenTelemetry failed, and saves and loads go on without it: %s", kind, exc_info=True)

@@ -1,0 +1,3 @@
+"""The span was printed."""
+
+assert '"name": "recckpt.save"' in what_was_said()  # type: ignore[name-defined]

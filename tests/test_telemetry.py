@@ -1,0 +1,216 @@
+"""What OpenTelemetry is told of saves and loads, by its own SDK; and that nothing of it is needed."""
+
+import re
+import sys
+
+import pytest
+import torch
+import warm_python
+from builders import Run
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from paths import ROOT
+from torch import nn
+
+import recckpt
+from recckpt import Saver, telemetry
+from recckpt.errors import CheckpointExistsError, SaveFailedError
+from recckpt.sparse import HashTable
+
+
+class Told:
+    """What an SDK has collected."""
+
+    def __init__(self):
+        self.reader, self.exporter = InMemoryMetricReader(), InMemorySpanExporter()
+        self.meters, self.tracers = MeterProvider([self.reader]), TracerProvider()
+        self.tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+
+    @property
+    def spans(self):
+        return [
+            (span.name, span.status.status_code.name, dict(span.attributes))
+            for span in self.exporter.get_finished_spans()
+        ]
+
+    @property
+    def metrics(self):
+        """Return name -> (attributes -> value; of a histogram how often and how much)."""
+        found = {}
+        data = self.reader.get_metrics_data()
+        for scope in [
+            scope for resource in (data.resource_metrics if data else []) for scope in resource.scope_metrics
+        ]:
+            assert (scope.scope.name, scope.scope.version) == ("recckpt", recckpt.__version__)
+            for metric in scope.metrics:
+                points = {
+                    tuple(value for _, value in sorted(point.attributes.items())): (
+                        (point.count, point.sum) if hasattr(point, "count") else point.value
+                    )
+                    for point in metric.data.data_points
+                }
+                found[metric.name] = points
+        return found
+
+
+@pytest.fixture
+def told(monkeypatch):
+    told = Told()
+    monkeypatch.setattr(metrics, "get_meter", lambda *scope: told.meters.get_meter(*scope))
+    monkeypatch.setattr(trace, "get_tracer", lambda *scope: told.tracers.get_tracer(*scope))
+    telemetry._tools.cache_clear()
+    telemetry._say.cache_clear()
+    yield told
+    telemetry._tools.cache_clear()
+
+
+def saver_of(path, **options):
+    table = HashTable(2, name="t")
+    table(torch.arange(50))
+    return Saver(nn.ModuleDict({"t": table}), output_dir=str(path), max_keep=None, **options)
+
+
+def failing(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_saves_are_counted_and_measured_by_kind(tmp_path, told):
+    saver = saver_of(tmp_path, deltas=recckpt.Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0))
+    first = saver.save("a", step=7)
+    second = saver.save_async("b").wait()
+    found = told.metrics
+    assert found["recckpt.saves"] == {("full", "ok"): 1, ("delta", "ok"): 1}
+    assert found["recckpt.save.bytes"] == {(): first.n_bytes + second.n_bytes}
+    assert found["recckpt.save.rows"] == {(): 50}
+    assert found["recckpt.chain.length"] == {(): 2}
+    assert found["recckpt.last_save.time"][()] > 1.7e9
+    (n_pauses, paused), (n_saves, saved) = found["recckpt.save.pause"][()], found["recckpt.save.duration"]["full", "ok"]
+    assert (n_pauses, n_saves) == (2, 1)
+    assert 0 < saved < 100
+    assert 0 < paused < 100
+    assert found["recckpt.failures"] == {("save",): 0}, "there before the first, for Prometheus"
+    [(name, status, attributes), (_, _, of_second)] = told.spans
+    assert (name, status) == ("recckpt.save", "UNSET")
+    assert attributes == {
+        **{"recckpt.id": "a", "recckpt.step": 7, "recckpt.kind": "full", "recckpt.links": 1, "recckpt.rows": 50},
+        **{"recckpt.bytes": first.n_bytes, "recckpt.background": False, "recckpt.ephemeral": False},
+    }
+    assert (of_second["recckpt.kind"], of_second["recckpt.background"]) == ("delta", True)
+    assert "recckpt.step" not in of_second
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_span_ends_whatever_becomes_of_the_save(tmp_path, told, monkeypatch, background):
+    saver = saver_of(tmp_path)
+    save = saver.save_async if background else saver.save
+
+    def ends_with(error, place, broken):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, broken)
+            with pytest.raises(error):
+                getattr(save("a"), "wait", lambda: None)()
+        name, status, attributes = told.spans[-1]
+        assert (name, status) == ("recckpt.save", "ERROR")
+        return attributes["error.type"]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    assert ends_with((SaveFailedError, OSError), "recckpt.save.save.write", failing) == "OSError"
+    assert ends_with(OSError, "recckpt.save.save.check", failing) == "OSError"
+    assert ends_with(KeyboardInterrupt, "recckpt.save.save.check", interrupted) == "KeyboardInterrupt"
+    assert ends_with(KeyboardInterrupt, "recckpt.save.save.write", interrupted) == "KeyboardInterrupt"
+    n_failed = 4
+    if background:
+        assert ends_with(RuntimeError, "threading.Thread.start", no_thread) == "RuntimeError"
+        n_failed += 1
+    assert len(told.spans) == n_failed, "each ends once"
+    assert sum(told.metrics["recckpt.failures"].values()) == n_failed
+    save("a")
+    saver.close()
+    with pytest.raises(CheckpointExistsError):
+        saver.save("a")
+    found = told.metrics
+    assert found["recckpt.failures"] == {("save",): n_failed + 1}
+    assert told.spans[-1][2]["error.type"] == "CheckpointExistsError"
+    assert found["recckpt.saves"]["full", "ok"] == 1
+    assert found["recckpt.last_save.time"]
+
+
+def test_loads_and_restores_are_told_and_those_that_fail_too(tmp_path, told, monkeypatch):
+    Run(tmp_path, interval=2).train(2)
+    fresh = Run(tmp_path, interval=2)
+    assert fresh.manager.restore() == 2
+    fresh.saver.load("ckpt_2")
+    with monkeypatch.context() as patch:
+        patch.setattr("recckpt.load.loader.loading.load", failing)
+        with pytest.raises(OSError, match="No space"):
+            fresh.saver.load("ckpt_2")
+    loads = [span for span in told.spans if span[0] == "recckpt.load"]
+    assert [status for _, status, _ in loads] == ["UNSET", "UNSET", "ERROR"]
+    name = {"recckpt.id": "ckpt_2", "recckpt.step": 2, "recckpt.kind": "full"}
+    assert loads[0][2].items() >= name.items()
+    assert loads[0][2]["recckpt.rows"] == sum(len(table) for table in fresh.model.tables)
+    assert loads[2][2] == {**name, "error.type": "OSError"}
+    found = told.metrics
+    assert found["recckpt.loads"] == {("ok",): 2, ("failed",): 1}
+    assert found["recckpt.load.duration"]["ok",][0] == 2
+    assert found["recckpt.failures"] == {("load",): 1, ("save",): 0}
+
+
+def test_what_fails_in_opentelemetry_is_logged_once_and_fails_no_save(tmp_path, told, monkeypatch, caplog):
+    class Broken(SpanProcessor):
+        def on_start(self, *_, **__):
+            raise ValueError("broken on start")
+
+        def on_end(self, *_):
+            raise ValueError("broken on end")
+
+    told.tracers.add_span_processor(Broken())
+    saver = saver_of(tmp_path)
+    saver.save("a")
+    saver.save("b")
+    saver.load()
+    assert caplog.text.count("saves and loads go on without it") == 1
+    assert told.metrics["recckpt.saves"] == {("full", "ok"): 2}
+    monkeypatch.setattr(metrics, "get_meter", failing)
+    telemetry._tools.cache_clear()
+    saver.save("c")
+    saver.save("d")
+    assert caplog.text.count("saves and loads go on without it") == 2, "it is another error"
+
+
+def test_without_opentelemetry_nothing_is_told_and_nothing_is_missing(tmp_path, told, monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    telemetry._tools.cache_clear()
+    saver = saver_of(tmp_path)
+    saver.save("a")
+    saver.load()
+    assert told.spans == []
+
+
+def test_one_rank_tells_for_all(tmp_path, told):
+    for rank in (1, 0):
+        span = telemetry.Operation("save", {"id": "a"}, is_told=rank == 0)
+        span.end(attributes={"kind": "full"})
+        span.end()
+    assert told.metrics["recckpt.saves"] == {("full", "ok"): 1}
+
+
+def test_prometheus_reads_what_the_alerts_ask_for(tmp_path):
+    small = ("--steps", 12, "--save-interval", 5, "--batch-size", 64, "--output-dir", tmp_path / "run")
+    done = warm_python.run(ROOT / "examples/train_metrics.py", *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    served = {line.partition("{")[0] for line in done.stdout.splitlines() if line.startswith("recckpt_")}
+    assert "recckpt_save_bytes_total" in served
+    rules = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/telemetry.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    asked = set(re.findall(r"\brecckpt_\w+(?=[ \[{)])", rules))
+    assert len(asked) >= 5
+    assert asked <= served
