@@ -9,6 +9,7 @@ from recckpt.inspect.report.result import (
     CheckpointSize,
     Finding,
     Leftover,
+    RunReport,
     SaveTimes,
     TableHealth,
 )
@@ -26,22 +27,17 @@ _SLOW_SEC = 1.0  # longer than the median at least
 _NAMED = 3
 
 
-def findings_of(
-    url: str,
-    checkpoints: Sequence[CheckpointSize],
-    leftovers: Sequence[Leftover],
-    saves: Sequence[SaveTimes],
-    tables: Sequence[TableHealth],
-) -> list[Finding]:
-    """Return what is unhealthy, problems first."""
-    found = [*_of_dir(url, checkpoints, leftovers)]
-    newest = f"{url.removesuffix('/')}/{checkpoints[-1].directory}" if checkpoints else url
-    for table in tables:
-        found += _of_table(newest, table)
-    if checkpoints:
-        found += _of_chain(url, checkpoints)
-    found += _of_saves(saves)
-    return sorted(found, key=lambda finding: finding.level != "problem")
+def findings_of(found: RunReport) -> list[Finding]:
+    """Return what is unhealthy, problems first; the findings that it has already do not count."""
+    findings = [*_of_dir(found.url, found.checkpoints, found.leftovers)]
+    if found.checkpoints:
+        newest = f"{found.url.removesuffix('/')}/{found.checkpoints[-1].directory}"
+        findings += _of_files(newest, found.damage)
+        for table in found.tables:
+            findings += _of_table(newest, table)
+        findings += _of_chain(found.url, found.checkpoints[-1])
+    findings += _of_saves(found.saves)
+    return sorted(findings, key=lambda finding: finding.level != "problem")
 
 
 def _of_dir(url: str, checkpoints: Sequence[CheckpointSize], leftovers: Sequence[Leftover]) -> Iterator[Finding]:
@@ -83,14 +79,24 @@ def _of_dir(url: str, checkpoints: Sequence[CheckpointSize], leftovers: Sequence
             )
 
 
+def _of_files(newest: str, damage: Sequence[str]) -> Iterator[Finding]:
+    if damage:
+        yield Finding(
+            "problem",
+            f"the newest checkpoint is damaged: {_first_of(damage)}",
+            "A restore passes it over and takes the one before. Put its files back from another copy before a job "
+            f"starts: `recckpt verify {one_line(newest)}` names all that are damaged.",
+        )
+
+
 def _of_table(newest: str, table: TableHealth) -> Iterator[Finding]:
     name, where = f"table {escaped(table.name)}", one_line(newest)
     if table.damage:
-        more = f" (and {count(len(table.damage) - 1)} more)" if len(table.damage) > 1 else ""
         yield Finding(
             "problem",
-            f"{name} is damaged, {_rows_of(table.rows_read, table)} are whole: {one_line(table.damage[0])}{more}",
-            f"Restore from the checkpoint before; `recckpt salvage {where}` writes the rows that are whole.",
+            f"{name} is damaged, {_rows_of(table.rows_read, table)} are whole: {_first_of(table.damage)}",
+            "A restore passes the checkpoint over and takes the one before. Put its files back from another copy; "
+            f"without one, `recckpt salvage {where}` gets the rows that are whole.",
         )
     if table.not_finite:
         ids = ", ".join(map(str, table.not_finite_ids[:_NAMED]))
@@ -126,13 +132,18 @@ def _of_table(newest: str, table: TableHealth) -> Iterator[Finding]:
         )
 
 
+def _first_of(damage: Sequence[str]) -> str:
+    """Name the first thing that is damaged, and say how many more are."""
+    more = f" (and {count(len(damage) - 1)} more)" if len(damage) > 1 else ""
+    return one_line(damage[0]) + more
+
+
 def _rows_of(n_rows: int, table: TableHealth) -> str:
     """Say how many rows of a table are meant."""
     return f"{count(n_rows)} of {plural(table.rows, 'row')}"
 
 
-def _of_chain(url: str, checkpoints: Sequence[CheckpointSize]) -> Iterator[Finding]:
-    newest = checkpoints[-1]
+def _of_chain(url: str, newest: CheckpointSize) -> Iterator[Finding]:
     n_links = len(newest.links)
     deltas = newest.chain_bytes - newest.full_bytes
     if n_links > _LONG_CHAIN or (n_links > 1 and deltas > _LARGE_CHAIN * newest.full_bytes):

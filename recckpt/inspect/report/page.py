@@ -29,6 +29,10 @@ _MOST_CHECKPOINTS = 100  # newest ones that are listed
 _MOST_FAILED = 10  # last ones that are listed
 _MOST_PLOTTED = 20  # tables with plots of their own, those with most rows
 _MOST_GROWN = 6  # tables whose growth is drawn
+_LOOKED_AT = {
+    True: "Every byte of the newest checkpoint was read and checked; of older ones, that their files are there.",
+    False: "That files are there was checked, not what is in them: `recckpt report` without --quick reads the newest.",
+}
 _NAME = 60  # characters of a name in a key
 
 
@@ -43,6 +47,7 @@ def _parts(found: RunReport) -> Iterator[str]:
     yield from map(_finding, found.findings)
     if not found.findings:
         yield '<div class="finding fine"><p>Nothing was found.</p></div>'
+    yield _note(_LOOKED_AT[found.deep])
     yield from _checkpoints(found)
     yield from _saves(found)
     yield from _tables(found)

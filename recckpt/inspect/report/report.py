@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from datetime import datetime
+from dataclasses import replace
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest
 from recckpt.inspect.find import is_checkpoint
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.inspect.repair import unfinished
 from recckpt.inspect.report.health import findings_of
+from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import CheckpointSize, Leftover, RunReport, TableHealth
-from recckpt.inspect.report.row_counts import Clock
-from recckpt.inspect.report.tables import read_tables
 from recckpt.inspect.report.timeline import saves_of
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.index_file import NOTE, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.open_files import until_whole
 from recckpt.output_dir.rotation import pinned_ids
-from recckpt.policies.evict import EVENT_TIME
 from recckpt.storage import Storage, open_storage
-from recckpt.text import Progress
 
 _THREADS = 8
 
@@ -32,13 +27,13 @@ _THREADS = 8
 def report(path: str | os.PathLike[str], *, deep: bool = True, threads: int | None = None) -> RunReport:
     """Look at a run, and say how it is: its checkpoints, its saves, its tables, and what of these is unhealthy.
 
-    The rows of the newest checkpoint are read once, in bounded memory, and every byte of them is checked; what is
-    damaged is said, and left out of the figures. Of all other files, that they are there with their sizes is checked;
-    :func:`recckpt.inspect.verify.verify` reads everything. Nothing is written. Imports no torch.
+    The newest checkpoint is read once, in bounded memory, and every byte of its files is checked; what is damaged is
+    said, and left out of the figures. Of older ones, that their files are there with their sizes is checked. Nothing is
+    written. Imports no torch.
 
     Args:
         path: an output dir; any fsspec URL.
-        deep: False reads no rows.
+        deep: False reads no files of checkpoints but manifests.
         threads: number of files to read at once; None for 8. Locally at most one a core.
 
     Raises:
@@ -66,19 +61,24 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
     if listing.is_empty and not listing.unreadable and not saves:
         _refuse(storage, leftovers)
     pinned = pinned_ids(storage)
-    checkpoints = [_size(checkpoint, checkpoint.ckpt_id in pinned) for checkpoint in listing.current]
     newest = listing.current[-1] if listing.committed else None
-    tables = _tables(storage, newest, threads) if newest is not None else []
-    findings = findings_of(storage.url, checkpoints, leftovers, saves, tables)
-    return RunReport(
-        storage.url,
-        tuple(findings),
-        tuple(checkpoints),
-        tuple(leftovers),
-        tuple(saves),
-        newest.ckpt_id if newest is not None else None,
-        tuple(tables),
+    tables, damage = list[TableHealth](), list[str]()
+    if newest is not None and threads:
+        tables, damage = read_newest(storage, newest, threads)
+    elif newest is not None:
+        tables = [TableHealth(table.name, table.rows, table.row_bytes) for table in newest.manifest.tables]
+    found = RunReport(
+        url=storage.url,
+        findings=(),
+        checkpoints=tuple(_size(checkpoint, checkpoint.ckpt_id in pinned) for checkpoint in listing.current),
+        leftovers=tuple(leftovers),
+        saves=tuple(saves),
+        newest=newest.ckpt_id if newest is not None else None,
+        damage=tuple(damage),
+        tables=tuple(tables),
+        deep=bool(threads),
     )
+    return replace(found, findings=tuple(findings_of(found)))
 
 
 def _refuse(storage: Storage, leftovers: list[Leftover]) -> None:
@@ -128,25 +128,3 @@ def _size(checkpoint: Checkpoint, is_pinned: bool) -> CheckpointSize:
         pinned=is_pinned,
         tables={table.name: table.rows for table in manifest.tables},
     )
-
-
-def _tables(storage: Storage, newest: Checkpoint, threads: int) -> list[TableHealth]:
-    tables = newest.manifest.tables
-    if not threads:
-        return [TableHealth(table.name, table.rows, table.row_bytes) for table in tables]
-    opened = OpenCheckpoint(storage, newest).opened()
-    with Progress(f"reading the tables of {newest.ckpt_id}", sum(t.rows * t.row_bytes for t in tables)) as progress:
-        progress.n_rows = newest.manifest.rows
-        return read_tables(opened, _clock(newest.manifest), threads, progress.advance)
-
-
-def _clock(manifest: Manifest) -> Clock:
-    """Return when a checkpoint was taken, by the time of its events where its run has one."""
-    event_time = manifest.state.get(EVENT_TIME)
-    try:
-        if isinstance(event_time, int | float):
-            return Clock(manifest.step, float(event_time))
-        written = datetime.fromisoformat(manifest.time.replace("Z", "+00:00"))  # Python 3.10 does not know Z
-        return Clock(manifest.step, written.timestamp() if written.tzinfo is not None else None)
-    except (ValueError, OverflowError):
-        return Clock(manifest.step, None)

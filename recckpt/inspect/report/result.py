@@ -189,7 +189,9 @@ class RunReport:
         leftovers: damaged checkpoints, and what saves left that did not end.
         saves: the last ones, oldest first, those that failed too.
         newest: id of the checkpoint whose rows were read; None where there is none.
+        damage: what is wrong with its files that hold no rows; () where nothing is.
         tables: its tables; without figures of their rows where these were not read.
+        deep: whether its files were read, and not only looked for.
     """
 
     url: str
@@ -198,7 +200,9 @@ class RunReport:
     leftovers: tuple[Leftover, ...]
     saves: tuple[SaveTimes, ...]
     newest: str | None
+    damage: tuple[str, ...]
     tables: tuple[TableHealth, ...]
+    deep: bool
 
     @property
     def is_healthy(self) -> bool:

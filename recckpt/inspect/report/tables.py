@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
-from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
-from recckpt.format import layout
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.tables import TableEntry
@@ -18,7 +17,6 @@ from recckpt.inspect.diff.distances import numbers
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.inspect.report.result import TableHealth
 from recckpt.inspect.report.row_counts import Clock, RowCounts
-from recckpt.output_dir.checkpoint_dir import has_manifest
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
 from recckpt.sparse.files.chain_table import open_table
@@ -37,17 +35,9 @@ Advance = Callable[[int], object]
 
 
 def read_tables(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> list[TableHealth]:
-    """Return how the tables of a checkpoint are; what is damaged is said of each, and left out of its figures.
-
-    Raises:
-        CheckpointRemovedError: its writer removed it meanwhile, and the storage is not a local file system.
-    """
+    """Return how the tables of a checkpoint are; what is damaged is said of each, and left out of its figures."""
     read = _read_parts if len(opened.checkpoint.links) == 1 else _read_chain
-    found = list(read(opened, clock, threads, advance))
-    directory = opened.checkpoint.directory
-    if any(table.damage for table in found) and not has_manifest(opened.storage, directory):
-        raise CheckpointRemovedError(layout.join(opened.storage.url.removesuffix("/"), directory))
-    return found
+    return list(read(opened, clock, threads, advance))
 
 
 def _read_parts(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:

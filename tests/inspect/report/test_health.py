@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from recckpt.inspect.report.health import findings_of
-from recckpt.inspect.report.result import CheckpointSize, LargeRow, Leftover, SaveTimes, TableHealth
+from recckpt.inspect.report.result import CheckpointSize, LargeRow, Leftover, RunReport, SaveTimes, TableHealth
 
 
 def checkpoint(**fields):
@@ -20,9 +20,9 @@ def save(**fields):
     return SaveTimes(**{**nothing, "ckpt_id": "ckpt_9", **fields})
 
 
-def said(checkpoints=None, leftovers=(), saves=(), tables=()):
+def said(checkpoints=None, leftovers=(), saves=(), tables=(), damage=()):
     checkpoints = [checkpoint()] if checkpoints is None else checkpoints
-    return findings_of("runs/clicks", checkpoints, leftovers, saves, tables)
+    return findings_of(RunReport("runs/clicks", (), checkpoints, leftovers, saves, None, damage, tables, True))
 
 
 def table(**fields):
@@ -71,6 +71,12 @@ def test_directories_that_do_not_count_are_named_with_what_to_do(kind, is_dead, 
 def test_problems_come_before_warnings_and_nothing_usable_is_one():
     found = said(checkpoints=(), leftovers=[Leftover("ckpt_8", "unfinished", "reason", True)])
     assert [finding.level for finding in found] == ["problem", "warning"]
+
+
+def test_damage_beside_the_rows_is_a_problem():
+    [found] = said(damage=["model.pt: found x", "y"])
+    assert found.what == "the newest checkpoint is damaged: model.pt: found x (and 1 more)"
+    assert "recckpt verify runs/clicks/ckpt_9" in found.remedy
 
 
 @pytest.mark.parametrize("fields", [{"links": ("x",) * 41}, {"links": ("x",) * 2, "chain_bytes": 401}])

@@ -141,6 +141,20 @@ def test_damaged_batches_are_said_and_left_out_of_the_figures(tmp_path):
     assert "checksum" in report.to_html()
 
 
+def test_damage_beside_the_rows_is_said_too(tmp_path):
+    Run(tmp_path).train(10)
+    for name in ("model.pt", "extra.pt"):
+        path = tmp_path / "ckpt_10" / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    report = recckpt.report(tmp_path)
+    assert len(report.damage) >= 2
+    assert [finding.level for finding in report.findings] == ["problem"]
+    assert recckpt.report(tmp_path, deep=False).is_healthy  # which says that it read nothing
+    assert "not what is in them" in recckpt.report(tmp_path, deep=False).to_html()
+
+
 def test_a_damaged_link_of_a_chain_is_said_of_its_tables(tmp_path):
     run_with_chain(tmp_path)
     forge = Forge(tmp_path / recckpt.report(tmp_path, deep=False).checkpoints[-1].links[-1])

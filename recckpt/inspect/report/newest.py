@@ -1,0 +1,61 @@
+"""The newest checkpoint read once, and every byte of it checked (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+
+from recckpt.errors import CheckpointRemovedError
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.inspect.open_checkpoint import OpenCheckpoint
+from recckpt.inspect.report.result import TableHealth
+from recckpt.inspect.report.row_counts import Clock
+from recckpt.inspect.report.tables import read_tables
+from recckpt.inspect.verify_checkpoint import Checkup
+from recckpt.output_dir.checkpoint_dir import has_manifest
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.threads import run_all
+from recckpt.policies.evict import EVENT_TIME
+from recckpt.storage import Storage
+from recckpt.text import Progress
+
+
+def read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tuple[list[TableHealth], list[str]]:
+    """Return how the tables of a checkpoint are, and what is wrong with its files that hold no rows.
+
+    Raises:
+        CheckpointRemovedError: its writer removed it meanwhile, and the storage is not a local file system.
+    """
+    manifest, directory = checkpoint.manifest, checkpoint.directory
+    opened = OpenCheckpoint(storage, checkpoint).opened()
+    n_bytes = sum(table.rows * table.row_bytes for table in manifest.tables)
+    n_bytes += sum(file.n_bytes for file in manifest.files if not layout.has_rows(file.name))
+    with Progress(f"reading {manifest.ckpt_id}", n_bytes) as progress:
+        progress.n_rows = manifest.rows
+        tables = read_tables(opened, _clock(manifest), threads, progress.advance)
+        damage = _check_others(storage, directory, threads, progress.advance)
+    if (damage or any(table.damage for table in tables)) and not has_manifest(storage, directory):
+        raise CheckpointRemovedError(layout.join(storage.url.removesuffix("/"), directory))
+    return tables, damage
+
+
+def _check_others(storage: Storage, directory: str, threads: int, advance: Callable[[int], object]) -> list[str]:
+    """Return what is wrong with the files that hold no rows: the model, registered objects, positions."""
+    look = Checkup(storage, directory)
+    jobs = list(look.check_files(advance)) if look.manifest is not None else []
+    found = [error for errors in run_all(lambda job: list(job()), jobs, threads) for error in errors]
+    own = f"{directory}/"
+    return [str(error) for error in [*look.errors, *found] if not layout.has_rows(error.path.removeprefix(own))]
+
+
+def _clock(manifest: Manifest) -> Clock:
+    """Return when a checkpoint was taken, by the time of its events where its run has one."""
+    event_time = manifest.state.get(EVENT_TIME)
+    try:
+        if isinstance(event_time, int | float):
+            return Clock(manifest.step, float(event_time))
+        written = datetime.fromisoformat(manifest.time.replace("Z", "+00:00"))  # Python 3.10 does not know Z
+        return Clock(manifest.step, written.timestamp() if written.tzinfo is not None else None)
+    except (ValueError, OverflowError):
+        return Clock(manifest.step, None)
