@@ -48,22 +48,26 @@ class Admission:
             absent = np.flatnonzero(table.store.find(ids) < 0)
             if len(absent) == 0:
                 return Fetched(table.fetch_all(ids, occurrences), None)
-            groups, new_ids = IdIndex().find_or_add(ids[absent])
+            index = IdIndex()
+            index.reserve(len(absent))
+            groups, new_ids = index.find_or_add(ids[absent])
             check_owned(table.name, table.slice, new_ids)
-            occurred = np.zeros(len(new_ids), np.int64)
-            np.add.at(occurred, groups, occurrences[absent])
+            occurred = np.bincount(groups, occurrences[absent], len(new_ids)).astype(np.int64)
             counts = occurred if self.candidates is None else self.candidates.counts(new_ids, occurred)
             is_in = self._decided(table, new_ids, counts)
             is_out = np.flatnonzero(~is_in)
             first = table.first_embeddings(new_ids[is_out])
-            refused = absent[~is_in[groups]]
-            held = np.delete(np.arange(len(ids)), refused)
-            occurrences = occurrences.copy()
-            _, first_at = np.unique(groups, return_index=True)
-            occurrences[absent[first_at]] += counts - occurred  # what was counted while the id waited
-            rows = _laid_out(len(ids), held, table.fetch_all(ids[held], occurrences[held]))
-            places = torch.from_numpy((np.cumsum(~is_in) - 1)[groups[~is_in[groups]]]).to(rows.device)
-            rows[torch.from_numpy(refused).to(rows.device)] = first[places]
+            is_held = np.ones(len(ids), np.bool_)
+            is_held[absent] = is_in[groups]
+            held, refused = np.flatnonzero(is_held), np.flatnonzero(~is_held)
+            occurrences, first_at = occurrences.copy(), np.empty(len(new_ids), np.int64)
+            first_at[groups[::-1]] = absent[::-1]  # where each comes last here, and first in the look-up
+            occurrences[first_at] += counts - occurred  # what was counted while the id waited
+            rows = table.fetch_all(ids[held], occurrences[held])
+            places = np.empty(len(ids), np.int64)  # of each id among the rows and what the others read
+            places[held] = np.arange(len(held))
+            places[refused] = len(held) + (np.cumsum(~is_in) - 1)[groups[~is_in[groups]]]
+            rows = torch.cat([rows, first]).index_select(0, torch.from_numpy(places).to(rows.device))
             if self.candidates is not None:
                 self.candidates.add(new_ids[is_out], occurred[is_out])
                 self.candidates.forget(new_ids[is_in])
@@ -116,10 +120,3 @@ class AdmittingTable(TrackedTable):
 def admission_of(admit: Any, make: MakeTable) -> Admission | None:
     """Return what admits rows by a policy, None where all ids get them."""
     return None if admit is None else Admission(as_admit(admit), make)
-
-
-def _laid_out(n_rows: int, held: Int64s, values: Tensor) -> Tensor:
-    """Return so many rows, those ``held`` with their values."""
-    rows = values.new_empty((n_rows, *values.shape[1:]))
-    rows[torch.from_numpy(held).to(rows.device)] = values
-    return rows

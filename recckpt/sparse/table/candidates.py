@@ -95,6 +95,7 @@ class BloomCandidates:
     def _counted(self, ids: Int64s, occurrences: Int64s) -> tuple[Int64s, npt.NDArray[np.uint8], Int64s]:
         """Return the blocks of ids, their cells with the occurrences added, and which of them is that of each id."""
         index = IdIndex()
+        index.reserve(len(ids))
         at, blocks = index.find_or_add(block_of(ids, self.geometry))
         cells = self.table.store.look_up(blocks, self.table.read).numpy()
         _add(ids, at, np.minimum(occurrences, MAX_BLOOM_COUNT), self.geometry.hashes, cells)

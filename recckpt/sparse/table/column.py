@@ -117,6 +117,16 @@ class Column:
                 out[at] = block[inside]
         return out
 
+    def gather_or(self, rows: Int64s, value: float) -> Tensor:
+        """Return the same, of which row -1 holds ``value``."""
+        absent = np.flatnonzero(rows < 0)
+        if len(absent) == 0:
+            return self.gather(rows)
+        if len(absent) == len(rows):
+            return torch.full((len(rows), *self.spec.shape), value, dtype=self.dtype, device=self.device)
+        out = self.gather(np.maximum(rows, 0))
+        return out.index_fill_(0, torch.from_numpy(absent).to(self.device), value)
+
     def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of ``rows`` into ``target``; on the CPU without the GIL and without other memory."""
         memory = self._memory

@@ -287,7 +287,7 @@ class _Lookup(torch.autograd.Function):
 
 def of_held(ids: Int64s, grads: Tensor, held: Int64s | None) -> tuple[Int64s, Tensor]:
     """Return the ids that have rows, which are ``held``, and their gradients; None for all."""
-    return (ids, grads) if held is None else (ids[held], grads[torch.from_numpy(held).to(grads.device)])
+    return (ids, grads) if held is None else (ids[held], grads.index_select(0, torch.from_numpy(held).to(grads.device)))
 
 
 def lookup_with_grad(read: Read, give: Give, ids: Int64s) -> Tensor:

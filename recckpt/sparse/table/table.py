@@ -267,14 +267,7 @@ class HashTable(AdmittingTable, EvictingTable):
 
     def read(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
         """Return a copy of the embeddings of ``rows``; row -1 reads as an unseen id."""
-        column = columns[EMBEDDING]
-        unseen = np.flatnonzero(rows < 0)
-        if len(unseen) == 0:
-            return column.gather(rows)
-        out = torch.full((len(rows), *column.spec.shape), self.initializer.unseen, dtype=self.dtype, device=self.device)
-        seen = np.flatnonzero(rows >= 0)
-        out[torch.from_numpy(seen).to(self.device)] = column.gather(rows[seen])
-        return out
+        return columns[EMBEDDING].gather_or(rows, self.initializer.unseen)
 
     def _made_candidates(self, n_values: int, dtype: torch.dtype, name: str) -> HashTable:
         """Return an empty table for counts of ids that have no row, in this slice and on the CPU."""
