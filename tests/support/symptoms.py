@@ -8,9 +8,7 @@ import re
 import resource
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -18,6 +16,7 @@ import pytest
 import torch
 from in_fork import in_fork
 from paths import ROOT
+from servers.expired_s3 import expired_s3
 from thread_ranks import on_ranks
 
 import recckpt
@@ -80,25 +79,6 @@ class Position:
         pass
 
 
-class Expired(BaseHTTPRequestHandler):
-    """A store whose credentials have expired."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        said = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
-        self.send_response(400)
-        self.send_header("content-length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(b"" if self.command == "HEAD" else said)
-
-    do_HEAD = do_PUT = do_GET  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def raised(action: Callable[[], object]) -> Exception:
     with pytest.raises((RecckptError, OSError, ValueError)) as caught:
         action()
@@ -150,15 +130,12 @@ def _(log: Log) -> str:
 
 @symptom("The storage lets nobody in")
 def _(log: Log) -> Exception:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Expired)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    fsspec.config.conf["s3"] = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "key": "k", "secret": "s"}
-    try:
-        return raised(lambda: made(output_dir="s3://bucket/runs/clicks").restore())
-    finally:
-        del fsspec.config.conf["s3"]
-        server.shutdown()
-        server.server_close()
+    with expired_s3() as endpoint_url:
+        fsspec.config.conf["s3"] = {"endpoint_url": endpoint_url, "key": "k", "secret": "s"}
+        try:
+            return raised(lambda: made(output_dir="s3://bucket/runs/clicks").restore())
+        finally:
+            del fsspec.config.conf["s3"]
 
 
 @symptom("It resumes from an older step")
