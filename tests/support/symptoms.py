@@ -14,6 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from builders import flip_bit
 from in_fork import in_fork
 from paths import ROOT
 from servers.expired_s3 import expired_s3
@@ -305,7 +306,4 @@ def _(log: Log) -> Exception:
 
 
 def damage(ckpt: str) -> None:
-    part = next(Path(ckpt, "sparse").glob("*.arrow"))
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
+    flip_bit(next(Path(ckpt, "sparse").glob("*.arrow")))
