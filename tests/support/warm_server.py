@@ -7,12 +7,11 @@ import contextlib
 import gc
 import json
 import os
-import runpy
 import select
 import signal
 import socket
-import sys
-from pathlib import Path
+
+from interpreter import be_python
 
 
 def command_of_a_fork():
@@ -84,22 +83,5 @@ def become(files, command, cwd, env):
     return command
 
 
-def follow(command):
-    """Do in ``__main__`` what Python does there with such arguments."""
-    main = sys.modules["__main__"].__dict__
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        sys.path[0] = str(Path.cwd())
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
-    script = Path(command[0]).resolve()
-    sys.argv = [str(script), *command[1:]]
-    sys.path[0] = str(script.parent)
-    for name in [name for name in main if not name.startswith("__")]:
-        del main[name]
-    main.update(__file__=str(script), __doc__=None)
-    exec(compile(script.read_bytes(), script, "exec", dont_inherit=True), main)
-
-
 if __name__ == "__main__":
-    follow(command_of_a_fork())
+    be_python(command_of_a_fork())
