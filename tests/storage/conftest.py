@@ -14,9 +14,11 @@ from servers.process import ServerProcess
 _numbers = count()
 
 
-@pytest.fixture(autouse=True)
-def _disks_are_waited_for(monkeypatch):
-    monkeypatch.setattr("os.fsync", disks.fsync)
+@pytest.fixture(autouse=True, scope="module")
+def _disks_are_waited_for():
+    disks.wait_for_them()
+    yield
+    disks.leave_to_the_kernel()
 
 
 @pytest.fixture(scope="session")

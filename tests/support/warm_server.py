@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 
+import disks
 from interpreter import be_python
 
 
@@ -47,6 +48,7 @@ def warm_up():
     from builders import Run
 
     torch.set_num_threads(1)
+    disks.leave_to_the_kernel()
     run = Run("memory://warm", deltas=True)
     for _ in range(2):
         run.train(1).manager.save()
