@@ -12,12 +12,14 @@ from pathlib import Path
 import disks
 import pytest
 from gate import Gate
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from servers.process import ServerProcess
 from sweeps import mark_slow
 
-settings.register_profile("untimed", deadline=None)  # machines are shared: a slow example is no failure
-settings.load_profile("untimed")
+_UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a shared machine may be slow
+settings.register_profile("anew", **_UNTIMED)  # by --hypothesis-profile
+settings.register_profile("same", **_UNTIMED, derandomize=True)  # what fails, fails for what was changed
+settings.load_profile("same")
 disks.leave_to_the_kernel()
 _numbers = count()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from builders import Run, state_of, tree
 from forge import Forge
+from sweeps import mostly_slow
 
 from recckpt import CheckpointReader, Deltas
 from recckpt.errors import CorruptCheckpointError
@@ -147,6 +148,7 @@ def edited(forge):
     forge.edit_manifest(lambda values: values.update(step=7))
 
 
+@mostly_slow("link")
 @pytest.mark.parametrize("link", ["ckpt_3", "ckpt_6"])
 @pytest.mark.parametrize(
     "harm",

@@ -13,6 +13,7 @@ import torch
 from builders import Run, state_of, tree
 from forge import Forge, empty, filled, load, save_tables
 from forked import outcomes
+from sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -81,6 +82,7 @@ def test_the_checkpoint_of_these_tests_is_good(live):
 # Files that are cut, missing or changed
 
 
+@mostly_slow("name")
 @pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
 @pytest.mark.parametrize("harm", ["empty", "one byte", "half", "trailing", "zeros", "text", "missing"])
 def test_a_file_that_is_not_whole_is_corrupt(live, output_dir, forge, name, harm):
@@ -274,6 +276,7 @@ def test_an_unknown_checksum_algorithm_is_refused_by_name(live, output_dir, forg
 NAMES = ["../secret", "/etc/hostname", "a/../../secret", "http://h/x", "sparse//x", "..\\secret", "file::x", "\ud800"]
 
 
+@mostly_slow("place")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("place", ["files", "shards", "parts"])
 def test_a_name_that_leads_out_is_refused_and_never_opened(live, output_dir, forge, monkeypatch, name, place):
@@ -295,6 +298,7 @@ def test_a_name_that_leads_out_is_refused_and_never_opened(live, output_dir, for
     assert all(path.is_relative_to(output_dir) and path.name != "secret" for path in opened)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", ["part", *SMALL, "manifest.json"])
 def test_a_link_that_leaves_the_checkpoint_is_not_followed_though_the_bytes_are_right(live, output_dir, forge, name):
     path = forge.path(forge.parts[0] if name == "part" else name)
@@ -404,6 +408,7 @@ def test_a_pickle_that_calls_a_function_is_refused_and_nothing_runs(live, output
     assert not marker.exists()
 
 
+@mostly_slow("name")
 @pytest.mark.parametrize("name", [name for name in SMALL if name.endswith(".pt")])
 @pytest.mark.parametrize("data", [b"", b"hello world\n" * 10, b"PK\x03\x04", b"\x80\x02.", b"\x80\x02N."])
 def test_a_file_that_is_no_torch_file_is_corrupt(live, output_dir, forge, name, data):
@@ -439,6 +444,7 @@ STATES = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("name", "change"), [(name, change) for name in STATES for change in STATES[name]], ids=str)
 def test_a_state_of_another_kind_is_corrupt_though_its_checksum_is_right(live, output_dir, forge, name, change):
     """None stands for a key that is left out."""

@@ -12,6 +12,7 @@ from builders import tree
 from delta_runs import rows_of, run_with_chain
 from forgetting import ForgettingRun, files_with, fill, ids_at
 from spec_reader import read
+from sweeps import mostly_slow
 
 import recckpt
 from recckpt import Saver
@@ -276,6 +277,7 @@ def test_the_audit_says_what_was_done_and_names_no_id(root):
     assert look_for(str(root), np.array(GONE)).n_asked == 0
 
 
+@mostly_slow()
 @pytest.mark.parametrize("damage", [b"", b"ab", b"no hex", b"ab" * 40])
 def test_no_digest_is_written_without_a_whole_key(root, damage):
     forget(str(root), "user", ids_at(1))

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import drawn
 from hypothesis import strategies as st
 from torch import nn
 
@@ -31,8 +31,7 @@ NESTED = st.recursive(
 )
 
 
-@settings(max_examples=200)
-@given(NESTED)
+@drawn(NESTED, few=30, many=2000)
 def test_plain_data_comes_back_as_it_was(value):
     assert round_trip(value) == value
 

@@ -5,7 +5,7 @@ import errno
 import pytest
 from faults.job import Job, State, check_tidy, restored
 from faults.storage_faults import Faults
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 import recckpt.save.stage
 from recckpt import CheckpointManager
@@ -130,6 +130,7 @@ def fail_in_storage(url, figures, number, told_by, *, for_ever):
     return len(first) == 1
 
 
+@mostly_slow("room")
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("room", STORAGE_ROOMS)
 def test_an_error_of_the_storage_is_told_once_and_loses_nothing(make_url, figures, room, for_ever):
@@ -139,6 +140,7 @@ def test_an_error_of_the_storage_is_told_once_and_loses_nothing(make_url, figure
     assert told == (room not in LATE)
 
 
+@mostly_slow("room")
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("told_by", TOLD_BY)
 @pytest.mark.parametrize("room", MEMORY_ROOMS)

@@ -7,7 +7,7 @@ import pytest
 import spec_reader
 import torch
 from faults.storage_faults import WHEN, Faults
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 from torch import nn
 
 import recckpt
@@ -95,6 +95,7 @@ def try_each(figures, trainer, habit, stride, **options):
     raise AssertionError("the operations of a save have an end")
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("habit", "stride"), [("goes on", 7), ("restarts", 13), ("adopts", 29)])
 def test_after_a_fault_the_next_save_holds_all_that_has_changed(ram, figures, habit, stride):
     assert try_each(figures, Trainer(ram, 1), habit, stride) > 40

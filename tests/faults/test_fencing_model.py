@@ -7,7 +7,7 @@ import pytest
 from faults.all_states import Lost
 from faults.fencing_model import Model, Rules
 from faults.fencing_states import NO_STEP
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 # the steps that each writer saves: a later writer that saves a step again has rolled back
 ONE_EACH = ((1,), (1,), (1,))
@@ -43,6 +43,7 @@ def is_caught(figures, rule, scripts, what, orphan=0):
     figures.add("model, a rule dropped", rules=1, steps_to_the_loss=len(str(lost.value).splitlines()) - 1)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("objects", [False, True], ids=["local", "objects"])
 @pytest.mark.parametrize(
     ("scripts", "failures"),

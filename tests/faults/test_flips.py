@@ -11,7 +11,7 @@ import pytest
 from builders import Run, state_of
 from forge import Forge
 from forked import outcomes
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import Deltas
 from recckpt.errors import FormatVersionError
@@ -172,10 +172,12 @@ def test_a_whole_checkpoint_is_restored_without_an_error(damaged):
     assert damaged.restored({}) == f"UNSEEN by restore: step {damaged.newest}"
 
 
+@mostly_slow()
 def test_some_flipped_bits_are_found(figures, damaged):
     all_are_found(figures, damaged, [*damaged.flips(10, seed=1), *list(damaged.flips_at_the_ends())[::8]])
 
 
+@mostly_slow()
 def test_some_zeroed_pages_cuts_swaps_and_stale_files_are_found(figures, damaged):
     others = damaged.others()
     cases = [*others[:: len(others) // 6], *damaged.stale()]

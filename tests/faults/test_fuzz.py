@@ -17,7 +17,7 @@ from builders import Run, state_of
 from forge import Forge, filled, save_tables, sealed
 from forked import outcomes
 from mutations import mutated, mutated_json
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.cli import main
@@ -292,11 +292,13 @@ def cases_of(kinds, target, times, seed):
     return cases
 
 
+@mostly_slow()
 @pytest.mark.parametrize("faults", [DAMAGE, SEALED, FORGED])
 def test_files_of_a_run_that_are_almost_right_are_refused(figures, run_target, faults):
     fuzz(figures, run_target, cases_of(KINDS, run_target, SHORT, 0)[faults], faults)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("faults", [DAMAGE, SEALED])
 def test_files_of_tables_that_are_almost_right_are_refused(figures, tables_target, faults):
     fuzz(figures, tables_target, cases_of(TABLE_KINDS, tables_target, SHORT, 0)[faults], faults)

@@ -14,7 +14,7 @@ import pytest
 from faults.interleaving import Scene, crossed, operations, overtaken
 from faults.trainer import Trainer
 from faults.watched_storage import watch
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import SaveFailedError, WriterFencedError
 
@@ -39,6 +39,7 @@ def sweep(figures, root, script, max_keeps, first_halt, stride):
     assert halt > 2 * stride
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("root", "script"), list(zip(("local", "memory", "local"), SCRIPTS, strict=True)), indirect=["root"]
 )
@@ -54,6 +55,7 @@ def test_of_two_writers_that_are_both_held_up_the_later_goes_on(figures, root, o
         figures.add("T9", schedules=1, fenced=1, lost=0)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 def test_of_three_writers_that_are_all_held_up_the_last_goes_on(figures, ram, order):
     crossed(f"{ram}/runs", ("onward", "onward", "back"), (115, 60, 75), order)
@@ -151,6 +153,7 @@ def in_a_child(work, *args):
     return pid
 
 
+@mostly_slow()
 @pytest.mark.parametrize("halt", [40, 130, 165])
 def test_a_process_that_is_stopped_and_overtaken_is_fenced_when_it_continues(figures, ram, halt):
     child = in_a_child(train_and_stop, str(ram), halt)

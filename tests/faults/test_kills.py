@@ -7,14 +7,14 @@ from itertools import product
 import pytest
 from faults.scenes import FORMS_AND_DOUBTS, OFFERS, SCENES
 from faults.tracing import killing
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 
 MOST_CALLS = 1000  # of one name in a save
 ALL = SCENES | FORMS_AND_DOUBTS | OFFERS
-CALLS = ("mkdir", "openat", "write", "fsync", "close", "link", "unlink", "rename", "rmdir")
+CALLS = ("link", "mkdir", "openat", "write", "fsync", "close", "unlink", "rename", "rmdir")
 SAMPLES = {"openat": 50, "write": 70, "close": 50, "fsync": 9, "unlink": 5}  # one of so many in the default suite
 
 
@@ -65,11 +65,13 @@ def test_a_scene_of_deltas_ends_with_one_unless_its_name_says_otherwise(sweep, r
     assert newest.kind == ("full" if name.startswith("full") or name == "delta again" else "delta")
 
 
+@mostly_slow()
 @pytest.mark.parametrize("call", CALLS)
 def test_a_kill_in_a_save_that_rotates_loses_nothing(sweep, call):
     assert sweep("rotation").kill_at_every(call, SAMPLES.get(call, 1)) > 0
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", [name for name in SCENES if name != "rotation"])
 def test_a_kill_at_the_commit_loses_nothing(sweep, name):
     links = 2 if SCENES[name].last.before else 4  # claim, list, INTENT, manifest

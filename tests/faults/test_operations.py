@@ -13,7 +13,7 @@ from faults.job import Job, State, check_tidy, restored
 from faults.scenes import SCENES
 from faults.storage_faults import WHEN, Faults
 from faults.tracing import disturbing
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.inspect.verify import verify
@@ -104,6 +104,7 @@ def make_url(request, ram):
     return lambda: f"{memory_url}/{next(count)}"
 
 
+@mostly_slow()
 def test_each_kind_of_operation_may_fail(make_url, figures):
     trial = Trial(make_url())
     trial.check(trial.save())

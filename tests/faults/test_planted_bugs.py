@@ -11,6 +11,7 @@ from faults.test_full_disk import mount  # noqa: F401, a fixture
 from faults.test_kills import Sweep
 from faults.test_operations import Kernel
 from faults.test_power_cuts import History, try_all
+from sweeps import mostly_slow
 
 slow = pytest.mark.slow
 
@@ -29,6 +30,7 @@ def test_each_bug_can_still_be_planted():
 # T1. Of the calls of a save, the first that could show the bug.
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("bug", "call", "first", "what"),
     [
@@ -46,6 +48,7 @@ def test_a_kill_shows(worker, ram, finding, unseen, bug, call, first, what):
 # T2
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     "bug",
     [

@@ -11,7 +11,7 @@ import pytest
 import rotating_run
 from paths import PYTHONPATH
 from rotating_run import READERS, Run, WrongReadError, read_often, write_until
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import CheckpointRemovedError
 from recckpt.output_dir import open_files
@@ -50,6 +50,7 @@ def count(figures, outcome):
     return steps
 
 
+@mostly_slow("saves_of")
 @pytest.mark.parametrize("saves_of", ["full", "delta"])
 @pytest.mark.parametrize("kind", READERS)
 def test_whoever_reads_a_run_that_rotates_gets_one_whole_step(url, kind, saves_of, figures):

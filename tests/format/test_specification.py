@@ -9,6 +9,7 @@ import torch
 from paths import ROOT
 from spec_reader import DamagedError, buckets_of, counting, read
 from spec_writer import write_delta, write_form
+from sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -38,6 +39,7 @@ def delta(full):
     return write_delta(full, "ckpt_110", 3, [({2: (5, 5), 4: (4, 4)}, [3])])
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 def test_the_page_is_enough_to_read_what_recckpt_saves(tmp_path, dtype):
     table = HashTable((2, 3), name="item", dtype=getattr(torch, dtype))

@@ -2,6 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from forge import Forge, empty, filled, load, save_tables
+from sweeps import mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError
@@ -124,6 +125,7 @@ def cut(data):
     }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", cut(bytes(100)))
 def test_a_part_that_is_no_whole_arrow_file_is_refused_though_its_size_is_as_the_manifest_says(tmp_path, name):
     save_tables(open_storage(str(tmp_path)), [filled("item", range(20))], concurrency=1)

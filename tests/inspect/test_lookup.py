@@ -7,6 +7,7 @@ import pytest
 import torch
 from builders import flip_bit
 from forge import Forge, filled, save_tables
+from sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointReader, Saver
@@ -121,6 +122,7 @@ class TwoTables(nn.Module):
             table.insert(torch.arange(40), torch.full((40, 2), float(value)))
 
 
+@mostly_slow()
 @pytest.mark.parametrize("deltas", [False, True])
 def test_a_look_up_beside_saves_and_refreshes_is_all_of_one_checkpoint(tmp_path, deltas):
     model = TwoTables()

@@ -9,6 +9,7 @@ from builders import OPTIMIZERS, ClickModel, Run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from sweeps import mostly_slow
 from torch import nn
 
 import recckpt
@@ -134,6 +135,7 @@ def test_a_run_with_deltas_is_read_at_each_of_its_saves_and_all_of_it_is_good(ur
     reader.close()
 
 
+@mostly_slow()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_dtypes_and_shapes_of_any_kind_come_back(tmp_path, dtype):
     table = HashTable((2, 3), name="t", dtype=dtype)

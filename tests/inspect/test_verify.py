@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import Run, flip_bit
 from forge import Forge, filled, save_tables
+from sweeps import mostly_slow
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
@@ -52,6 +53,7 @@ def test_the_checkpoints_of_a_run_are_whole(url):
     assert verify(url) == []
 
 
+@mostly_slow("change")
 @pytest.mark.parametrize("deep", [True, False])
 @pytest.mark.parametrize("change", ["cut by one", "cut at half", "emptied", "made longer", "removed"])
 def test_every_file_of_another_size_is_found_at_once(tmp_path, change, deep):
@@ -269,6 +271,7 @@ def test_damage_is_found_on_a_store_without_memory_maps(memory_url):
         assert only(verify(memory_url)).file == name
 
 
+@mostly_slow()
 @pytest.mark.parametrize("name", ["1.json", "1.list.json"])
 @pytest.mark.parametrize("deep", [True, False])
 def test_damage_to_what_says_who_owns_the_output_dir_is_found(tmp_path, name, deep):
@@ -307,6 +310,7 @@ def test_where_there_is_no_checkpoint_none_is_found(url, name):
         verify(f"{url}{name}")
 
 
+@mostly_slow("key")
 @pytest.mark.parametrize("key", ["epoch", "seq", "step"])
 @pytest.mark.parametrize("value", [2**63 - 1, 10**18])
 def test_a_number_that_none_can_follow_is_refused_by_verify_as_by_a_restore(tmp_path, key, value):

@@ -5,6 +5,7 @@ import tracemalloc
 import pytest
 import torch
 from builders import OPTIMIZERS, ClickModel, Run, bits, state_of
+from sweeps import mostly_slow
 from thread_ranks import on_ranks
 from torch import nn
 
@@ -121,6 +122,7 @@ def each_once(sizes, others):
     return [pytest.param(size, other, marks=() if is_quick else pytest.mark.slow) for size, other, is_quick in pairs]
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("size", "step"), each_once([3, 1], [2, 4, 7, 8]))
 def test_a_delta_restores_to_the_bits_of_a_full_save_on_any_number_of_ranks(root, size, step):
     found = restored(root, "deltas", step, size)
@@ -128,6 +130,7 @@ def test_a_delta_restores_to_the_bits_of_a_full_save_on_any_number_of_ranks(root
     assert len(found["item"]) > 100
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("size", "conf"), each_once([1, 3], CONFS))
 def test_it_does_so_into_tables_with_rows_and_whatever_is_taken(root, size, conf):
     before = range(-30, 60)
@@ -139,6 +142,7 @@ def test_the_rows_of_all_ranks_are_those_of_one(root):
     assert restored(root, "deltas", 8, 3) == restored(root, "full", 8, 1)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("pre_download", [False, True])
 def test_a_run_resumes_from_deltas_in_an_object_store_bit_for_bit(tmp_path, memory_url, pre_download):
     options = {"interval": 5, "max_keep": None, "deltas": ALWAYS}

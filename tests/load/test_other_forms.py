@@ -3,6 +3,7 @@
 import pytest
 from builders import flip_bit
 from spec_writer import Held, write_delta_of, write_form, write_full
+from sweeps import mostly_slow
 from thread_ranks import on_ranks
 from torch import nn
 
@@ -106,6 +107,7 @@ def test_damage_of_a_bank_takes_nothing_of_the_own_checkpoint(tmp_path, chain, d
     assert (manager.global_step, model.rows("t"), model.rows("u")) == (2, chain.rows, own.rows)
 
 
+@mostly_slow()
 @DAMAGED
 def test_a_bank_that_is_followed_is_read_in_another_form(tmp_path, chain, damaged):
     chain.damage(damaged)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from builders import table_state
+from sweeps import mostly_slow
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -93,6 +94,7 @@ def loader_of(kind, workers):
     return StatefulDataLoader(Stream(), batch_size=3, num_workers=workers)
 
 
+@mostly_slow()
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["map", "iterable"])

@@ -7,6 +7,7 @@ from datetime import datetime
 import pytest
 import torch
 from builders import ClickModel, Run, checkpoints, flip_bit, state_of, table_state, tree
+from sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -175,6 +176,7 @@ def test_registering_goes_through_to_the_saver(tmp_path):
 # rotation
 
 
+@mostly_slow()
 @pytest.mark.parametrize("max_keep", [1, 2, 3, None])
 def test_the_newest_checkpoints_are_kept_also_over_restarts(tmp_path, max_keep):
     for expected in (4, 8, 12):
@@ -251,6 +253,7 @@ def test_a_checkpoint_of_an_abandoned_branch_is_superseded(tmp_path, max_keep):
 # the index file
 
 
+@mostly_slow()
 @pytest.mark.parametrize("content", [None, b"", b"\xff\x00garbage", b"ckpt_999\n", b"../../etc\n", b"ckpt_1"])
 def test_the_index_file_is_a_hint_that_the_next_save_rebuilds(tmp_path, content):
     manager, weight = small(tmp_path, max_keep=2)
@@ -330,6 +333,7 @@ def two_checkpoints(tmp_path_factory):
     return root, expected, state_of(longer.train(5))
 
 
+@mostly_slow("file")
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
 @pytest.mark.parametrize("file", DAMAGED)
 def test_a_damaged_newest_checkpoint_is_passed_over_with_an_error_that_names_it(

@@ -11,12 +11,13 @@ from builders import OPTIMIZERS, Run, state_of, table_state
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, Normal, SparseAdam
 
 
+@mostly_slow()
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_resumed_run_equals_an_uninterrupted_one_in_every_bit(tmp_path, optimizer):
     expected = state_of(Run(tmp_path / "a", interval=5, optimizer=optimizer).train(16))

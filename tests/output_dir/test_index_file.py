@@ -6,6 +6,7 @@ import shutil
 import pytest
 from builders import Run
 from faults.watched_storage import watch
+from sweeps import mostly_slow
 
 from recckpt.format import layout
 from recckpt.output_dir.index_file import index_problem
@@ -40,6 +41,7 @@ def said(caplog):
     return lambda: [text for text in caplog.messages if "/checkpoint is " in text]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("content", WRONG)
 def test_a_wrong_index_file_is_said_at_restore_and_takeover_and_made_anew(runs, said, content):
     (runs / "checkpoint").write_bytes(content)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from builders import Run, checkpoints, tree
+from sweeps import mostly_slow
 
 from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.inspect.reader import CheckpointReader
@@ -89,6 +90,7 @@ def test_in_the_place_of_intent_verify_says_so_and_the_rest_goes_on(runs, kind):
     assert Run(runs, max_keep=3).manager.restore() == 20
 
 
+@mostly_slow("kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OWN)
 def test_in_the_place_of_a_claim_it_is_said_and_loses_nothing(runs, name, kind):
@@ -100,6 +102,7 @@ def test_in_the_place_of_a_claim_it_is_said_and_loses_nothing(runs, name, kind):
     assert Run(runs).manager.restore() == 30
 
 
+@mostly_slow("kind")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["checkpoint", TIMELINE])
 def test_in_the_place_of_a_hint_it_is_warned_of_and_not_read(runs, name, kind, caplog):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from rotating_run import N_ROWS, Run
+from sweeps import mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.cli import main
@@ -116,6 +117,7 @@ def reader_of(kind, url):
     return run, lambda: LOADS[kind](run, url)
 
 
+@mostly_slow("kind")
 @pytest.mark.parametrize("kind", ["restore", *LOADS])
 @pytest.mark.parametrize("n_rows", [0, 5])
 @pytest.mark.parametrize("times", [1, 3])
@@ -131,6 +133,7 @@ def test_a_load_of_what_goes_in_the_middle_ends_with_all_of_what_is_there_then(
     assert reader.checked() == 1 + times
 
 
+@mostly_slow()
 @pytest.mark.parametrize("kind", ["restore", *LOADS])
 def test_a_load_that_never_gets_to_its_end_says_so_and_the_next_one_mends_it(rotates, memory_url, kind):
     reader, load = reader_of(kind, memory_url)
@@ -261,6 +264,7 @@ def test_files_that_are_mapped_are_let_go_after_a_load(tmp_path):
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
+@mostly_slow()
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_files_that_are_mapped_are_let_go_where_a_restore_passes_over_a_damaged_checkpoint(tmp_path, damaged):
     run = Run(str(tmp_path))

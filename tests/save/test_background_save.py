@@ -7,6 +7,7 @@ import pytest
 import torch
 import warm_python
 from builders import Run, checkpoints, state_of, table_state
+from sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -129,6 +130,7 @@ ROOMS = {
 }
 
 
+@mostly_slow("room")
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("told_by", ["save", "settle", "close", "with"])
 def test_an_error_in_the_background_is_raised_once_and_the_next_save_lands(tmp_path, monkeypatch, room, told_by):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import spec_reader
 from rank_processes import results, run_script
+from sweeps import mostly_slow
 
 from recckpt.inspect.verify import verify
 
@@ -19,6 +20,7 @@ def root(tmp_path_factory):
     return root
 
 
+@mostly_slow()
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_all_ranks_write_the_same_kind_and_the_reader_finds_what_they_had(root, number):
     size, here = SIZES[number], root / str(number)

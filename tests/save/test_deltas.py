@@ -12,6 +12,7 @@ from builders import OPTIMIZERS, ClickModel
 from foreign import ForeignTable
 from forge import Tables
 from spec_reader import DamagedError
+from sweeps import mostly_slow
 from thread_ranks import on_ranks
 from torch import nn
 
@@ -169,6 +170,7 @@ def test_a_checkpoint_that_is_superseded_may_be_a_link(training):
     assert training.train(range(10)).save("b").parent.directory == "a.1"
 
 
+@mostly_slow()
 @pytest.mark.parametrize("max_keep", [1, 2])
 def test_rotation_leaves_what_a_delta_stands_on(tmp_path, max_keep):
     training = Training(tmp_path, max_keep=max_keep, deltas=Deltas(full_every=3, max_chain_bytes=100))

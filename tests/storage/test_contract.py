@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
+from sweeps import mostly_slow
 
 from recckpt.storage import NOT_READABLE, HashingSink, Storage, open_parent, open_storage
 
@@ -62,6 +63,7 @@ def test_an_empty_file_is_a_file(storage):
     assert storage.list_files("d") == ["empty"]
 
 
+@mostly_slow("url")
 @pytest.mark.parametrize("name", ["d/täglich…", "d/a b", "d/" + "x" * 200, "d/100%25", "d/~#?&*[x]"])
 def test_names_are_taken_as_they_are(storage, name):
     write(storage, name)
@@ -78,6 +80,7 @@ def test_a_file_is_created_once(storage):
     assert storage.read("d/x", 10) == b"first"
 
 
+@mostly_slow("url")
 @pytest.mark.parametrize(
     ("error", "size"),
     [
@@ -184,6 +187,7 @@ def test_a_map_is_the_whole_file_or_there_is_none(storage):
     assert storage.map("d/empty") in (None, b"")
 
 
+@mostly_slow("url", "method")
 @pytest.mark.parametrize("method", ["open", "size"])
 @pytest.mark.parametrize("name", ["nothing", "d/nothing", "no/dir/x", "d"])
 def test_what_is_not_there_is_not_found(storage, method, name):

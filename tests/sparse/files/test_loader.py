@@ -7,6 +7,7 @@ import pytest
 import torch
 from foreign import ForeignTable
 from forge import Forge, empty, filled, load, parts_of, rows_of, save_tables
+from sweeps import mostly_slow
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, PartlyLoadedError, StateMismatchError
 from recckpt.output_dir import open_files
@@ -226,6 +227,7 @@ def n_opens(storage, tables):
     return line.n_opens
 
 
+@mostly_slow()
 @pytest.mark.parametrize("rows", [[], [1, 99]])
 def test_a_line_that_breaks_in_the_middle_is_said_and_the_next_load_mends_it(many_runs, rows):
     tables = two(rows)
@@ -252,6 +254,7 @@ def test_before_the_first_row_is_changed_an_error_is_all_there_is(many_runs):
     assert [rows_of(table) for table in tables] == before
 
 
+@mostly_slow()
 @pytest.mark.parametrize("conf", [{"hashtable_clear": False}, {"load": ["sparse_opt"]}])
 def test_rows_that_a_broken_load_has_merged_are_said_to_be_mixed(many_runs, conf):
     with pytest.MonkeyPatch.context() as patch:
@@ -281,6 +284,7 @@ def test_an_interrupt_stays_one_and_says_what_it_left(many_runs, caplog):
     assert [len(table) for table in tables] == [0, 0]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("rows", [[], [1, 99]])
 def test_a_checkpoint_that_goes_in_the_middle_is_said_to_be_removed(many_runs, rows, monkeypatch):
     monkeypatch.setattr(open_files, "_MOST_MAPS", 0)

@@ -11,6 +11,7 @@ import pytest
 from forge import filled, save_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import mostly_slow
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS, bucket_of
@@ -282,6 +283,7 @@ def peak_of(chain, budget_bytes) -> int:
         pa.set_memory_pool(before)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("budget_bytes", [2 << 20, 5 << 20])
 def test_memory_stays_within_the_budget_and_one_batch(wide, budget_bytes):
     batch_bytes, books_bytes = 500 * 1032, 3 * 8 * N_BUCKETS

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
@@ -34,6 +35,7 @@ def save(table, url, **sizes):
     return saver.save([source_of(table)], storage, "a", save_id="a", shard=0, shards=1, advance=lambda n: None)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("sizes", [{}, {"batch_bytes": 64}, {"batch_bytes": 64, "order_bytes": 400}], ids=str)
 @pytest.mark.parametrize("at", [0, 1, 57, 198])
 def test_an_id_twice_is_found_whatever_batches_and_parts_it_lies_in(memory_url, sizes, at):

@@ -8,6 +8,7 @@ import torch
 from drawn import drawn
 from hypothesis import strategies as st
 from raising import RaisingAt
+from sweeps import mostly_slow
 
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
 from recckpt.errors import StateMismatchError
@@ -296,6 +297,7 @@ def run(where, policy, steps, **options):
     return model.table
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("policy", "deltas"),
     [(MinCount(4), False), (MinCount(4), True), (MinCount(4, SMALL), True), (Probability(0.1), False)],

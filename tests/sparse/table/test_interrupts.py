@@ -13,7 +13,7 @@ import pytest
 import torch
 from paths import PYTHONPATH, SUPPORT
 from raising import CallingAt, RaisingAt
-from sweeps import SWEEP_STRIDE
+from sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseAdamW
@@ -119,6 +119,7 @@ LOOK_UPS = [_look_up, _look_up_tracked]
 OPERATIONS = [_insert, _insert_new, *LOOK_UPS, _step, _erase, _erase_most, _clear, _load, _reserve, _add_slot]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__[1:])
 def test_an_exception_at_many_lines_leaves_the_table_as_before_or_as_after(operation):
     for first, error in enumerate(ERRORS):

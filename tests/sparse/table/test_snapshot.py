@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from sweeps import mostly_slow
 
 from recckpt.sparse import HashTable
 from recckpt.sparse.table import column as column_module
@@ -68,6 +69,7 @@ CHANGES = {
 }
 
 
+@mostly_slow("change")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["before the first row", "between two rows", "after the ids"])
 def test_a_snapshot_is_of_its_moment(change, when):
@@ -287,6 +289,7 @@ def test_several_threads_may_change_a_table_that_is_being_saved():
     assert found == expected
 
 
+@mostly_slow()
 @pytest.mark.parametrize("seed", range(3))
 def test_readers_and_training_at_full_speed_never_mix_two_moments(seed):
     table = table_of(10_000, dim=16)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from drawn import drawn
 from hypothesis import strategies as st
+from sweeps import mostly_slow
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.sparse import HashTable, ShardedHashTable, SparseAdam
@@ -179,6 +180,7 @@ def train(manager, model, n_steps, ids=lambda step: torch.arange(step, step + 4)
         manager.step(event_time=100.0 + manager.global_step)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("deltas", [False, True])
 def test_a_resumed_run_has_the_counters_of_one_that_never_stopped(tmp_path, deltas):
     straight = Model()
