@@ -4,6 +4,7 @@ import gc
 import json
 import signal
 import sys
+import threading
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from itertools import count
@@ -22,6 +23,17 @@ settings.register_profile("same", **_UNTIMED, derandomize=True)  # what fails, f
 settings.load_profile("same")
 disks.leave_to_the_kernel()
 _numbers = count()
+_n_modules = [0]  # that were imported when garbage was last looked for in all of them
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Look for no garbage while modules are imported and tests are made, all of which stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_itemcollected(item):
@@ -38,17 +50,21 @@ def pytest_collection_finish():
     import torch
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    _freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """After each file, spare them what it has imported, such as the compiler of torch, which optimizers import."""
+    """After a file, spare them what it has imported, such as the compiler of torch, which optimizers import."""
     yield
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+    if (nextitem is None or nextitem.path != item.path) and len(sys.modules) > _n_modules[0] + 100:
+        _freeze()
+
+
+def _freeze():
+    gc.collect()
+    gc.freeze()
+    _n_modules[:] = [len(sys.modules)]
 
 
 def pytest_unconfigure():
@@ -127,15 +143,17 @@ def _opened(url):
 
 @pytest.fixture
 def interrupted():
-    """Give a block that waits until it is interrupted, as by control-C."""
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
+    """Give a block that is interrupted, as by control-C, once it waits for a thread and ``ready`` says yes."""
 
     @contextmanager
-    def block():
+    def block(ready=lambda: True):
+        def interrupt(number, frame):
+            if frame.f_code.co_filename == threading.__file__ and ready():
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                raise KeyboardInterrupt
+
         before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
         try:
             with pytest.raises(KeyboardInterrupt):
                 yield

@@ -55,7 +55,7 @@ def served(example: ModuleType, output_dir: Path) -> Iterator[Any]:
 
 
 def ask(server: Any, body: object, path: str = "/lookup") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     try:
         connection.request("POST", path, json.dumps(body))
         answer = connection.getresponse()

@@ -109,7 +109,7 @@ class Proxy:
         """End it for good."""
         self.down()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(60)
 
     def _start(self, work, *args) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]

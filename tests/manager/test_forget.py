@@ -230,7 +230,7 @@ def test_a_compaction_in_the_background_is_ended_first(tmp_path, monkeypatch):
     for value in (1.0, 2.0, 3.0):
         fill(run.user, ids_at(*range(100)[: None if value == 1.0 else 9]), value)
         run.manager.step()
-    assert begun.wait(10)
+    assert begun.wait(60)
     run.manager.forget("user", GONE)
     assert not any(thread.name == "recckpt-compact" for thread in threading.enumerate())
     assert is_absent(tmp_path / "runs")

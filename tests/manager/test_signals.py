@@ -142,9 +142,9 @@ def test_a_signal_ends_a_fork_as_if_nobody_watched():
     runs = fork.Event()
     worker = fork.Process(target=lambda: (runs.set(), threading.Event().wait()))
     worker.start()
-    runs.wait(20)
+    runs.wait(60)
     worker.terminate()
-    worker.join(20)
+    worker.join(60)
     worker.kill()
     watch.release()
     assert worker.exitcode == -SIGTERM

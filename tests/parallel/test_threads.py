@@ -73,14 +73,15 @@ def test_nothing_runs_any_more_when_an_error_is_raised():
 
 
 def test_nothing_runs_any_more_when_an_interrupt_is_raised(interrupted, monkeypatch):
-    finished, stopped, stop = [], threading.Event(), _Crew.stop
+    begun, finished, stopped, stop = [], [], threading.Event(), _Crew.stop
 
     def work(n):
+        begun.append(n)
         stopped.wait(60)
         finished.append(sum(range(3_000_000 * (1 - n))))
 
     monkeypatch.setattr(_Crew, "stop", lambda crew: (stop(crew), stopped.set()))
-    with interrupted():
+    with interrupted(lambda: len(begun) == 2):
         run_all(work, range(2), 2)
     assert len(finished) == 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("recckpt")]

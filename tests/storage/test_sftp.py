@@ -65,7 +65,7 @@ def test_a_connection_ends_with_its_storage(sftp_url):
     transport = storage._fs.client.get_transport()
     del storage
     gc.collect()  # paramiko keeps a traceback of connecting
-    transport.join(30)
+    transport.join(60)
     assert not transport.is_active()
     assert threading.active_count() <= before
 

@@ -15,7 +15,7 @@ _CASES = 50  # a child
 
 
 def outcomes(
-    work: Callable[[_T], str], cases: Sequence[_T], *, seconds: float = 20, more_bytes: int = 1 << 30
+    work: Callable[[_T], str], cases: Sequence[_T], *, seconds: float = 60, more_bytes: int = 1 << 30
 ) -> list[str]:
     """Return what ``work`` returns for each case; of one that ended its child, how.
 
