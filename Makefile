@@ -4,6 +4,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
+# Processes for tests: one a core, but two at least, since many tests wait, and four at most, for each takes 1.5 GB.
+TESTERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
+
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
 .PHONY: docs demo test test-integrations test-slow test-faults lint bench bench-toy clean
@@ -18,7 +21,7 @@ demo: $(STAMP)
 	$(PY) examples/demo.py
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --dist loadscope
+	$(PY) -m pytest -n $(TESTERS) --dist loadscope
 
 # Trainers, trackers, TorchRec and an index, each of them installed, in an environment of its own: mypy is to see the same
 # everywhere. What .venv has is not installed a second time, and not all of it compiled, which takes longer than the tests.
@@ -37,11 +40,11 @@ test-integrations: $(INTEGRATIONS)/.installed
 
 # The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
 test-slow: $(STAMP)
-	$(PY) -m pytest -n 2 -m slow tests/faults/test_fuzz.py
-	$(PY) -m pytest -n 2 --dist loadscope -m slow --ignore tests/faults/test_fuzz.py
+	$(PY) -m pytest -n $(TESTERS) -m slow tests/faults/test_fuzz.py
+	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m slow --ignore tests/faults/test_fuzz.py
 
 test-faults: $(STAMP)
-	$(PY) -m pytest -n 2 --dist loadscope -m "" tests/faults
+	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m "" tests/faults
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
