@@ -13,6 +13,7 @@ from recckpt.format.manifest import Scalar
 from recckpt.output_dir.at_path import open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.rotation import pinned_ids
+from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
 from recckpt.text import Table, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
@@ -63,7 +64,7 @@ def _problems(storage: Storage, listing: Listing) -> list[str]:
         total = plural(len(listing.committed) + n_bad, "checkpoint")
         what = "damaged or unreadable" if listing.unreadable else "damaged"
         return [f"{storage.url}: {n_bad} of {total} {what}; run `recckpt verify` to see all of it"]
-    return [] if listing.committed else [f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}"]
+    return [] if listing.committed else [f"{storage.url}: {why_nothing(storage)}"]
 
 
 def refuse_checkpoint(path: str) -> None:

@@ -13,6 +13,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.output_dir.offers import adopt_offers
+from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
 
@@ -38,7 +39,7 @@ def adopt(path: str | os.PathLike[str]) -> Adopted:
     """
     storage = open_storage(os.fspath(path))
     if list_checkpoints(storage).is_empty:
-        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no checkpoint'}")
+        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
     check_none_pending(storage, FORGET_FIRST)
     fence = Fence(storage)
     fence.hold()

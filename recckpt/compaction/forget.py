@@ -16,6 +16,7 @@ from recckpt.format.forget_request import MAX_IDS
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit
 from recckpt.output_dir.listing import Listing, list_checkpoints
+from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
 from recckpt.text import nearest
 
@@ -90,5 +91,5 @@ def check_table(listing: Listing, table: str, url: str) -> None:
 def _listing(storage: Storage) -> Listing:
     listing = list_checkpoints(storage)
     if listing.is_empty:
-        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no checkpoint'}")
+        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
     return listing

@@ -11,6 +11,7 @@ import numpy as np
 
 from recckpt.convert.source import Array
 from recckpt.errors import ConversionError
+from recckpt.format import layout
 from recckpt.storage import open_parent, open_storage
 
 _LOCAL = ("file://", "local://")
@@ -32,6 +33,8 @@ class SourceFiles:
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url)
+        if not self.url or "\0" in self.url:  # an empty one, as of a variable that is not set, would be all files here
+            raise ValueError(f"a source is a path or URL, found {self.url!r}")
         self._is_local = "://" not in self.url or self.url.startswith(_LOCAL)
         if self._is_local:
             self._path = Path(self.url.split("://", 1)[-1]).expanduser()
@@ -44,6 +47,7 @@ class SourceFiles:
             if self.is_file:
                 self._storage, name = open_parent(self.url)
                 self.names = [name]
+        self._refuse_checkpoint()
         if not self.names or (self.is_file and not self._exists()):
             raise ConversionError(self.url, "", found="no file and no directory with files", expected="a source")
 
@@ -106,6 +110,14 @@ class SourceFiles:
             found = f"the end of the file after {done} bytes"
             raise ConversionError(self.path(name), f"byte {begin} on", found=found, expected=f"{n_bytes} bytes")
         return values.view(dtype).reshape(shape)
+
+    def _refuse_checkpoint(self) -> None:
+        """Refuse what recckpt has saved, or left: its parts look like Arrow files, and one alone is not its rows."""
+        ours = [name for name in self.names if name.rpartition("/")[2] in (layout.INTENT, layout.MANIFEST)]
+        if ours and not self.is_file:
+            found = f"{ours[0]}, which is of a checkpoint of recckpt"
+            remedy = "load it, or `recckpt export` it first; of a damaged one, `recckpt salvage` saves the rows"
+            raise ConversionError(self.url, "", found=found, expected="what another program saved", remedy=remedy)
 
     def _exists(self) -> bool:
         try:

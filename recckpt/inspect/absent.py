@@ -80,6 +80,10 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
     if table is not None:
         _check_table(storage, table, manifests.values())
     parts = [(each, name) for each in directories for name in _parts(storage, each, manifests[each], unread)]
+    if not parts and not unread and not any(manifests.values()) and layout.OWN_DIR not in storage.list_dirs():
+        raise CheckpointNotFoundError(
+            f"{storage.url}: found no checkpoint"
+        )  # where nothing was, absence proves nothing
     tables = None if table is None else tables_of(table)
     of = {each: None if table is None else meant_in(record, table) for each, record in manifests.items()}
     looks = run_all(lambda pair: _look(storage, *pair, wanted, of[pair[0]]), parts, storage.threads(_THREADS))

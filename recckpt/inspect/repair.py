@@ -17,6 +17,7 @@ from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.index_file import index_problem, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.output_dir.offers import Found, clock, look_at, may_go
+from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
 from recckpt.text import plural
 
@@ -72,8 +73,7 @@ def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
     found = list(_leftovers(storage, listing))
     is_output_dir = listing.committed or listing.damaged or layout.OWN_DIR in storage.list_dirs()
     if not is_output_dir and not any(left.is_dead for left, _ in found):
-        what = storage.why_empty() or "found no checkpoint"
-        raise CheckpointNotFoundError(f"{storage.url}: {what}, expected an output dir")
+        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}, expected an output dir")
     problem = index_problem(storage, listing.ckpt_ids)
     if problem and not dry_run and not is_of_recis(storage):
         storage.replace(layout.INDEX_FILE, layout.encode_index(listing.ckpt_ids))

@@ -13,7 +13,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.output_dir.chains import Chains, Damage, preference
 from recckpt.output_dir.checkpoint_dir import Manifests, file_problems, look_at_all, looks_at_once, read_manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
-from recckpt.output_dir.index_file import NOTE, is_of_recis
+from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.parallel.threads import run_all
 from recckpt.storage import Listed, Storage
 
@@ -279,8 +279,7 @@ def newest(storage: Storage) -> Checkpoint:
     """Return the newest checkpoint that can be used; CheckpointNotFoundError where there is none."""
     found = newest_first(storage)
     if not found:
-        note = f"; {NOTE}" if is_of_recis(storage) else ""
-        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}{note}")
+        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
     return found[0]
 
 

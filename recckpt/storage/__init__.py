@@ -70,6 +70,8 @@ def _check_url(url: object) -> None:
     """Refuse what is neither path nor URL; raises ValueError."""
     if not isinstance(url, str) or not url:
         raise ValueError(f"an output dir is a path or URL, found {url!r}")
+    if "\0" in url:
+        raise ValueError(f"an output dir is a path or URL, which has no NUL in it, found {url!r}")
     try:
         os.fsencode(url)
     except UnicodeEncodeError:

@@ -338,7 +338,7 @@ WRONG = [
     (lambda root: forget(str(root), "user", [2**64]), ValueError, "int64"),
     (lambda root: forget(str(root), "user", [2**63]), ValueError, "int64"),
     (lambda root: forget(str(root), "user", np.ones((2, 2), np.int64)), ValueError, r"found \(2, 2\)"),
-    (lambda root: forget(str(root / "ckpt_1"), "user", [1]), CheckpointNotFoundError, "found no checkpoint"),
+    (lambda root: forget(str(root / "ckpt_1"), "user", [1]), CheckpointNotFoundError, "directory of one itself"),
     (lambda root: forget(str(root / "nowhere"), "user", [1]), CheckpointNotFoundError, "does not exist"),
     (lambda root: finish(str(root / "nowhere")), CheckpointNotFoundError, "does not exist"),
 ]

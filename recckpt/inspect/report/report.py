@@ -15,10 +15,10 @@ from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import CheckpointSize, Leftover, RunReport, TableHealth
 from recckpt.inspect.report.timeline import saves_of
 from recckpt.output_dir.claims import last_takeover
-from recckpt.output_dir.index_file import NOTE, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.open_files import until_whole
 from recckpt.output_dir.rotation import pinned_ids
+from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
 
 _THREADS = 8
@@ -86,8 +86,7 @@ def _refuse(storage: Storage, leftovers: list[Leftover]) -> None:
     if is_checkpoint(storage.url):
         raise CheckpointNotFoundError(f"{storage.url}: is a checkpoint itself, expected an output dir; name its parent")
     if not leftovers:
-        note = f"; {NOTE}" if is_of_recis(storage) else ""
-        raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty() or 'found no committed checkpoint'}{note}")
+        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
 
 
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
