@@ -68,14 +68,15 @@ def _of_dir(url: str, checkpoints: Sequence[CheckpointSize], leftovers: Sequence
         elif left.is_dead:
             yield Finding(
                 "warning",
-                f"{name} is no checkpoint: {reason}. The save died, or the directory is half removed.",
+                f"{name} is no checkpoint: {reason}. The save died, or it is half removed.",
                 f"The log of that job says why; `recckpt repair --clean {where}` removes it.",
             )
         else:
             yield Finding(
                 "warning",
                 f"{name} is no checkpoint: {reason}.",
-                "If no save runs now, it died: the log of the job says why. The next job here removes it.",
+                "If no save runs now, it died: the log of its job says why. "
+                f"`recckpt repair --dry-run {where}` says whether it may go.",
             )
 
 

@@ -46,7 +46,7 @@ def checkpoint_rows(checkpoints: Iterable[CheckpointSize]) -> Iterable[Sequence[
             escaped(each.ckpt_id),
             "-" if each.step is None else str(each.step),
             each.kind if len(each.links) == 1 else f"{each.kind} on {escaped(each.links[1])}",
-            escaped(each.time),
+            escaped(each.time or "-"),
             count(each.rows),
             size(each.n_bytes),
             str(len(each.links)),

@@ -33,7 +33,7 @@ _LOOKED_AT = {
     True: "Every byte of the newest checkpoint was read and checked; of older ones, that their files are there.",
     False: "That files are there was checked, not what is in them: `recckpt report` without --quick reads the newest.",
 }
-_NAME = 60  # characters of a name in a key
+_NAME = 60  # characters of a name beside plots
 
 
 def page_of(found: RunReport) -> str:
@@ -73,7 +73,7 @@ def _checkpoints(found: RunReport) -> Iterator[str]:
         series = [[each.tables.get(table.name) for each in listed] for table in grown]
         yield "<h2>How tables grow</h2>"
         yield _plots([_figure(f"rows, by {along}", plots.lines(x, series, plots.short))])
-        yield _key([escaped(table.name) for table in grown])
+        yield _key([_short(table.name) for table in grown])
         if len(grown) < len(found.tables):
             yield _note(f"the {len(grown)} largest of {plural(len(found.tables), 'table')}")
 
@@ -116,7 +116,7 @@ def _tables(found: RunReport) -> Iterator[str]:
     yield _note(
         "norms are Euclidean; not finite: NaN or infinite values, in the slot that has most; dead: all zeros; "
         "exploding: over 100 times the median norm; never trained: all slots of the optimizer are zeros; "
-        "80 % of look-ups: the rows that carry them"
+        "80 % of look-ups: the rows that carry them, where the table tracks its counts"
     )
     plotted = sorted((table for table in found.tables if table.norms or table.counts), key=lambda table: -table.rows)
     for table in plotted[:_MOST_PLOTTED]:
@@ -132,7 +132,7 @@ def _table(table: TableHealth) -> Iterator[str]:
         "steps since the last look-up": table.ages_steps,
         "days since the last look-up": table.ages_days,
     }
-    yield f"<h3>{html.text(escaped(table.name))}</h3>"
+    yield f"<h3>{html.text(_short(table.name))}</h3>"
     drawn = zip(columns.items(), plots.COLOURS, strict=False)
     yield _plots([_distribution(what, column, colour) for (what, column), colour in drawn if column])
     if table.largest:
@@ -161,12 +161,17 @@ def _plots(figures: Iterable[str]) -> str:
 
 
 def _key(names: Sequence[str]) -> str:
-    shown = [name if len(name) <= _NAME else f"{name[:_NAME]}…" for name in names]
     items = (
         f'<span><i style="background:{colour}"></i>{html.text(name)}</span>'
-        for name, colour in zip(shown, plots.COLOURS, strict=False)
+        for name, colour in zip(names, plots.COLOURS, strict=False)
     )
     return f'<p class="key">{" ".join(items)}</p>'
+
+
+def _short(name: str) -> str:
+    """Return a name as it is shown over and under plots; the table of all tables has it whole."""
+    shown = escaped(name)
+    return shown if len(shown) <= _NAME else f"{shown[:_NAME]}…"
 
 
 def _note(text: str) -> str:

@@ -10,6 +10,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.inspect.find import is_checkpoint
 from recckpt.inspect.repair import unfinished
+from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import CheckpointSize, Leftover, RunReport, TableHealth
@@ -91,7 +92,7 @@ def _refuse(storage: Storage, leftovers: list[Leftover]) -> None:
 
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
     for directory, damage in listing.damaged.items():
-        yield Leftover(directory, "damaged", str(damage), False)
+        yield Leftover(directory, "damaged", said_of(damage), False)
     for directory, error in listing.unreadable.items():
         yield Leftover(directory, "unreadable", str(error), False)
     for directory, reason in listing.fenced.items():

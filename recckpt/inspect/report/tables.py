@@ -15,6 +15,7 @@ from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.distances import numbers
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
+from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.result import TableHealth
 from recckpt.inspect.report.row_counts import Clock, RowCounts
 from recckpt.parallel.threads import run_all
@@ -27,7 +28,7 @@ from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.types import SlotSpec
 
-_CHUNK_ROWS = 1 << 14  # that are looked at at once
+_CHUNK_ROWS, _CHUNK_BYTES = 1 << 14, 8 << 20  # that are looked at at once, at most
 _SLICE_ROWS = 1 << 18  # of a table of a chain, worth a thread
 _MERGE_BYTES = 256 << 20  # of all threads
 
@@ -69,11 +70,11 @@ def _read_part(
 
     def seen(batch: Batch, values: pa.RecordBatch) -> None:
         entry = manifest.named_table(batch.table)
-        specs = (ID_SPEC, *entry.slots)
-        piece = [np.frombuffer(column_buffer(values.column(spec.name)), row_of(spec)) for spec in specs]
+        columns = [(spec, values.column(spec.name)) for spec in (ID_SPEC, *entry.slots)]
+        piece = [np.frombuffer(column_buffer(column), row_of(spec)) for spec, column in columns]
         counted = counts.setdefault(batch.table, RowCounts(entry, clock))
-        for first in range(0, batch.rows, _CHUNK_ROWS):
-            _count(counted, entry.slots, [column[first : first + _CHUNK_ROWS] for column in piece])
+        for rows in _chunks(batch.rows, entry):
+            _count(counted, entry.slots, [column[rows] for column in piece])
         advance(values.nbytes)
 
     entries = [entry for name in part.tables if (entry := manifest.table(name))]
@@ -97,7 +98,7 @@ class _Damage:
         if not errors:
             [link], directory = self._opened.links, self._opened.checkpoint.directory
             errors += repeated_between_shards(link.files, directory, table, self._catalogs)
-        return tuple(map(str, errors))
+        return tuple(map(said_of, errors))
 
 
 def _read_chain(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
@@ -125,10 +126,15 @@ def _read_slice(
     counts, cursors = RowCounts(entry, clock), [LinkCursor(link, buckets) for link in chain]
     for within in bucket_ranges(chain, buckets, budget_bytes * 3 // 4):
         rows = RangeRows(cursors, within, lambda piece, rows: None)
-        for first in range(0, len(rows.hashes), _CHUNK_ROWS):
-            _count(counts, specs, rows.take(np.arange(first, min(first + _CHUNK_ROWS, len(rows.hashes)))))
+        for chunk in _chunks(len(rows.hashes), entry):
+            _count(counts, specs, rows.take(np.arange(chunk.start, chunk.stop)))
         advance(len(rows.hashes) * entry.row_bytes)
     return counts
+
+
+def _chunks(n_rows: int, table: TableEntry) -> Iterator[slice]:
+    step = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // table.row_bytes))
+    return (slice(first, min(first + step, n_rows)) for first in range(0, n_rows, step))
 
 
 def _count(counts: RowCounts, slots: Sequence[SlotSpec], piece: Piece) -> None:
@@ -137,4 +143,4 @@ def _count(counts: RowCounts, slots: Sequence[SlotSpec], piece: Piece) -> None:
 
 
 def _unread(table: TableEntry, error: Exception) -> TableHealth:
-    return TableHealth(table.name, table.rows, table.row_bytes, damage=(str(error),))
+    return TableHealth(table.name, table.rows, table.row_bytes, damage=(said_of(error),))

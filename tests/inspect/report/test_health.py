@@ -59,7 +59,7 @@ def test_unhealthy_rows_are_named_with_what_to_do(fields, level, what, remedy):
         ("unreadable", False, "problem", "grant access"),
         ("fenced", True, "warning", "end the older one"),
         ("unfinished", True, "warning", "recckpt repair --clean"),
-        ("unfinished", False, "warning", "log of the job"),
+        ("unfinished", False, "warning", "repair --dry-run"),
     ],
 )
 def test_directories_that_do_not_count_are_named_with_what_to_do(kind, is_dead, level, remedy):
