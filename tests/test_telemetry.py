@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from paths import ROOT
+from rank_processes import results, run_script
 from torch import nn
 
 import recckpt
@@ -196,12 +198,16 @@ def test_without_opentelemetry_nothing_is_told_and_nothing_is_missing(tmp_path, 
     assert told.spans == []
 
 
-def test_one_rank_tells_for_all(tmp_path, told):
-    for rank in (1, 0):
-        span = telemetry.Operation("save", {"id": "a"}, is_told=rank == 0)
-        span.end(attributes={"kind": "full"})
-        span.end()
-    assert told.metrics["recckpt.saves"] == {("full", "ok"): 1}
+def test_of_real_ranks_the_first_tells_for_all(tmp_path):
+    run_script(Path(__file__).with_name("telemetry_ranks.py"), tmp_path, 2)
+    [first, second] = results(tmp_path, 2)
+    assert [span[:2] for span in first] == [
+        ("recckpt.save", "UNSET"),
+        ("recckpt.save", "ERROR"),
+        ("recckpt.load", "UNSET"),
+    ]
+    assert first[0][2] == 100, "of all ranks"
+    assert second == []
 
 
 def test_prometheus_reads_what_the_alerts_ask_for(tmp_path):

@@ -26,7 +26,7 @@ _GAP = 2
 
 def print_lines(lines: Sequence[Line]) -> None:
     """Write lines to stdout, whose encoding may lack characters."""
-    console = _console(sys.stdout)
+    console = console_of(sys.stdout)
     if console is None:
         print_text("".join(f"{line.rstrip()}\n" for line in plain(lines)))
         return
@@ -45,7 +45,7 @@ def complain(message: str, style: str = "bold red") -> None:
     """Write a message to stderr in one line; where nobody reads it, nothing is said."""
     said = one_line(message)
     try:
-        console = _console(sys.stderr)
+        console = console_of(sys.stderr)
         if console is None:
             print(f"recckpt: {said}", file=sys.stderr, flush=True)
         else:
@@ -63,7 +63,7 @@ class LogLines(logging.Handler):
             complain(record.getMessage(), "bold red" if record.levelno >= logging.ERROR else "bold yellow")
 
 
-def _console(stream: Any) -> Console | None:
+def console_of(stream: Any) -> Console | None:
     """Return what writes in colour, None where that is not wanted or not possible."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb" or not is_terminal(stream):
         return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from time import sleep
 from typing import TYPE_CHECKING
 
+from recckpt.cli import terminal
 from recckpt.cli.ls import refuse_checkpoint
 from recckpt.cli.result import CommandError, Outcome, leave_stdout, usage_checked
 from recckpt.inspect.watch.look import Watcher
@@ -96,16 +98,12 @@ def _shown_by(args: argparse.Namespace) -> Iterator[Show]:
     if args.json:
         yield _show_json
         return
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError:
+    console = terminal.console_of(sys.stdout)
+    if console is None:
         yield _LineByLine()
         return
-    console = Console()
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield _LineByLine()
-        return
+    from rich.live import Live
+
     with Live(console=console, auto_refresh=False) as live:
         yield lambda status, trouble: live.update(_table(status, trouble, args.interval), refresh=True)
 
@@ -114,7 +112,7 @@ def _show_json(status: Status, trouble: str) -> None:
     said = status.to_dict()
     if trouble:
         said = {"output_dir": status.url, "time": _now(), "error": trouble}
-    print(json.dumps(said, allow_nan=False), flush=True)
+    _print(json.dumps(said, allow_nan=False))
 
 
 class _LineByLine:
@@ -126,8 +124,13 @@ class _LineByLine:
     def __call__(self, status: Status, trouble: str) -> None:
         key = (status.key, trouble)
         if key != self._before:
-            print(f"{_now()} cannot look: {trouble}" if trouble else line(status), flush=True)
+            _print(f"{_now()} cannot look: {trouble}" if trouble else line(status))
         self._before = key
+
+
+def _print(text: str) -> None:
+    terminal.print_text(f"{text}\n")
+    sys.stdout.flush()
 
 
 def _table(status: Status, trouble: str, interval: float) -> RenderableType:

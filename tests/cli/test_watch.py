@@ -1,11 +1,10 @@
 import json
 import re
-import sys
 
 import pytest
 from builders import Run
 
-from recckpt.cli import watch
+from recckpt.cli import terminal, watch
 from recckpt.inspect.watch.look import Watcher
 
 
@@ -44,8 +43,7 @@ def test_once_says_what_is_known_and_ends(recckpt, tmp_path, monkeypatch):
     assert re.search("the last save failed: OSError: .*network is down", answer.err)
 
 
-def test_it_waits_for_a_directory_and_prints_a_line_when_something_has_changed(recckpt, tmp_path, looks, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.live", None)
+def test_it_waits_for_a_directory_and_prints_a_line_when_something_has_changed(recckpt, tmp_path, looks):
     url = tmp_path / "runs"
     looks(lambda: None, lambda: Run(url, interval=2).train(2), lambda: None)
     answer = recckpt("watch", url)
@@ -96,7 +94,9 @@ def test_a_terminal_gets_a_table_in_which_no_name_is_markup(recckpt, tmp_path, l
     with (tmp_path / "[red]runs/timeline.jsonl").open("a") as timeline:
         timeline.write('{"ckpt_id": "a", "error": "[blink]\\u001b[2Jx[/nothing]"}\n')
     monkeypatch.setattr(rich.Console, "is_terminal", True)
-    monkeypatch.setattr(rich.Console, "is_dumb_terminal", False)
+    monkeypatch.setattr(terminal, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     looks(lambda: None)
     answer = recckpt("watch", tmp_path / "[red]runs")
