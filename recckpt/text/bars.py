@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from recckpt.text.words import count, size
+
 log = logging.getLogger("recckpt")
 
 DELAY_SEC = 2.0  # what is over by then shows no bar
@@ -56,13 +58,9 @@ class Progress:
             self._bar.call("close")
         if kind is None:
             seconds = self.seconds
+            rate = size(round(self.n_bytes / max(seconds, 1e-9)))
             log.info(
-                "%s: %s rows, %.1f MB in %.2f s (%.2f GB/s)",
-                self._what,
-                f"{self.n_rows:,}",
-                self.n_bytes / 1e6,
-                seconds,
-                self.n_bytes / 1e9 / max(seconds, 1e-9),
+                "%s: %s rows, %s in %.2f s (%s/s)", self._what, count(self.n_rows), size(self.n_bytes), seconds, rate
             )
 
 
