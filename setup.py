@@ -21,7 +21,7 @@ EXTRAS = {
         *("tensorboard>=2.16", "mlflow-skinny>=2.16", "wandb>=0.18", "usearch>=2.16"),
     ],
     "test": [
-        *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100"),
+        *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "pyyaml>=6"),
         *("safetensors>=0.4", "polars>=1.0", "duckdb>=1.1", "pandas>=2.2", "torchdata>=0.11", "omegaconf>=2.3"),
         *("rich>=13", "argcomplete>=3.1", "matplotlib>=3.8", "selenium>=4.25"),
         *("opentelemetry-sdk>=1.30", "opentelemetry-exporter-prometheus>=0.51b0"),
