@@ -61,6 +61,13 @@ def claimed_epochs(storage: Storage) -> list[int]:
     return sorted({epoch for epoch in epochs if epoch is not None})
 
 
+def has_claims(storage: Storage) -> bool:
+    """Say whether anybody claims the output dir; of a claim that somebody has removed, its list may be there still."""
+    names = storage.list_files(layout.OWNER_DIR)
+    epochs = ((name, layout.parse_owner_file(name)) for name in names)
+    return any(epoch is not None and layout.claim(epoch).endswith(f"/{name}") for name, epoch in epochs)
+
+
 def last_takeover(storage: Storage) -> Takeover:
     """Return the newest takeover that was published; errors as of ``read_claim``."""
     for epoch in reversed(claimed_epochs(storage)):

@@ -26,6 +26,7 @@ from recckpt.output_dir.claims import (
     claimed_epochs,
     encode_claim,
     encode_takeover,
+    has_claims,
     last_takeover,
     read_claim,
 )
@@ -194,7 +195,7 @@ class Fence:
             return _fenced(self._storage, self._claim, last)
         if is_there:
             return None
-        if last == 0:
+        if not has_claims(self._storage):
             self._storage.check_there()
             problem = "the output dir was emptied or made anew during this save; the next one takes it over again"
             raise _UnclaimedError(errno.ENOENT, problem, self._storage.url)

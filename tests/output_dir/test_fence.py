@@ -169,6 +169,21 @@ def test_of_two_writers_of_an_output_dir_that_was_emptied_one_goes_on(tmp_path):
     assert second.epoch == 3
 
 
+def test_a_writer_whose_claim_was_removed_goes_on_unless_another_has_claimed_since(url):
+    first, second = writer(url, max_keep=None), writer(url, max_keep=None)
+    first.save("a")
+    first.storage.remove(layout.claim(1))
+    assert first.save("b").epoch == 2, "its list is there still"
+    second.load()
+    assert second.save("c").epoch == 3
+    for epoch in (2, 3):
+        first.storage.remove(layout.claim(epoch))
+    with pytest.raises(WriterFencedError, match="epoch 3"):
+        first.save("d")
+    assert second.save("d").epoch == 4
+    assert [c.ckpt_id for c in list_checkpoints(second.storage).committed] == ["a", "b", "c", "d"]
+
+
 def test_a_new_run_in_an_old_output_dir_is_warned_once_unless_it_has_loaded_from_it(url, caplog):
     writer(url, max_keep=None).save("a")
     assert caplog.text == ""
