@@ -57,7 +57,8 @@ class Histogram:
     """
 
     def __init__(self) -> None:
-        self._counts, self._first = np.zeros(0, np.int64), 0  # the number of the first bin
+        self._counts, self._first = np.zeros(0, np.int64), 0  # of positive values; the number of the first bin
+        self._zeros = 0
         self._least, self._most, self._not_finite = np.inf, 0.0, 0
         self._waiting: list[Floats] = []
         self._n_waiting = 0
@@ -76,13 +77,19 @@ class Histogram:
             finite = values[np.isfinite(values)]
             self._not_finite += len(values) - len(finite)
             values = finite
+        if not len(values):
+            return
+        least, most = float(values.min()), float(values.max())
+        self._least, self._most = min(self._least, least), max(self._most, most)
+        if least == 0:
+            positive = values[values > 0]
+            self._zeros += len(values) - len(positive)
+            values, least = positive, float(positive.min()) if len(positive) else 0.0
         if len(values):
-            least, most = float(values.min()), float(values.max())
             first = int(np.float64(least).view(np.int64) >> _SHIFT)
             bins = np.ascontiguousarray(values).view(np.int64) >> _SHIFT
             bins -= first
             self._add_counts(first, np.bincount(bins))
-            self._least, self._most = min(self._least, least), max(self._most, most)
 
     def _add_counts(self, first: int, counts: Int64s) -> None:
         if not len(counts):
@@ -101,6 +108,7 @@ class Histogram:
         """Count what another has counted."""
         self._count()
         other._count()
+        self._zeros += other._zeros
         self._add_counts(other._first, other._counts)
         self._least, self._most = min(self._least, other._least), max(self._most, other._most)
         self._not_finite += other._not_finite
@@ -108,12 +116,12 @@ class Histogram:
     def spread(self) -> Spread | None:
         """Return how the values are spread, None where there were none."""
         self._count()
-        up_to = np.cumsum(self._counts)
-        n = int(up_to[-1]) if len(up_to) else 0
+        up_to = self._zeros + np.concatenate([[0], np.cumsum(self._counts)])
+        n = int(up_to[-1])
         if not n:
             return Spread(0, 0.0, 0.0, {}, self._not_finite) if self._not_finite else None
         ranks = [max(1, int(np.ceil(share * n))) for share in QUANTILES]
-        middles = self._middles()[np.searchsorted(up_to, ranks)]
+        middles = np.concatenate([[0.0], self._middles()])[np.searchsorted(up_to, ranks)]
         quantiles = dict(zip(QUANTILES, map(float, middles), strict=True))
         return Spread(n, self._least, self._most, quantiles, self._not_finite)
 
@@ -140,16 +148,12 @@ class Histogram:
         self._count()
         bins = np.flatnonzero(self._counts) + self._first
         if not len(bins):
-            return None
-        zeros = int(self._counts[0]) if self._first == 0 else 0
-        bins = bins[bins > 0]
-        if not len(bins):
-            return Bars(zeros, (), ())
+            return Bars(self._zeros, (), ()) if self._zeros else None
         first, last = int(bins[0]), int(bins[-1])
         width = -(-(last - first + 1) // most)
         borders = np.arange(first, last + width + 1, width)
         counts = np.add.reduceat(self._counts[first - self._first :], borders[:-1] - first)
-        return Bars(zeros, tuple(map(float, _edge(borders))), tuple(map(int, counts)))
+        return Bars(self._zeros, tuple(map(float, _edge(borders))), tuple(map(int, counts)))
 
     def _middles(self) -> Floats:
         bins = self._first + np.arange(len(self._counts))

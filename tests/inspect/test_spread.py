@@ -37,3 +37,18 @@ def test_zeros_are_values():
     counted.add(np.array([0.0, 0.0, 2.0]))
     found = counted.spread()
     assert (found.least, found.quantiles[0.5], found.most) == (0.0, 0.0, 2.0)
+    assert counted.bars(10).zeros == 2
+    counted.add(np.array([0.0]))
+    assert (counted.spread().n, counted.n_above(0.0), counted.n_that_carry(0.8)) == (4, 1, 1)
+    only = Histogram()
+    only.add(np.zeros(3))
+    assert (only.spread().quantiles[0.99], only.bars(10).counts, only.n_that_carry(0.8)) == (0.0, (), 0)
+
+
+def test_bars_hold_every_value_between_their_edges():
+    values = np.random.default_rng(1).lognormal(0, 3, 5000)
+    counted = Histogram()
+    counted.add(values)
+    bars = counted.bars(40)
+    assert len(bars.counts) <= 40
+    assert bars.counts == tuple(np.histogram(values, bars.edges)[0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from recckpt.inspect.report.result import (
     CheckpointSize,
     Finding,
     Leftover,
+    Level,
     RunReport,
     SaveTimes,
     TableHealth,
@@ -43,41 +44,40 @@ def findings_of(found: RunReport) -> list[Finding]:
 def _of_dir(url: str, checkpoints: Sequence[CheckpointSize], leftovers: Sequence[Leftover]) -> Iterator[Finding]:
     where = one_line(url)
     if not checkpoints:
-        yield Finding(
-            "problem",
-            "No checkpoint here can be used: a job that starts now starts from scratch.",
-            f"See what is there with `recckpt ls {where}`; if checkpoints were moved or removed, put them back.",
-        )
+        remedy = f"See what is there with `recckpt ls {where}`; if checkpoints were moved or removed, put them back."
+        yield Finding("problem", "No checkpoint here can be used.", remedy)
     for left in leftovers:
+        level, what, remedy = _OF_LEFTOVERS[left.what if not left.is_dead else f"dead {left.what}"]
         name, reason = escaped(left.directory), one_line(left.reason)
-        if left.what == "damaged":
-            yield Finding(
-                "problem",
-                f"{name} is damaged, and a restore passes it over: {reason}",
-                f"`recckpt verify {where}` lists all that is wrong; put the files back from a copy, or get the rows "
-                "that are whole with `recckpt salvage`.",
-            )
-        elif left.what == "unreadable":
-            yield Finding("problem", f"{name} cannot be read: {reason}", "Let the owner of the files grant access.")
-        elif left.what == "fenced":
-            yield Finding(
-                "warning",
-                f"{name} is not used: {reason}",
-                f"Two jobs wrote here: end the older one. `recckpt repair --clean {where}` removes what it left.",
-            )
-        elif left.is_dead:
-            yield Finding(
-                "warning",
-                f"{name} is no checkpoint: {reason}. The save died, or it is half removed.",
-                f"The log of that job says why; `recckpt repair --clean {where}` removes it.",
-            )
-        else:
-            yield Finding(
-                "warning",
-                f"{name} is no checkpoint: {reason}.",
-                "If no save runs now, it died: the log of its job says why. "
-                f"`recckpt repair --dry-run {where}` says whether it may go.",
-            )
+        yield Finding(level, f"{name} {what}: {reason}", remedy.replace("DIR", where))
+
+
+# What a directory is -> how bad that is, what it means, and what to do.
+_OF_LEFTOVERS: Mapping[str, tuple[Level, str, str]] = {
+    "damaged": (
+        "problem",
+        "is damaged, and a restore passes it over",
+        "`recckpt verify DIR` lists all that is wrong; put the files back from a copy, or get the rows that are whole "
+        "with `recckpt salvage`.",
+    ),
+    "newer": ("problem", "is of a newer recckpt, and no restore goes past it", "Install that version."),
+    "unreadable": ("problem", "cannot be read", "Let the owner of the files grant access."),
+    "dead fenced": (
+        "warning",
+        "came too late and is not used",
+        "Two jobs wrote here: end the older one. `recckpt repair --clean DIR` removes what it left.",
+    ),
+    "dead unfinished": (
+        "warning",
+        "is no checkpoint: its save died, or it is half removed",
+        "The log of that job says why; `recckpt repair --clean DIR` removes it.",
+    ),
+    "unfinished": (
+        "warning",
+        "is no checkpoint",
+        "If no save runs now, it died: the log of its job says why, `recckpt repair --dry-run DIR` if it may go.",
+    ),
+}
 
 
 def _of_files(newest: str, damage: Sequence[str]) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.inspect.find import is_checkpoint
 from recckpt.inspect.repair import unfinished
@@ -92,7 +92,8 @@ def _refuse(storage: Storage, leftovers: list[Leftover]) -> None:
 
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
     for directory, damage in listing.damaged.items():
-        yield Leftover(directory, "damaged", said_of(damage), False)
+        what = "newer" if isinstance(damage, FormatVersionError) else "damaged"
+        yield Leftover(directory, what, said_of(damage), False)
     for directory, error in listing.unreadable.items():
         yield Leftover(directory, "unreadable", str(error), False)
     for directory, reason in listing.fenced.items():

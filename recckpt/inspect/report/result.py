@@ -167,7 +167,8 @@ class Leftover:
 
     Attributes:
         directory: its name in the output dir.
-        what: ``"damaged"``, ``"unreadable"``, ``"fenced"``: committed too late, or ``"unfinished"``.
+        what: ``"damaged"``, ``"newer"`` than this recckpt reads, ``"unreadable"``, ``"fenced"``: committed too late, or
+            ``"unfinished"``.
         reason: what is wrong with it.
         is_dead: whether nobody can still be writing it, so that ``recckpt repair --clean`` may remove it.
     """

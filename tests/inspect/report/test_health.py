@@ -56,6 +56,7 @@ def test_unhealthy_rows_are_named_with_what_to_do(fields, level, what, remedy):
     ("kind", "is_dead", "level", "remedy"),
     [
         ("damaged", False, "problem", "recckpt verify"),
+        ("newer", False, "problem", "Install that version"),
         ("unreadable", False, "problem", "grant access"),
         ("fenced", True, "warning", "end the older one"),
         ("unfinished", True, "warning", "recckpt repair --clean"),

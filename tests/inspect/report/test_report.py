@@ -213,6 +213,15 @@ def test_what_crashes_left_and_damaged_checkpoints_come_with_what_to_do(tmp_path
     assert "<h1>" in gone.to_html()
 
 
+def test_what_a_newer_version_wrote_is_told_from_damage(tmp_path):
+    Run(tmp_path).train(10)
+    forge = Forge(tmp_path / "ckpt_10")
+    forge.write_manifest({**forge.manifest, "version": 99})
+    report = recckpt.report(tmp_path)
+    assert [left.what for left in report.leftovers] == ["newer"]
+    assert not report.is_healthy
+
+
 def test_empty_foreign_and_wrong_places_are_a_message(tmp_path, memory_url):
     Run(tmp_path / "run").train(10)
     (tmp_path / "empty").mkdir()
