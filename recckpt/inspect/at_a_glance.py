@@ -33,7 +33,8 @@ def body_of(opened: OpenCheckpoint) -> str:
     parts += html.section("Training state", _STATE_HEAD, state, ())
     names = manifest.names
     groups = {"dense": names.dense, "registered": names.extra, "positions": names.io_state}
-    parts += [f"<p><b>{group}:</b> {html.text(_few(listed))}</p>" for group, listed in groups.items() if listed]
+    listed = ((group, _few(all_names)) for group, all_names in groups.items() if all_names)
+    parts += [f"<p><strong>{group}:</strong> {html.text(few)}</p>" for group, few in listed]
     return html.body(parts, _STYLE)
 
 

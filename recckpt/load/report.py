@@ -116,7 +116,7 @@ class LoadPlan:
         return self._verdict()
 
     def _repr_html_(self) -> str:
-        sources = [f"<b>[{number}]</b> {html.text(line)}" for number, line in enumerate(self._taken_lines())]
+        sources = [f"<strong>[{number}]</strong> {html.text(line)}" for number, line in enumerate(self._taken_lines())]
         parts = [f"<h1>{html.text(self._verdict())}</h1>", *(f"<p>{source}</p>" for source in sources)]
         head, rows = self._table()
         parts.append(html.table(head, (list(map(html.text, row)) for row in rows), _NUMBERS))

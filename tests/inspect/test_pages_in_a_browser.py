@@ -13,6 +13,7 @@ from pages import HOSTILE
 
 import recckpt
 from recckpt.storage import open_storage
+from recckpt.text import html
 
 CHROMIUM, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
 FLAGS = (
@@ -89,8 +90,14 @@ def test_names_of_tables_run_no_script(browser, tmp_path):
     for number in (1, 2):
         tables = [filled(name, range(5 * number), slots={"sparse_<b>": ()}) for name in names]
         save_tables(storage, tables, ckpt_id=f"<script>{number}", step=number)
-    found = recckpt.diff(tmp_path / "run/latest~1", tmp_path / "run")
-    for name, page in (("report", recckpt.report(tmp_path / "run").to_html()), ("diff", found.to_html())):
+    saver = recckpt.Saver(torch.nn.ModuleList(tables), output_dir=str(tmp_path / "own"))
+    pages = {
+        "report": recckpt.report(tmp_path / "run").to_html(),
+        "diff": recckpt.diff(tmp_path / "run/latest~1", tmp_path / "run").to_html(),
+        "reader": html.page("a reader", recckpt.CheckpointReader(tmp_path / "run")._repr_html_()),
+        "load": html.page("a load", saver.load(str(tmp_path / "run"))._repr_html_()),
+    }
+    for name, page in pages.items():
         text = shown(browser, page, tmp_path / f"{name}.html", PHONE, "light")
         assert all(each in text for each in (HOSTILE[0], *names[-2:], "`ü" * 20))
         assert browser.title != "run"
