@@ -22,6 +22,8 @@ settings.register_profile("anew", **_UNTIMED)  # by --hypothesis-profile
 settings.register_profile("same", **_UNTIMED, derandomize=True)  # what fails, fails for what was changed
 settings.load_profile("same")
 disks.leave_to_the_kernel()
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell has started in the background, such as CI
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the processes of tests would inherit
 _numbers = count()
 _n_modules = [0]  # that were imported when garbage was last looked for in all of them
 
