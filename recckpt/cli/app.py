@@ -63,9 +63,10 @@ def _main(argv: Sequence[str]) -> int:
     except (RecckptError, CommandError, OSError) as error:
         terminal.complain(str(error))
         return error.code if isinstance(error, CommandError) else PROBLEM
+    code = written(outcome.code, lambda: _print(outcome, as_json=args.json))
     for problem in outcome.problems:
         terminal.complain(problem)
-    return written(outcome.code, lambda: _print(outcome, as_json=args.json))
+    return code
 
 
 def _print(outcome: Outcome, *, as_json: bool) -> None:

@@ -23,8 +23,8 @@ def refuse_misspelt(
         return
     name = argv[place]
     if name not in commands:
-        there = ", ".join(commands)
-        parser.error(f"there is no command {name!r}{nearest(name, commands)}; commands are {there}")
+        hint = nearest(name, commands) or f"; there are {', '.join(commands)}"
+        parser.error(f"there is no command {name!r}{hint}")
     known = set(_OPTION.findall(commands[name].format_usage())) | {"--help"}
     for word in argv[place + 1 :]:
         if word == "--":

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _STYLES = {"damaged": "red", "unsure": "yellow", "good": "green", "newest": "bold", "pinned": "bold", "past": "dim"}
 _MOST_ROWS = 2_000  # of a table in colour, which takes a while to lay out
-_LEAST_WIDTH = 8  # of a column of text; a terminal that has less for each gets long lines
+_LEAST_WIDTH = 8  # of a column of names; a terminal that has less for each gets long lines
+_LEAST_LAST_WIDTH = 24  # of the last column, where sentences stand
 _GAP = 2
 
 
@@ -75,14 +76,15 @@ def console_of(stream: Any) -> Console | None:
 
 
 def _print_in_colour(console: Console, line: Line) -> None:
-    if isinstance(line, Table):
-        if len(line.rows) <= _MOST_ROWS and _least_width(line) <= console.width:
-            _print_table(console, line)
-            return
-        for text in line.lines():
-            _print(console, [(text, "")])
+    if not isinstance(line, Table):
+        _print(console, [(line.rstrip(), "bold" if isinstance(line, Heading) else "")])
         return
-    _print(console, [(line.rstrip(), "bold" if isinstance(line, Heading) else "")])
+    widths = _widths(line, console.width) if len(line.rows) <= _MOST_ROWS else None
+    if widths is not None:
+        _print_table(console, line, widths)
+        return
+    for number, text in enumerate(line.lines(), -1):
+        _print(console, [(text, "bold" if number < 0 else _style(line, number))])
 
 
 def _print(console: Console, pieces: Iterable[tuple[str, str]]) -> None:
@@ -91,28 +93,38 @@ def _print(console: Console, pieces: Iterable[tuple[str, str]]) -> None:
     console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
-def _print_table(console: Console, table: Table) -> None:
+def _print_table(console: Console, table: Table, widths: Sequence[int]) -> None:
     from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text
 
     grid = Grid(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
-    for name, width in zip(table.head, _widths(table), strict=True):
-        is_number = name in table.right
-        least = width if is_number else min(width, _LEAST_WIDTH)
-        justify: Any = "right" if is_number else "left"
-        grid.add_column(Text(name), justify=justify, no_wrap=is_number, overflow="fold", min_width=least)
+    for name, width in zip(table.head, widths, strict=True):
+        justify: Any = "right" if name in table.right else "left"
+        grid.add_column(Text(name), justify=justify, overflow="fold", width=width)
     for number, row in enumerate(table.rows):
-        grid.add_row(*map(Text, row), style=_STYLES.get(table.tones.get(number, ""), ""))
+        grid.add_row(*map(Text, row), style=_style(table, number))
     console.print(Padding(grid, (0, 0, 0, table.indent)))
 
 
-def _least_width(table: Table) -> int:
-    """Return the columns that a table takes at least: numbers are never broken."""
-    widths = zip(table.head, _widths(table), strict=True)
-    least = sum(width if name in table.right else min(width, _LEAST_WIDTH) for name, width in widths)
-    return table.indent + least + _GAP * (len(table.head) - 1)
+def _style(table: Table, row: int) -> str:
+    return _STYLES.get(table.tones.get(row, ""), "")
 
 
-def _widths(table: Table) -> list[int]:
-    return [max(map(width_of, column)) for column in zip(table.head, *table.rows, strict=True)]
+def _widths(table: Table, room: int) -> list[int] | None:
+    """Return how wide each column is, None where there is no room; numbers are never broken.
+
+    rich by itself cuts a column that has to be narrower than it may be.
+    """
+    widths = [max(map(width_of, column)) for column in zip(table.head, *table.rows, strict=True)]
+    least = [_LEAST_WIDTH] * (len(widths) - 1) + [_LEAST_LAST_WIDTH]
+    columns = zip(table.head, widths, least, strict=True)
+    spare = [0 if name in table.right else width - low for name, width, low in columns]
+    missing = table.indent + sum(widths) + _GAP * (len(widths) - 1) - room
+    for _ in range(missing):  # the widest that has something to spare gives
+        widest = max(range(len(widths)), key=lambda at: (spare[at] > 0, widths[at]))
+        if spare[widest] <= 0:
+            return None
+        widths[widest] -= 1
+        spare[widest] -= 1
+    return widths

@@ -14,7 +14,7 @@ from recckpt.cli.examples import EXAMPLES
     ("line", "usage", "message"),
     [
         ("shwo runs", "usage: recckpt [-h]", "there is no command 'shwo'; did you mean 'show'?"),
-        ("frobnicate", "usage: recckpt [-h]", "commands are ls, show"),
+        ("frobnicate", "usage: recckpt [-h]", "there is no command 'frobnicate'; there are ls, show, "),
         ("ls runs --jsn", "usage: recckpt ls [-h]", "there is no option '--jsn'; did you mean '--json'?"),
         ("get runs item --colums=a 1", "usage: recckpt get", "did you mean '--columns'?"),
         ("get runs item --colums a 1", "usage: recckpt get", "did you mean '--columns'?"),

@@ -44,10 +44,14 @@ def verdict(found: CheckpointDiff) -> str:
     """Return the last line: whether they are equal, and how much is."""
     if found.is_equal:
         return f"equal: {plural(len(found.tables), 'table')}, {plural(len(found.tensors), 'tensor')} and all else"
-    return "different: " + ", ".join(plural(n, _ONE_OF.get(what, what)) for what, n in found.differing.items())
+    return "different: " + ", ".join(_counted(n, what) for what, n in found.differing.items())
 
 
-_ONE_OF = {"training state": "value of the training state", "extra of ranks": "extra of a rank"}
+def _counted(n: int, what: str) -> str:
+    one, of = {"training state": ("value", " of the training state"), "extra of ranks": ("extra", " of ranks")}.get(
+        what, (what, "")
+    )
+    return plural(n, one) + of
 
 
 def side_text(side: Side) -> str:
