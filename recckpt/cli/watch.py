@@ -16,7 +16,7 @@ from recckpt.cli import terminal
 from recckpt.cli.ls import refuse_checkpoint
 from recckpt.cli.result import CommandError, Outcome, leave_stdout, usage_checked
 from recckpt.inspect.watch.look import Watcher
-from recckpt.inspect.watch.shown import Fact, facts, line
+from recckpt.inspect.watch.shown import Fact, facts, few, line
 from recckpt.inspect.watch.status import Status
 from recckpt.storage import open_storage
 from recckpt.text import escaped, one_line, pairs
@@ -77,7 +77,7 @@ def _problems(status: Status) -> list[str]:
     if status.last is None and not status.problems and not status.failed:
         return [f"{status.url}: {status.why_empty}"]
     failed = [f"{status.url}: the last save failed: {each.error}" for each in status.failed[-1:]]
-    return [*failed, *(f"{status.url}: {problem}" for problem in status.problems)]
+    return [*failed, *(f"{status.url}: {problem}" for problem in few(status.problems))]
 
 
 @contextmanager

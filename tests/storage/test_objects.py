@@ -102,6 +102,16 @@ def test_a_put_that_never_gets_an_answer_ends_with_the_deadline(storage, monkeyp
     assert storage.list_files("") == []
 
 
+def test_who_looks_again_anyway_gives_up_sooner(storage, monkeypatch, clock):
+    policy = storage.policy
+    storage.give_up_after(5)
+    assert storage.policy.sleep is policy.sleep
+    spoil(monkeypatch, storage, "cat_file", *[TimeoutError("no answer")] * 1000)
+    with pytest.raises(TimeoutError, match="no answer"):
+        storage.read("x", 10)
+    assert clock.now <= 5
+
+
 def test_of_several_puts_in_doubt_one_alone_is_ours(storage, monkeypatch):
     spoil(monkeypatch, storage, "pipe_file", *[TimeoutError("no answer")] * 2, arrives=True)
     storage.put_if_absent("x", b"one")

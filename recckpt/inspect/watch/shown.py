@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from recckpt.inspect.watch.status import Failure, LastSave, Status
 from recckpt.text import count, escaped, one_line, plural, size
 
 _UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
+_MOST_PROBLEMS = 3  # that are shown
 Mood = Literal["plain", "good", "doubtful", "bad"]
 
 
@@ -52,8 +53,8 @@ def facts(status: Status) -> Iterator[Fact]:
         by = f" (`{one_line(writer.purpose)}`)" if writer.purpose else ""
         said = f"process {writer.pid} on {escaped(writer.host)}{by}, since {escaped(writer.time)}"
         yield Fact("writer", said)
-    for problem in status.problems:
-        yield Fact("problem", one_line(problem), "bad")
+    for problem in few(status.problems):
+        yield Fact("problem", problem, "bad")
 
 
 def line(status: Status) -> str:
@@ -68,8 +69,15 @@ def line(status: Status) -> str:
     said += [f"under way {escaped(attempt.directory)}" for attempt in status.attempts]
     if status.failed:
         said.append(f"{len(status.failed)} FAILED since, the last {_what_failed(status.failed[-1])}")
-    said += [f"PROBLEM {one_line(problem)}" for problem in status.problems]
+    said += [f"PROBLEM {problem}" for problem in few(status.problems)]
     return f"{status.time.strftime('%Y-%m-%dT%H:%M:%SZ')} {', '.join(said)}"
+
+
+def few(problems: Sequence[str]) -> list[str]:
+    """Return the first problems, a line each: one damaged link has all that stand on it in its train."""
+    more = len(problems) - _MOST_PROBLEMS
+    first = [one_line(problem) for problem in problems[:_MOST_PROBLEMS]]
+    return [*first, f"and {count(more)} more: `recckpt ls` lists all"] if more > 0 else first
 
 
 def duration(seconds: float) -> str:

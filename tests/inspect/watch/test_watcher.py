@@ -12,7 +12,7 @@ from forge import filled, save_tables
 from recckpt import Deltas
 from recckpt.inspect.watch.history import history_of
 from recckpt.inspect.watch.look import Watcher
-from recckpt.inspect.watch.shown import duration, facts, line
+from recckpt.inspect.watch.shown import duration, facts, few, line
 from recckpt.inspect.watch.status import status_of
 from recckpt.output_dir.listing import look_around
 from recckpt.storage import open_storage
@@ -114,6 +114,11 @@ def test_damaged_and_foreign_things_are_problems_and_no_errors(tmp_path):
     (tmp_path / "timeline.jsonl").unlink()
     (tmp_path / "timeline.jsonl").mkdir()
     assert Watcher(open_storage(str(tmp_path))).look().pause is None
+
+
+def test_of_many_problems_the_first_are_shown_and_the_rest_are_counted():
+    assert few(["a\nb"] * 3) == ["a; b"] * 3
+    assert few(["a"] * 1203) == ["a"] * 3 + ["and 1,200 more: `recckpt ls` lists all"]
 
 
 def saved(minutes, **more):
