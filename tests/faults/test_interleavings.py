@@ -129,7 +129,7 @@ def train_and_stop(url, halt):
         if not operation.startswith("write"):
             left -= 1
             if left == 0:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)  # this thread: a stop of the process may reach it later
 
     watch(trainer.saver.storage, before)
     code = 0
