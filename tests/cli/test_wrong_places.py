@@ -134,7 +134,17 @@ def test_no_command_is_forgotten_here():
 
 @pytest.mark.parametrize("place", PLACES)
 def test_each_command_says_what_is_wrong_with_a_place(recckpt, good, tmp_path, place):
-    at = PLACES[place](good, tmp_path / "at")
+    assert not wrong_answers(recckpt, good, tmp_path, PLACES[place](good, tmp_path / "at"))
+
+
+@pytest.mark.slow
+def test_each_command_says_that_a_bucket_is_not_there(recckpt, good, tmp_path, s3_url):
+    assert not wrong_answers(recckpt, good, tmp_path, "s3://no-such-bucket/runs")
+    assert "bucket does not exist" in recckpt("ls", "s3://no-such-bucket/runs").err
+
+
+def wrong_answers(recckpt, good, tmp_path, at):
+    """Return the commands that do not end as they should at a place, and what they gave."""
     (tmp_path / "bank.json").write_text(json.dumps([{"path": str(at)}]))
     names = {"at": at, "good": good, "new": tmp_path / "new", "bank": tmp_path / "bank.json"}
     names |= {name: good.parent / f"{name}.txt" for name in ("names", "ids")}
@@ -153,7 +163,7 @@ def test_each_command_says_what_is_wrong_with_a_place(recckpt, good, tmp_path, p
             if not line.startswith("report"):  # whose page says what is wrong
                 wrong.append((line, "left something behind"))
             shutil.rmtree(new) if new.is_dir() else new.unlink()
-    assert not wrong, "\n".join(map(str, wrong))
+    return wrong
 
 
 def test_what_is_not_there_is_told_from_what_is_empty_a_file_and_left_by_a_save(recckpt, good, tmp_path):
