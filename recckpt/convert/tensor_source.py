@@ -74,7 +74,9 @@ class TensorSource:
             if not tensor.dtype.startswith(("int", "uint")):
                 found, expected = f"ids of {tensor.dtype}", "integers of int64"
                 raise ConversionError(self._path, where, found=found, expected=expected, remedy=ID_REMEDY)
-            int64_ids(np.empty((0,) * len(tensor.shape), tensor.dtype), self._path, where)
+            if len(tensor.shape) != 1:
+                found = f"ids of shape {tensor.shape}"
+                raise ConversionError(self._path, where, found=found, expected="one dimension")
         slots = tuple(slot_of(name, tensor, self._path) for name, tensor in table.slots.items())
         return SourceTable(table.name, next(iter(n_rows.values()))[0], slots)
 

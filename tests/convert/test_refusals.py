@@ -164,6 +164,8 @@ def test_arrays_that_are_cut_or_do_not_fit_are_refused(tmp_path):
     refused(tmp_path / "t", "ids of float64")
     np.save(tmp_path / "t/id.npy", np.ones(4, np.float32))
     refused(tmp_path / "t", "ids of float32")
+    np.save(tmp_path / "t/id.npy", np.ones((4, 1), np.int64))
+    refused(tmp_path / "t", r"ids of shape \(4, 1\), expected one dimension")
     np.save(tmp_path / "t/id.npy", np.array(list("abcd")))
     refused(tmp_path / "t", "ids of str")
 
