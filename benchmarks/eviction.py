@@ -102,10 +102,10 @@ def stream(args: argparse.Namespace) -> dict[str, Any]:
 
 def with_new(ids: Tensor, is_there: Tensor, step: int, args: argparse.Namespace) -> Tensor:
     """Return a batch with an id that was never seen in place of each that is not there; equal ones stay equal."""
-    different, groups = ids[~is_there].unique(return_inverse=True)
-    fresh = -1 - (step * args.batch + torch.arange(len(different)))
+    different, groups = np.unique(ids[~is_there].numpy(), return_inverse=True)
+    fresh = -1 - (step * int(args.batch) + np.arange(len(different)))
     out = ids.clone()
-    out[~is_there] = (fresh * 2_654_435_761)[groups]
+    out[~is_there] = torch.from_numpy((fresh * 2_654_435_761)[groups])
     return out
 
 
