@@ -73,7 +73,8 @@ def load(
     rows = _rows(live.tables, planned.items, sources, download_dir, concurrency)
     n_bytes = sum(each.n_bytes for each in rows)
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
-    loaded = _apply(live, other, rows, Progress(f"loading {what}", n_bytes, has_bar=has_bar), concurrency)
+    progress = Progress(f"loading {what}", n_bytes, has_bar=has_bar and live.shard == 0)
+    loaded = _apply(live, other, rows, progress, concurrency)
     report = LoadReport(
         tuple(_as_taken(item, loaded) for item in planned.items),
         planned.sources,

@@ -59,7 +59,7 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
     """
     info, ranks = job.info, job.ranks
     what = f"saving {info.ckpt_id}" if staged.kind.base is None else f"saving {info.ckpt_id} as a delta"
-    with Progress(what, staged.sparse_bytes, has_bar=to.has_bar) as progress:
+    with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and ranks.rank == 0) as progress:
         progress.n_rows = staged.n_rows
         names = _compared(staged, ranks)
         writer = ShardWriter(intent, to, ranks.rank, ranks.size)

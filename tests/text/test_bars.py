@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from thread_ranks import on_ranks
 
 from recckpt import Saver
 from recckpt.text import Progress, bars
@@ -155,3 +156,16 @@ def test_a_saver_shows_bars_unless_told_not_to(monkeypatch, tmp_path, progress):
     saver.load()
     shown = [what for what in ("saving first", "saving second", "loading second") if what in terminal.getvalue()]
     assert len(shown) == 3 * progress
+
+
+def test_of_several_ranks_the_first_shows_bars_for_all(monkeypatch, tmp_path):
+    begun = []
+    monkeypatch.setattr(bars, "wanted", lambda: begun.append(threading.get_ident()))
+
+    def work(rank, connect):
+        saver = connect(Saver(torch.nn.Linear(2, 2), output_dir=str(tmp_path)))
+        saver.save("first", shard_id=rank, shard_num=2)
+        return threading.get_ident()
+
+    assert set(begun) <= {on_ranks(2, work)[0]}
+    assert len(begun) == 1
