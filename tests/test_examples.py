@@ -139,11 +139,13 @@ def test_a_warm_start_does_what_it_planned_begins_below_a_cold_one_and_resumes_w
     assert done.returncode == 0, done.stderr
     _, planned, report, resumed = done.stdout.split("\n== ")
     for text in (planned, report):
-        assert re.search(r"^user@embedding +\S+/runs/search/ckpt_100 +member@embedding ", text, re.MULTILINE)
-        assert re.search(r"^tower.0.weight +\S+/runs/search/ckpt_100 +layers.0.weight ", text, re.MULTILINE)
-        assert re.search(r"^item@id +\S+/runs/ads/ckpt_100 +ad@id ", text, re.MULTILINE)
+        for number, run in enumerate(("search", "ads", "feed")):
+            assert re.search(rf"^\[{number}\] \S+/runs/{run}/ckpt_100: ", text, re.MULTILINE)
+        assert re.search(r"^user@embedding +\[0\] +member@embedding ", text, re.MULTILINE)
+        assert re.search(r"^tower.0.weight +\[0\] +layers.0.weight ", text, re.MULTILINE)
+        assert re.search(r"^item@id +\[1\] +ad@id ", text, re.MULTILINE)
         assert re.search(r"^item@sparse_adamw_exp_avg +- ", text, re.MULTILINE)
-        assert re.search(r"^context@sparse_adamw_exp_avg +\S+/runs/feed/ckpt_100 ", text, re.MULTILINE)
+        assert re.search(r"^context@sparse_adamw_exp_avg +\[2\] ", text, re.MULTILINE)
         assert re.search(r"^context_2@embedding +- ", text, re.MULTILINE)
     assert re.search(r"[1-9][\d,]* rows? taken, [1-9][\d,]* filtered", report)
     found = re.search(r"first step: (\S+), and (\S+) without", report)

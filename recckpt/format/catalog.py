@@ -10,7 +10,7 @@ from typing import Any, Literal
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, encode_of_shard, parse_of_shard
-from recckpt.format.manifest import Manifest, bucket_range
+from recckpt.format.manifest import Manifest
 from recckpt.types import SlotSpec
 
 FORMAT = "recckpt-catalog"  # part of the format
@@ -178,4 +178,4 @@ def _batch(fields: Fields, tables: list[str], columns: set[str]) -> Batch:
     checksums = fields.mapping("xxh3").checksums()
     if checksums.keys() != columns:
         raise fields.wrong("xxh3", str(sorted(checksums)), str(sorted(columns)))
-    return Batch(tables[number], fields.count("rows", low=1), bucket_range(fields), checksums)
+    return Batch(tables[number], fields.count("rows", low=1), fields.buckets(), checksums)

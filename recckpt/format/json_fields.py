@@ -150,6 +150,13 @@ class Fields:
                 raise self.wrong(f"{key}[{i}]", repr(value), f"an int of at least {low}, below 10^18")
         return tuple(values)
 
+    def buckets(self) -> tuple[int, int]:
+        """Return the field ``buckets``: [begin, end) within 0 to 65,536."""
+        values = self.counts("buckets")
+        if len(values) != 2 or not values[0] <= values[1] <= 65536:
+            raise self.wrong("buckets", str(values), "[begin, end) within 0 to 65536")
+        return values[0], values[1]
+
     def texts(self, key: str) -> list[str]:
         """Return a field that is a list of strings."""
         values = self._get(key, list)

@@ -261,20 +261,17 @@ def _names(fields: Fields) -> Names:
     for group, listed in names.items():
         if (twice := first_repeat(listed)) is not None:
             raise fields.wrong(group, f"{twice!r} twice", "different names")
+    objects = {*names["extra"], *names.get("extra_of_ranks", ())}
+    for name in names.get("dense_opt", ()):
+        parameter, _, optimizer = name.rpartition("@")
+        if not parameter or optimizer not in objects:
+            raise fields.wrong("dense_opt", repr(name), "parameter@optimizer, of a registered object")
     return Names(**names)
 
 
 def _shard(fields: Fields) -> ShardEntry:
     catalog = layout.checked_name(fields.text("catalog"), fields.path)
-    return ShardEntry(catalog, bucket_range(fields))
-
-
-def bucket_range(fields: Fields) -> tuple[int, int]:
-    """Return the field ``buckets``: [begin, end) within 0 to 65,536."""
-    values = fields.counts("buckets")
-    if len(values) != 2 or not values[0] <= values[1] <= 65536:
-        raise fields.wrong("buckets", str(values), "[begin, end) within 0 to 65536")
-    return values[0], values[1]
+    return ShardEntry(catalog, fields.buckets())
 
 
 def _file(fields: Fields) -> FileEntry:

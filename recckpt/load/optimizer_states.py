@@ -96,7 +96,10 @@ class _Composer:
         ]
 
     def _state_of(self, parameter: str, item: Planned, offer: int) -> Mapping[str, Any]:
-        source, there, name = self._sources[offer], *item.source.rsplit("@", 1)
+        source, (there, is_listed, name) = self._sources[offer], item.source.rpartition("@")
+        if not is_listed:  # it was planned to come whole
+            found, expected = "the names of its parameters", "none, since the manifest lists none"
+            raise source.corrupt(layout.EXTRA, repr(name), found=found, expected=expected)
         if (offer, name) not in self._saved:
             self._saved[offer, name] = self._read(offer, name)
         states = self._saved[offer, name]

@@ -97,16 +97,22 @@ def test_a_group_of_names_that_nobody_knows_is_ignored():
     assert found == replace(example(), names=Names(dense=("w",), extra=("x",)))
 
 
+def test_state_of_a_parameter_is_named_with_the_object_that_has_it():
+    found = decode(edited(names={**NAMES, "extra_of_ranks": ["own"], "dense_opt": ["w@x", "a@b@own"]}), PATH)
+    assert found.names.dense_opt == ("w@x", "a@b@own")
+
+
 @pytest.mark.parametrize(
     "names",
     [
         *([], "x", None, {}),
         *({group: names for group, names in NAMES.items() if group != left_out} for left_out in NAMES),
         *({**NAMES, "extra": names} for names in ("x", [1], ["x", "x"])),
+        *({**NAMES, "dense_opt": [name]} for name in ("", "x", "@x", "w@", "w@elsewhere")),
     ],
 )
 def test_names_that_are_not_there_or_of_another_type_are_corrupt(names):
-    with pytest.raises(CorruptCheckpointError, match=r"names|dense|extra|io_state"):
+    with pytest.raises(CorruptCheckpointError, match=r"names|dense|extra|io_state|dense_opt"):
         decode(edited(names=names), PATH)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from bank_runs import run
 from builders import flip_bit, frozen
+from forge import Forge
 from torch import nn
 
 from recckpt import CheckpointManager
@@ -374,3 +375,12 @@ def test_the_log_says_nothing_of_state_that_stays_with_its_parameter(tmp_path, o
     caplog.set_level(logging.WARNING, "recckpt")
     loaded(tmp_path, [entry(old, load=["head.*"])])
     assert "@dense_optim" not in caplog.text
+
+
+def test_names_of_parameters_that_the_manifest_does_not_list_are_damage_and_change_nothing(tmp_path, old):
+    Forge(tmp_path / "old" / "c").edit_manifest(lambda values: values["names"].pop("dense_opt"))
+    saver = build(tmp_path / "old", value=3.0, steps=2)
+    before = states(saver)
+    with pytest.raises(CorruptCheckpointError, match=r"'dense_optim'.*found the names of its parameters"):
+        saver.load()
+    assert states(saver) == before
