@@ -16,6 +16,7 @@ from recckpt.types import SlotSpec
 Array = npt.NDArray[Any]
 _FEW_COLUMNS = 16
 _SAFE = (1e-30, 1e30)  # squares of float32 within this are as exact as float32 is
+_ACROSS = 1e-2  # the least part of a squared step that is across its row, from where on float32 knows that part
 
 
 class Moves(NamedTuple):
@@ -108,7 +109,10 @@ def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> t
         least, most = _SAFE
         is_safe = (moved > least) & (moved < most)
         is_safe &= (size > least) & (size < most) & (size_after > 1e-4 * size) & (size_after < most)
-    rest = np.flatnonzero(~is_safe)
+        is_along = is_safe & (2 * cosine * np.sqrt(size * size_after) <= _ACROSS * moved)
+    shrunk, rest = np.flatnonzero(is_along), np.flatnonzero(~is_safe)
+    if len(shrunk) and before.shape[1] > 1:
+        cosine[shrunk] = _cosine_along(before[shrunk], after[shrunk])
     if len(rest):
         l2[rest], cosine[rest], exact = _exact(before[rest], after[rest])
         largest[rest] = exact if want_largest else l2[rest]
@@ -120,6 +124,17 @@ def _cosine(moved: Floats, along: Floats, size: Floats) -> Floats:
     norm, norm_after = np.sqrt(size), np.sqrt(np.maximum(size + 2 * along + moved, 0))
     longer = (2 * along + moved) / (norm + norm_after)
     found: Floats = np.clip((moved - longer * longer) / (2 * norm * norm_after), 0, 2)
+    return found
+
+
+def _cosine_along(before: Array, after: Array) -> Floats:
+    """Return cosine distances of rows that have kept their direction, such as those that weight decay shrinks."""
+    one, other = before.astype(np.float64), after.astype(np.float64)
+    size, along, size_after = (np.einsum("ij,ij->i", a, b) for a, b in ((one, one), (one, other), (other, other)))
+    across = other - (along / size)[:, None] * one
+    norms = np.sqrt(size * size_after)
+    small = np.einsum("ij,ij->i", across, across) * size / (norms * (norms + np.maximum(along, 0)))
+    found: Floats = np.where(along > 0, small, 1 - along / norms)
     return found
 
 

@@ -37,6 +37,16 @@ def test_distances_are_those_of_float64_whatever_the_scale(scale, step):
     np.testing.assert_allclose(found.cosine, cosine, rtol=1e-3, atol=1e-13)
 
 
+@pytest.mark.parametrize(("factor", "noise"), [(0.9, 0.0), (0.9, 1e-4), (0.5, 1e-6), (-0.9, 1e-3), (1.001, 1e-5)])
+def test_angles_of_rows_that_shrank_or_grew_are_those_of_float64(factor, noise):
+    draw = np.random.default_rng(0)
+    before = draw.normal(size=(200, 16)).astype(np.float32)
+    after = (before * factor + draw.normal(size=(200, 16)) * noise).astype(np.float32)
+    units = [side / np.linalg.norm(side, axis=1, keepdims=True) for side in np.float64([before, after])]
+    cosine = np.square(units[1] - units[0]).sum(axis=1) / 2
+    np.testing.assert_allclose(moves(before, after).cosine, cosine, rtol=1e-3, atol=0)
+
+
 def test_a_nan_beside_a_nan_is_the_same_and_beside_a_number_a_change_without_a_distance():
     nan, inf = np.nan, np.inf
     before = np.array([[nan, 1], [nan, 1], [1, 1], [inf, 1], [inf, 1], [1, 1]], np.float32)
