@@ -114,6 +114,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
 
 def _size(checkpoint: Checkpoint, is_pinned: bool) -> CheckpointSize:
     manifest = checkpoint.manifest
+    rows_below = [file for link in checkpoint.below for file in link.manifest.files if layout.has_rows(file.name)]
     return CheckpointSize(
         ckpt_id=manifest.ckpt_id,
         directory=checkpoint.directory,
@@ -123,7 +124,7 @@ def _size(checkpoint: Checkpoint, is_pinned: bool) -> CheckpointSize:
         rows=manifest.rows,
         n_bytes=manifest.n_bytes,
         links=tuple(link.ckpt_id for link in checkpoint.links),
-        chain_bytes=sum(link.manifest.n_bytes for link in checkpoint.links),
+        chain_bytes=manifest.n_bytes + sum(file.n_bytes for file in rows_below),
         full_bytes=checkpoint.links[-1].manifest.n_bytes,
         ephemeral=manifest.ephemeral,
         pinned=is_pinned,

@@ -41,7 +41,7 @@ class CheckpointSize:
         rows: of all tables.
         n_bytes: of its own files.
         links: ids of the checkpoints that a restore reads, itself first.
-        chain_bytes: of the files of all of these.
+        chain_bytes: that such a restore reads: its own files, and those of the others that hold rows.
         full_bytes: of the full one of them.
         ephemeral: whether it goes as soon as a newer one is committed.
         pinned: whether rotation leaves it alone.
@@ -72,7 +72,7 @@ class SaveTimes:
         step: global step.
         kind: ``"full"`` or ``"delta"``.
         time: when it was committed, or failed.
-        blocked_sec: how long training stood still.
+        blocked_sec: how long training stood still, on the rank that waited longest.
         write_sec: writing all files of the slowest shard.
         commit_sec: making it visible and durable.
         total_sec: from the call to the end.

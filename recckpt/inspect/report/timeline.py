@@ -20,13 +20,13 @@ def saves_of(storage: Storage) -> list[SaveTimes]:
 
 
 def _save(line: dict[str, Any]) -> SaveTimes:
-    step = line.get("step")
+    step, longest = line.get("step"), _number(line.get("max_blocked_sec"))
     return SaveTimes(
         ckpt_id=_text(line.get("ckpt_id")),
         step=step if type(step) is int and abs(step) < 1 << 53 else None,
         kind=_text(line.get("kind")),
         time=_text(line.get("time")),
-        blocked_sec=_number(line.get("blocked_sec")),
+        blocked_sec=_number(line.get("blocked_sec")) if longest is None else longest,
         write_sec=_number(line.get("write_sec")),
         commit_sec=_number(line.get("commit_sec")),
         total_sec=_number(line.get("total_sec")),

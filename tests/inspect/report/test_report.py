@@ -19,6 +19,7 @@ from recckpt.errors import CheckpointNotFoundError
 from recckpt.format import layout
 from recckpt.inspect.libraries import MissingLibraryError
 from recckpt.inspect.report import tables as tables_module
+from recckpt.policies.deltas import Deltas
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.sparse.files.arrow_format import column_values
 from recckpt.storage import open_storage
@@ -182,6 +183,27 @@ def test_a_run_is_seen_whole_on_a_disk_and_in_a_bucket(tmp_path, memory_url):
     quick = recckpt.report(tmp_path, deep=False)
     assert [table.rows_read for table in quick.tables] == [0, 0]
     assert "<h1>" in quick.to_html()
+
+
+def test_a_pause_is_that_of_the_rank_that_waited_longest_where_the_timeline_knows_it(tmp_path):
+    Run(tmp_path).train(10)
+    lines = [{"ckpt_id": "a", "blocked_sec": 0.5, "max_blocked_sec": 2.5}, {"ckpt_id": "b", "blocked_sec": 0.5}]
+    (tmp_path / layout.TIMELINE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [save.blocked_sec for save in recckpt.report(tmp_path).saves] == [2.5, 0.5]
+
+
+def test_of_the_links_below_only_files_with_rows_are_bytes_that_a_restore_reads(tmp_path):
+    model = torch.nn.ModuleDict({"item": filled("item", range(50)), "top": torch.nn.Linear(100, 100)})
+    saver = Saver(model, None, str(tmp_path), None, deltas=Deltas(max_chain_bytes=100, max_dirty=1.0))
+    for step in range(6):
+        model["item"].insert(torch.tensor([step]), torch.ones(1, 2))
+        saver.save(f"ckpt_{step}")
+    report = recckpt.report(tmp_path)
+    newest, manifest = report.checkpoints[-1], CheckpointReader(tmp_path).manifest
+    dense = sum(file.n_bytes for file in manifest.files if not layout.has_rows(file.name))
+    assert len(newest.links) == 6
+    assert newest.chain_bytes == sum(each.n_bytes for each in report.checkpoints) - 5 * dense
+    assert report.findings == ()  # the network, which each delta holds whole, is no reason to compact
 
 
 def test_it_writes_nothing(tmp_path):
