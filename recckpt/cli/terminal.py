@@ -37,8 +37,7 @@ def print_lines(lines: Sequence[Line]) -> None:
 
 def print_text(text: str) -> None:
     """Write text to stdout as it is."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    _take_all(sys.stdout)
     sys.stdout.write(text)
 
 
@@ -72,7 +71,14 @@ def console_of(stream: Any) -> Console | None:
         from rich.console import Console
     except ImportError:
         return None
+    _take_all(stream)
     return Console(file=stream, highlight=False, markup=False, emoji=False)
+
+
+def _take_all(stream: Any) -> None:
+    """Let characters that the encoding of a stream lacks be written as escapes."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _print_in_colour(console: Console, line: Line) -> None:

@@ -78,6 +78,17 @@ def test_nobody_who_does_not_want_colours_gets_them(on_terminal, runs, monkeypat
     assert "\x1b" not in "".join(plain_text)
 
 
+def test_characters_that_a_terminal_lacks_are_written_as_escapes(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    out.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "")
+    print_lines([Table(("NAME",), [("表é",)])])
+    out.flush()
+    assert "\\u8868é" in out.buffer.getvalue().decode("latin-1")
+
+
 @pytest.mark.parametrize("width", range(12, 220, 13))
 def test_a_narrow_terminal_breaks_names_but_no_numbers_and_nothing_is_lost(monkeypatch, width):
     names = ["[bold]x" * 12, "表" * 9, "word " * 12]

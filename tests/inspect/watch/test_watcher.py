@@ -133,7 +133,7 @@ def test_the_pace_is_the_usual_one_whatever_pause_there_was(tmp_path):
     at_once = [saved(0), saved(0), saved(0), saved(1)]
     assert history_of(at_once).every_sec == 20, "times are in seconds: the mean is all that can be said"
     assert history_of([saved(0), saved(0)]).every_sec is None
-    odd = [{"time": None}, {"time": "yesterday"}, {"blocked_sec": "long"}, {"blocked_sec": True}, {"blocked_sec": -1}]
+    odd = [{"time": None}, {"time": "yesterday"}, *({"blocked_sec": sec} for sec in ("long", True, -1, 10**400))]
     assert (history_of(odd).every_sec, history_of(odd).pause) == (None, None)
 
 
