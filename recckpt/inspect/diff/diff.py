@@ -6,16 +6,19 @@ import math
 import os
 from collections.abc import Callable, Iterator
 
+from recckpt.dense.file_check import check_file
 from recckpt.format import layout
+from recckpt.format.manifest import FileEntry
 from recckpt.format.reduced import said_of
 from recckpt.inspect.diff.found import slots_of
 from recckpt.inspect.diff.result import CheckpointDiff, Side, TableDiff
 from recckpt.inspect.diff.tables import Wish, compare_table
 from recckpt.inspect.diff.tensors import compare_tensors
-from recckpt.inspect.diff.values import compare_values
+from recckpt.inspect.diff.values import compare_values, files_of_values
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.open_files import until_whole
+from recckpt.parallel.threads import run_all
 from recckpt.text import Progress
 
 _THREADS = 8
@@ -65,14 +68,24 @@ def _compared(before: OpenCheckpoint, after: OpenCheckpoint, tolerance: float, t
     wish = Wish(tolerance, top, _BUDGET_BYTES, min(side.storage.threads(_THREADS) for side in sides))
     n_bytes = sum(table.rows * table.row_bytes for side in sides for table in side.manifest.tables)
     n_bytes += sum(tensor.nbytes for side in sides for tensor in side.tensors.tensors.values())
+    plain = [[name for name in side.manifest.names.dense if name not in side.tensors.model] for side in sides]
+    files = [
+        (side, each) for side, names in zip(sides, plain, strict=True) for each in files_of_values(side.manifest, names)
+    ]
+    n_bytes += sum(file.n_bytes for _, file in files)
     what = f"comparing {before.manifest.ckpt_id} and {after.manifest.ckpt_id}"
     with Progress(what, n_bytes) as progress:
         progress.n_rows = sum(side.manifest.rows for side in sides)
+        run_all(lambda pair: _check(*pair, progress.advance), files, wish.threads)
         tables = tuple(_tables(before, after, wish, progress.advance))
         tensors = tuple(compare_tensors(before.tensors, after.tensors, tolerance, progress.advance))
-    plain = [[name for name in side.manifest.names.dense if name not in side.tensors.model] for side in sides]
     values = tuple(compare_values(before.manifest, after.manifest, (plain[0], plain[1])))
     return CheckpointDiff(_side(before), _side(after), tolerance, tables, tensors, values)
+
+
+def _check(side: OpenCheckpoint, file: FileEntry, advance: Callable[[int], object]) -> None:
+    for error in check_file(side.others, side.checkpoint.directory, file, index=None, advance=advance):
+        raise error
 
 
 def _tables(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest, Scalar
+from recckpt.format.manifest import FileEntry, Manifest, Scalar
 from recckpt.inspect.diff.result import Status, ValueDiff
 
 _FILES = {  # group -> the files that it lies in
@@ -32,6 +32,12 @@ def compare_values(
     for group, pattern in _FILES.items():
         is_same = _checksums(before, pattern) == _checksums(after, pattern)
         yield from _in_files(group, names[group], other_names[group], is_same=is_same)
+
+
+def files_of_values(side: Manifest, plain: Collection[str]) -> list[FileEntry]:
+    """Return the ``.pt`` files by whose checksums values are compared; ``plain`` names plain values there."""
+    patterns = [_FILES[group] for group, names in _names(side, plain).items() if names]
+    return [file for file in side.files if any(pattern.fullmatch(file.name) for pattern in patterns)]
 
 
 def _names(side: Manifest, plain: Collection[str]) -> dict[str, Collection[str]]:

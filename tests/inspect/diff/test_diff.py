@@ -208,6 +208,18 @@ def test_damage_is_an_error_that_names_it_and_nothing_is_said_of_the_rest(tmp_pa
         recckpt.diff(tmp_path / "ckpt_1", tmp_path / "ckpt_2")
 
 
+@pytest.mark.parametrize("name", ["extra.pt", "io_state_0.pt", "rng_0.pt"])
+def test_what_is_compared_by_checksum_has_been_checked(tmp_path, name):
+    for run in ("a", "b"):
+        Run(tmp_path / run).train(10)
+    path = tmp_path / "b/ckpt_10" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=f"{name} at its checksum"):
+        recckpt.diff(tmp_path / "a", tmp_path / "b")
+
+
 def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path):
     with pytest.raises(TypeError, match="3"):
         recckpt.diff(3, tmp_path)
