@@ -25,8 +25,12 @@ def lines_of(found: RunReport) -> list[Line]:
     for finding in found.findings:
         lines += [f"{finding.level}: {finding.what}", f"  {finding.remedy}"]
     if found.tables:
-        lines += ["", Table(TABLE_HEAD, [table_row(table) for table in found.tables], NUMBERS)]
-    return [*lines, "", verdict(found)]
+        lines += [*_gap(lines), Table(TABLE_HEAD, [table_row(table) for table in found.tables], NUMBERS)]
+    return [*lines, *_gap(lines), verdict(found)]
+
+
+def _gap(lines: Sequence[Line]) -> Sequence[Line]:
+    return [""] if lines else []
 
 
 def verdict(found: RunReport) -> str:

@@ -39,7 +39,7 @@ def lines(x: Sequence[float], series: Sequence[Line], unit: Callable[[float, Any
         for values, colour in zip(series, COLOURS, strict=False):
             known = [np.nan if value is None else value for value in values]
             axes.plot(x, known, color=colour, linewidth=1.4, marker=marker, markersize=3)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)  # points at the top are whole
         axes.margins(x=0.03)
         axes.yaxis.set_major_formatter(unit)
         axes.xaxis.set_major_formatter(short)
@@ -76,7 +76,7 @@ def short(value: float, _: Any = None) -> str:
 
 def n_bytes(value: float, _: Any = None) -> str:
     """Return bytes of an axis."""
-    return size(int(value)) if value >= 0 else ""
+    return size(int(value)).replace(".0 ", " ") if value >= 0 else ""  # what is longer is cut off at the left
 
 
 def _drawn(draw: Callable[[Any], None]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ from recckpt import CheckpointReader, Saver
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.format import layout
 from recckpt.inspect.libraries import MissingLibraryError
+from recckpt.inspect.report import plots
 from recckpt.inspect.report import tables as tables_module
 from recckpt.policies.deltas import Deltas
 from recckpt.sparse import HashTable, gen_slice
@@ -293,6 +295,17 @@ def test_lines_of_a_timeline_may_be_anything(tmp_path):
     timeline.unlink()
     timeline.mkdir()
     assert recckpt.report(tmp_path).saves == ()
+
+
+def test_lines_that_hardly_change_are_drawn_below_the_top_edge():
+    pytest.importorskip("matplotlib")
+    svg = plots.lines([1, 2], [[1996.0, 2000.0]], plots.short)
+    (top,) = re.findall(r'<rect x="[\d.]+" y="([\d.]+)"', svg)
+    points = [float(y) for y in re.findall(r'<use xlink:href="[^"]*" x="[\d.]+" y="([\d.]+)" style="fill: #', svg)]
+    assert len(points) == 2
+    assert min(points) > float(top) + 2
+    assert "<svg" in plots.lines([1, 2], [[None, 0.0]], plots.n_bytes)
+    assert [plots.n_bytes(value) for value in (0, 3e5, 2.5e6)] == ["0 B", "300 kB", "2.5 MB"]
 
 
 def test_without_matplotlib_the_data_is_there_and_the_page_names_the_extra(tmp_path, monkeypatch):
