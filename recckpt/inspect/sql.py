@@ -181,6 +181,6 @@ def _column(name: str, values: list[Any]) -> pa.Array:
     wanted = _TIMELINE.field(name).type if name in _TIMELINE.names else None
     try:
         found = pa.array(values, wanted)
-    except (pa.ArrowException, OverflowError):  # of a line that somebody has written by hand
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # of a line that somebody has written by hand
         return pa.array([None if value is None else json.dumps(value) for value in values])
     return found.cast(pa.string()) if pa.types.is_null(found.type) else found

@@ -121,7 +121,7 @@ def test_slots_that_sql_does_not_tell_apart_are_columns_of_their_own(tmp_path, c
 def test_checkpoints_and_timeline_are_tables(tmp_path):
     Run(tmp_path, max_keep=None).train(20)
     with (tmp_path / "timeline.jsonl").open("a") as timeline:
-        timeline.write('not json\n[1]\n{"step": "x", "other": {"a": 1}, "error": "disk full"}\n')
+        timeline.write('not json\n[1]\n{"step": "x", "other": {"a": 1}, "error": "disk \\ud800"}\n')
     with recckpt.connect(tmp_path / "ckpt_10") as connection:
         assert connection.sql("select id, step from checkpoints").fetchall() == [("ckpt_10", 10), ("ckpt_20", 20)]
         [(state,)] = connection.sql("select state from checkpoints where step = 10").fetchall()
