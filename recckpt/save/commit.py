@@ -145,6 +145,8 @@ def rotate(job: Job, to: Destination) -> None:
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
             adopt_offers(storage, fence, to.transfers.visible, to.concurrency)
+            own = fence.listing.find(info.ckpt_id)
+            info.n_links = info.n_links if own is None else len(own.links)  # fewer where an offer was adopted
             fence.check()
             fence.write_index()
         to.timeline.add(storage, info)

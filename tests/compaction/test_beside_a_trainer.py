@@ -9,6 +9,7 @@ from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints, newest
 from recckpt.output_dir.offers import adopt_offers
+from recckpt.output_dir.timeline import read_timeline
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
 
@@ -43,6 +44,14 @@ def test_a_delta_is_restored_from_its_form(url):
     assert newest(storage).directory == done.directory
     assert restored(url) == saved
     assert verify(url) == []
+
+
+def test_the_save_that_adopts_an_offer_tells_how_long_a_chain_it_leaves(url):
+    run = Run(url, deltas=DELTAS, max_keep=None).train(30)
+    recckpt.compact(url)
+    run.train(10)
+    assert [line["n_links"] for line in read_timeline(open_storage(url))] == [1, 2, 3, 2]
+    assert len(newest(open_storage(url)).links) == 2
 
 
 def test_a_trainer_adopts_an_offer_at_its_next_save_and_drops_what_that_replaces_at_the_one_after(url):
