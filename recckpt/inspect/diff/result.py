@@ -118,7 +118,8 @@ class TensorDiff:
         status: what became of it.
         before: dtype and shape; None where it is not there.
         after: the same on the other side.
-        relative: norm of the change over the norm before, infinite where that was 0; None where shapes differ.
+        relative: norm of the change over the norm before, without what is not finite and stays; infinite where that
+            was 0; None where shapes differ.
         largest: the largest difference of a single value; NaN where a NaN came or went.
         at: where that is.
     """

@@ -109,7 +109,8 @@ class _Sums:
     def add(self, begin: int, before: npt.NDArray[Any], after: npt.NDArray[Any]) -> None:
         with np.errstate(all="ignore"):
             same, step = _steps(before, after)
-            self.size += float(np.square(np.abs(_wide(before))).sum())
+            stays = same & ~np.isfinite(before)  # such as the -inf of a mask, beside which all else would be nothing
+            self.size += float(np.square(np.abs(np.where(stays, 0, _wide(before)))).sum())
             self.moved += float(np.square(step).sum())
         if same.all():
             return

@@ -158,6 +158,17 @@ def test_dense_tensors_are_compared_value_by_value(tmp_path):
     assert near["scalar"].status == "same"
 
 
+def test_what_is_not_finite_and_stays_does_not_hide_how_far_the_rest_of_a_tensor_moved(tmp_path):
+    for name, first in (("a", 3.0), ("b", 4.0)):
+        model = torch.nn.Module()
+        model.register_buffer("mask", torch.tensor([first, 4.0, -math.inf]))
+        model.register_buffer("lost", torch.tensor([first, 4.0, math.nan]))
+        recckpt.Saver(model, None, str(tmp_path), None).save(name)
+    mask, lost = recckpt.diff(tmp_path / "a", tmp_path / "b").tensors
+    assert (mask.relative, mask.largest, mask.at) == (0.2, 1.0, (0,))
+    assert (lost.relative, lost.largest, lost.at) == (0.2, 1.0, (0,))
+
+
 def test_tables_and_slots_that_do_not_fit_are_said_and_not_compared(tmp_path):
     ids = range(10)
     old = [filled("wide", ids, shape=4), filled("typed", ids), filled("gone", ids), filled("slot", ids)]
