@@ -117,6 +117,7 @@ def test_a_span_ends_whatever_becomes_of_the_save(tmp_path, told, monkeypatch, b
                 getattr(save("a"), "wait", lambda: None)()
         name, status, attributes = told.spans[-1]
         assert (name, status) == ("recckpt.save", "ERROR")
+        assert not {"recckpt.bytes", "recckpt.rows"} & attributes.keys(), "nothing was saved"
         return attributes["error.type"]
 
     def interrupted(*_):

@@ -26,7 +26,8 @@ def tell(job: Job, to: Destination) -> None:
     info = job.info
     written = {"save.bytes": info.n_bytes, "save.rows": info.n_upserts}
     state = {"chain.length": info.n_links, "last_save.time": time.time()}
-    job.span.end(attributes=_attributes(info), measured={"save.pause": info.max_blocked_sec, **written, **state})
+    attributes = {**_attributes(info), "bytes": info.n_bytes, "rows": info.n_rows}
+    job.span.end(attributes=attributes, measured={"save.pause": info.max_blocked_sec, **written, **state})
     _call_on_save(to, info)
 
 
@@ -47,7 +48,7 @@ def told_of_failure(job: Job, to: Destination) -> Iterator[None]:
 
 def _attributes(info: SaveInfo) -> dict[str, str | int]:
     flags = {"background": info.background, "ephemeral": info.ephemeral}
-    return {"kind": info.kind, "bytes": info.n_bytes, "rows": info.n_rows, "links": info.n_links, **flags}
+    return {"kind": info.kind, "links": info.n_links, **flags}
 
 
 def _call_on_save(to: Destination, info: SaveInfo) -> None:
