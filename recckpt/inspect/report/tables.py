@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.tables import TableEntry
@@ -24,6 +25,7 @@ from recckpt.sparse.files.chain_table import open_table
 from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of, row_of
 from recckpt.sparse.files.merged_rows import RangeRows, check_count
+from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.types import SlotSpec
@@ -103,6 +105,7 @@ class _Damage:
 
 def _read_chain(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
     """Read a delta and what it stands on: table by table, a range of buckets a thread."""
+    frames: dict[str, tuple[str, ...]] = {}
     for table in opened.manifest.tables:
         try:
             chain = open_table(opened.links, table.name, [slot.name for slot in table.slots]).links
@@ -113,10 +116,36 @@ def _read_chain(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Adv
             for other in others:
                 first.merge(other)
             check_count(chain[0], first.n_rows)
+            damage = _frame_damage(chain, frames)
         except (CorruptCheckpointError, OSError) as error:
             yield _unread(table, error)
         else:
-            yield first.result(())
+            yield first.result(damage)
+
+
+def _frame_damage(chain: Sequence[TableReader], known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what is wrong between the values of the parts of a table, each looked at once for all of its tables.
+
+    Of files that are not mapped it would all have to be read again, which a restore does not either.
+    """
+    found: list[str] = []
+    for link in chain:
+        for part in (part for catalog in link.catalogs for part in catalog.parts if link.entry.name in part.tables):
+            path = layout.join(link.directory, part.file)
+            if path not in known:
+                known[path] = _of_frame(link, part, link.storage.map(path))
+            found += known[path]
+    return tuple(found)
+
+
+def _of_frame(link: TableReader, part: Part, mapped: memoryview | None) -> tuple[str, ...]:
+    slots = link.entry.slots if part.holds == "rows" else ()
+    try:
+        if mapped is not None:
+            PartReader(link.storage, link.directory, part, slots, mapped=mapped).check_frame()
+    except CorruptCheckpointError as error:
+        return (said_of(error),)
+    return ()
 
 
 def _read_slice(
