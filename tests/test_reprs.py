@@ -125,5 +125,5 @@ def test_a_notebook_shows_names_harmlessly_and_numbers_on_the_right(hostile, wha
     page = hostile[what]._repr_html_()
     assert "1,000" in harmless_text(page)
     assert re.search(r'<td class="n">1,000</td>', page)
-    assert "prefers-color-scheme" in page or "color-scheme: light dark" in page
+    assert not re.search("color-scheme|CanvasText", page)  # a notebook may be light where the system is dark
     assert max(map(len, repr(hostile[what]).splitlines())) < 500

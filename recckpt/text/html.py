@@ -8,7 +8,7 @@ from html import escape
 from recckpt.text.words import escaped
 
 _STYLE = """
-.recckpt { color-scheme: light dark; font: 15px/1.45 system-ui, sans-serif; color: CanvasText; }
+.recckpt { font: 15px/1.45 system-ui, sans-serif; }
 .recckpt h1 { font-size: 1.4em; margin: 0 0 .4em; overflow-wrap: anywhere; }
 .recckpt h2 { font-size: 1.1em; margin: 1.6em 0 .4em; overflow-wrap: anywhere; }
 .recckpt p { margin: .2em 0; overflow-wrap: anywhere; }
@@ -26,7 +26,7 @@ _HEAD = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 )
 _SHORT = 24  # characters
-_BODY = "<style>body { margin: 1.2em auto; max-width: 75em; padding: 0 1em; }</style>"
+_BODY = "<style>body { color: CanvasText; margin: 1.2em auto; max-width: 75em; padding: 0 1em; }</style>"
 
 
 def page(title: str, body: str) -> str:
@@ -35,7 +35,7 @@ def page(title: str, body: str) -> str:
 
 
 def body(parts: Iterable[str], style: str) -> str:
-    """Return what a notebook shows: parts that are HTML, with a style of their own beside that of all pages."""
+    """Return what a notebook shows, in its own colours: parts that are HTML, with a style beside that of all pages."""
     return f'<style>{_STYLE}{style}</style><div class="recckpt">{"".join(parts)}</div>'
 
 

@@ -102,3 +102,18 @@ def test_names_of_tables_run_no_script(browser, tmp_path):
         assert all(each in text for each in (HOSTILE[0], *names[-2:], "`ü" * 20))
         assert browser.title != "run"
         assert browser.execute_script("return document.querySelectorAll('script, img, b').length") == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_in_a_notebook_the_text_has_the_colour_of_the_notebook_whatever_that_of_the_system(
+    browser, run, tmp_path, scheme
+):
+    shown_by = recckpt.CheckpointReader(run / "ckpt_10")._repr_html_()
+    cell = f'<body style="background: white; color: rgb(1, 2, 3)">{shown_by}</body>'
+    (tmp_path / "cell.html").write_text(cell, encoding="utf-8")
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    browser.get((tmp_path / "cell.html").as_uri())
+    colour = "return getComputedStyle(document.querySelector('.recckpt td')).color"
+    assert browser.execute_script(colour) == "rgb(1, 2, 3)"

@@ -32,7 +32,7 @@ def harmless_text(page: str) -> str:
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     links = [value for name, value in found.attributes if name in ("src", "href", "xlink:href")]
     assert all(value.startswith("#") for value in links)
-    assert "color-scheme" in page
+    assert "color-scheme" in page or "<html" not in page  # what a notebook shows has the colours of that
     assert not re.search("https?://", page)
     text = " ".join(found.text)
     assert HOSTILE[0] in text
