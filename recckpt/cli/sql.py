@@ -23,6 +23,8 @@ def sql(args: argparse.Namespace) -> Outcome:
     import duckdb  # which connect() has found
 
     try:
+        if not duckdb.extract_statements(args.query):
+            raise UsageError("found no query")
         cursor = connection.execute(args.query)
         names = [column[0] for column in cursor.description or ()]
         rows = cursor.fetchall() if names else []

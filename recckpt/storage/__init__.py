@@ -127,7 +127,11 @@ def new_file(path: str) -> Iterator[Sink]:
     """Write a new file at a path or URL; FileExistsError, which says what to do, where there is one."""
     storage, name = open_parent(path)
     try:
-        with storage.create(name) as sink:
+        try:
+            created = storage.create(name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, "there is no directory to write it to", path) from error
+        with created as sink:
             yield sink
     except FileExistsError as error:
         problem = "it exists, expected a new file: remove it, or write to another name"

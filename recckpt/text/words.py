@@ -44,7 +44,7 @@ def plural(number: int, what: str) -> str:
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
     """Return a hint at the name that was probably meant, or nothing."""
-    close = difflib.get_close_matches(str(name), list(allowed), n=1)
+    close = difflib.get_close_matches(str(name), [each for each in allowed if each != name], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

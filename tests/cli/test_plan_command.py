@@ -94,6 +94,15 @@ def test_all_problems_are_listed_on_stderr(recckpt, tmp_path, names, source):
     assert len(answer.json["problems"]) == len(lines)
 
 
+def test_a_table_without_its_slots_among_the_names_is_not_taken_for_itself(recckpt, tmp_path, source):
+    (tmp_path / "names.txt").write_text("u")
+    bank = bank_file(tmp_path, {"path": source, "load": ["u"]})
+    answer = recckpt("plan", "--model-names", tmp_path / "names.txt", bank)
+    assert answer.code == 1
+    assert "has no 'u'" in answer.err
+    assert "did you mean 'u'" not in answer.err
+
+
 @pytest.mark.parametrize("bank", ["{", "[1, 2]", '"x"', "null"])
 def test_what_is_no_bank_is_a_problem(recckpt, tmp_path, names, bank):
     answer = recckpt("plan", "--model-names", names, bank_file(tmp_path, bank))

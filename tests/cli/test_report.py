@@ -45,6 +45,8 @@ def test_problems_end_with_1_and_messages_leave_no_page(recckpt, run, tmp_path):
         assert (wrong.code, wrong.out, wrong.err.count("recckpt: ")) == (code, "", 1)
         assert not (tmp_path / "other.html").exists()
     assert recckpt("report", run, "--threads", 0).code == 2
+    nowhere = recckpt("report", run, "--out", tmp_path / "nowhere/page.html")
+    assert (nowhere.code, "there is no directory to write it to" in nowhere.err) == (1, True)
 
 
 def test_a_page_needs_nothing_else_and_shows_hostile_names_harmlessly(recckpt, tmp_path):

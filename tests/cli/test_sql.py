@@ -38,6 +38,9 @@ def test_what_is_wrong_with_a_query_is_one_line(recckpt, runs):
     for query in ("selec 1", "select * from itme", "select nothing from item"):
         answer = recckpt("sql", runs, query)
         assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1), answer.err
+    for empty in ("", " ; ", "-- only a comment"):
+        answer = recckpt("sql", runs, empty)
+        assert (answer.code, answer.out, answer.err.splitlines()[-1]) == (2, "", "recckpt: found no query")
     assert recckpt("sql", runs, "select 1", "--json", "--csv").code == 2
     assert recckpt("sql", runs / "nowhere", "select 1") == (1, "", f"recckpt: {runs / 'nowhere'}: does not exist\n")
 
