@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import threading
 from collections.abc import Callable
 
 _A_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
@@ -76,7 +77,7 @@ def _threads(text: str) -> int:
 
 def _seconds(text: str) -> float:
     number = float(text)
-    if not 0 < number < math.inf:
+    if not 0 < number <= threading.TIMEOUT_MAX:
         raise ValueError(text)
     return number
 

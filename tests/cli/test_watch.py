@@ -84,7 +84,8 @@ def test_what_cannot_be_watched_is_refused_in_a_line(recckpt, tmp_path):
     assert "is the checkpoint 'ckpt_2', not an output dir" in answers.pop("it is a checkpoint").err
     assert all(what in answer.err for what, answer in answers.items())
     assert recckpt("watch", "nosuch://x").code == 2
-    assert recckpt("watch", tmp_path, "--interval", "0").code == 2
+    for interval in ("0", "-1", "nan", "1e10"):  # no clock waits for so long
+        assert recckpt("watch", tmp_path, f"--interval={interval}").code == 2
 
 
 def test_a_terminal_gets_a_table_in_which_no_name_is_markup(recckpt, tmp_path, looks, monkeypatch):
