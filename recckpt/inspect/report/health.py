@@ -11,10 +11,10 @@ from recckpt.inspect.report.result import (
     Leftover,
     Level,
     RunReport,
-    SaveTimes,
     TableHealth,
 )
 from recckpt.inspect.report.row_counts import EXPLODING
+from recckpt.inspect.save_times import SaveTimes
 from recckpt.text import count, escaped, one_line, plural
 
 _LONG_CHAIN = 40  # links: twice what `Deltas` lets a chain grow to by default

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 
 if TYPE_CHECKING:
-    from recckpt.inspect.report.result import CheckpointSize, RunReport, SaveTimes, TableHealth
+    from recckpt.inspect.report.result import CheckpointSize, RunReport, TableHealth
+    from recckpt.inspect.save_times import SaveTimes
 
 CHECKPOINT_HEAD = ("CHECKPOINT", "STEP", "KIND", "TIME", "ROWS", "SIZE", "LINKS", "TO READ", "MARKS")
 TABLE_HEAD = (

@@ -14,7 +14,7 @@ from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import CheckpointSize, Leftover, RunReport, TableHealth
-from recckpt.inspect.report.timeline import saves_of
+from recckpt.inspect.save_times import saves_of
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.open_files import until_whole

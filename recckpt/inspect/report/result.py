@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from recckpt.inspect.report import lines, page
+from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.spread import Bars, Spread
 from recckpt.text import plain
 
@@ -61,37 +62,6 @@ class CheckpointSize:
     ephemeral: bool
     pinned: bool
     tables: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class SaveTimes:
-    """A save by its line in ``timeline.jsonl``; what the line does not say, or says as no number, is None.
-
-    Attributes:
-        ckpt_id: the checkpoint.
-        step: global step.
-        kind: ``"full"`` or ``"delta"``.
-        time: when it was committed, or failed.
-        blocked_sec: how long training stood still, on the rank that waited longest.
-        write_sec: writing all files of the slowest shard.
-        commit_sec: making it visible and durable.
-        total_sec: from the call to the end.
-        n_bytes: of all files.
-        n_rows: of all tables.
-        error: why it failed; None where it has not.
-    """
-
-    ckpt_id: str | None
-    step: int | None
-    kind: str | None
-    time: str | None
-    blocked_sec: float | None
-    write_sec: float | None
-    commit_sec: float | None
-    total_sec: float | None
-    n_bytes: float | None
-    n_rows: float | None
-    error: str | None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from recckpt.format import layout
-from recckpt.inspect.watch.history import History, Pause, SaveLine, time_of
+from recckpt.inspect.save_times import SaveTimes
+from recckpt.inspect.watch.history import History, Pause, time_of
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Claim
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -194,14 +195,14 @@ def _may_run(intent: Intent, writer: Claim | None, last: LastSave | None, histor
     return last is None or last.step is None or intent.step is None or intent.step >= last.step
 
 
-def _directories(lines: Iterable[SaveLine]) -> Iterator[str]:
+def _directories(lines: Iterable[SaveTimes]) -> Iterator[str]:
     for line in lines:
         with suppress(ValueError):  # a name that no checkpoint has
             yield layout.encode_id(line.ckpt_id or "")
 
 
-def _failure(line: SaveLine, now: datetime) -> Failure:
-    return Failure(line.ckpt_id, line.step, _age(line.time, now), line.error or "")
+def _failure(line: SaveTimes, now: datetime) -> Failure:
+    return Failure(line.ckpt_id, line.step, _age(time_of(line.time), now), line.error or "")
 
 
 def _age(time: datetime | None, now: datetime) -> float | None:

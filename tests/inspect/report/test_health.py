@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from recckpt.inspect.report.health import findings_of
-from recckpt.inspect.report.result import CheckpointSize, LargeRow, Leftover, RunReport, SaveTimes, TableHealth
+from recckpt.inspect.report.result import CheckpointSize, LargeRow, Leftover, RunReport, TableHealth
+from recckpt.inspect.save_times import SaveTimes
 
 
 def checkpoint(**fields):

@@ -1,0 +1,84 @@
+"""The last saves, by the lines of ``timeline.jsonl``, which anybody may have touched: what one says wrong is None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recckpt.output_dir.timeline import read_timeline
+from recckpt.storage import NOT_READABLE, Storage
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """A save by its line in ``timeline.jsonl``; what the line does not say, or says as no number, is None.
+
+    Attributes:
+        ckpt_id: the checkpoint.
+        step: global step.
+        kind: ``"full"`` or ``"delta"``.
+        time: when it was committed, or failed.
+        blocked_sec: how long training stood still, on the rank that waited longest.
+        write_sec: writing all files of the slowest shard.
+        commit_sec: making it visible and durable.
+        total_sec: from the call to the end.
+        n_bytes: of all files.
+        n_rows: of all tables.
+        error: why it failed; None where it has not.
+    """
+
+    ckpt_id: str | None
+    step: int | None
+    kind: str | None
+    time: str | None
+    blocked_sec: float | None
+    write_sec: float | None
+    commit_sec: float | None
+    total_sec: float | None
+    n_bytes: float | None
+    n_rows: float | None
+    error: str | None
+
+
+def saves_of(storage: Storage) -> list[SaveTimes]:
+    """Return the saves, oldest first; [] without a timeline."""
+    try:
+        lines = read_timeline(storage)
+    except NOT_READABLE:  # a directory in its place
+        return []
+    return [save_times(line) for line in lines if "ckpt_id" in line]
+
+
+def save_times(line: Mapping[str, Any]) -> SaveTimes:
+    """Return what a line says of its save."""
+    step, longest, error = line.get("step"), _number(line.get("max_blocked_sec")), line.get("error")
+    return SaveTimes(
+        ckpt_id=_text(line.get("ckpt_id")),
+        step=step if type(step) is int and abs(step) < 1 << 53 else None,
+        kind=_text(line.get("kind")),
+        time=_text(line.get("time")),
+        blocked_sec=_number(line.get("blocked_sec")) if longest is None else longest,
+        write_sec=_number(line.get("write_sec")),
+        commit_sec=_number(line.get("commit_sec")),
+        total_sec=_number(line.get("total_sec")),
+        n_bytes=_number(line.get("n_bytes")),
+        n_rows=_number(line.get("n_rows")),
+        error=None if error is None else str(error),
+    )
+
+
+def _number(value: object) -> float | None:
+    """Return a number that can be drawn, None for all else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and 0 <= number < 1e18 else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
