@@ -151,7 +151,7 @@ def look_at_all(storage: Storage, directories: Iterable[str], known: Manifests |
 
 def looks_at_once(storage: Storage) -> int:
     """Return by how many threads to look at directories: several where each look is a request."""
-    return 1 if storage.asks_for_free else storage.threads(_LOOKS_AT_ONCE)
+    return 1 if storage.asking_is_free else storage.threads(_LOOKS_AT_ONCE)
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:

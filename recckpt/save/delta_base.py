@@ -71,7 +71,7 @@ class Changes:
 
     def is_base_gone(self, storage: Storage, fence: Fence) -> bool:
         """Say whether somebody has removed what a delta would stand on, where asking costs no request."""
-        if self.base is None or self.base.is_candidate or not storage.asks_for_free:
+        if self.base is None or self.base.is_candidate or not storage.asking_is_free:
             return False
         return any(not _is_there(storage, link) for link in chain_of(fence.listing, self.base.save_id))
 

@@ -186,10 +186,10 @@ class Storage(ABC):
     Files appear whole or not at all; only ``replace`` and ``draft`` overwrite one. Thread-safe.
 
     Attributes:
-        asks_for_free: whether a look at one file costs no request over a network, so that training may wait for it.
+        asking_is_free: whether a look at one file costs no request over a network, so that training may wait for it.
     """
 
-    asks_for_free: ClassVar[bool] = False
+    asking_is_free: ClassVar[bool] = False
 
     def __init__(self, url: str) -> None:
         self.url = url

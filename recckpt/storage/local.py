@@ -29,7 +29,7 @@ from recckpt.storage.local_files import (
 class LocalStorage(Storage):
     """Files below a directory. Follows "POSIX" of the commit protocol; needs hard links."""
 
-    asks_for_free = True
+    asking_is_free = True
 
     def __init__(self, path: str) -> None:
         self._root = Path(path).expanduser().absolute()

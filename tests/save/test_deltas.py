@@ -206,7 +206,7 @@ def test_where_the_base_is_gone_the_save_is_full_at_once(training, caplog, is_em
 
 def test_where_asking_costs_a_request_the_save_fails_and_the_next_is_full(training, monkeypatch):
     training.save("a")
-    monkeypatch.setattr(training.saver.storage, "asks_for_free", False, raising=False)
+    monkeypatch.setattr(training.saver.storage, "asking_is_free", False, raising=False)
     (training.root / "deltas" / "a" / "manifest.json").unlink()
     training.train(range(10))
     with pytest.raises(SaveFailedError, match="found no such checkpoint; the next save is full"):
