@@ -67,6 +67,7 @@ class Saver(Registration):
         save_where: table or pattern -> conditions of the rows that are saved, as ``where`` of a ``load_conf``.
         store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
         progress: whether saves and loads of more than two seconds show a bar, on a terminal or in a notebook.
+        run: what metrics call this job (``recckpt.run``); None for the last name in ``output_dir``.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, or ``sparse_optim`` trains other tables.
@@ -93,6 +94,7 @@ class Saver(Registration):
         save_where: Mapping[str, Any] | None = None,
         store: Mapping[str, Any] | None = None,
         progress: bool = True,
+        run: str | None = None,
     ) -> None:
         super().__init__()
         arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save, progress=progress)
@@ -107,11 +109,12 @@ class Saver(Registration):
         )
         choice.check_dtypes(arguments.check_parts(model, sparse_optim))
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
+        name = arguments.name_of_run(run, storage.url)
         storage.prepare()  # last of what may be refused: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
-        self.loader.has_bar = progress
+        self.loader.has_bar, self.loader.run = progress, name
         self.loader.on_whole_restore = changes.on_whole_restore if changes else None
         self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state, choice), extra, io_state
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
@@ -280,5 +283,6 @@ class Saver(Registration):
         with self.turn(), self._runner.one_save():
             info.step, state = arguments.of_run(info.step, state, self.run_now())
             ranks = info.telling(self.ranks.of(shard_id, shard_num))
-            job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep, begun(info, ranks))
+            span = begun(info, ranks, self.loader.run, self.storage)
+            job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep, span)
             return save(self._live, job, self._to, self._runner)

@@ -1,7 +1,8 @@
 """Metrics and spans of saves and loads for OpenTelemetry, where its API is installed; nothing otherwise.
 
-Nothing of OpenTelemetry is imported before the first save or load. What goes wrong in it, as in a processor or provider
-of the user's, is logged once and fails nothing.
+Each series and span has the attribute ``recckpt.run``, so that one Prometheus tells the jobs apart. Nothing of
+OpenTelemetry is imported before the first save or load. What goes wrong in it, as in a processor or provider of the
+user's, is logged once and fails nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Meter
+    from opentelemetry.metrics import Meter, Observation
     from opentelemetry.trace import Tracer
 
 log = logging.getLogger("recckpt")
@@ -31,7 +32,10 @@ _COUNTERS = {
     "save.rows": ("{row}", "Rows that saves have written."),
     "loads": ("{load}", "Loads that have ended, by result."),
     "failures": ("{failure}", "Saves and loads that have failed, by operation."),
+    "restore.fallbacks": ("{fallback}", "Checkpoints that a restore passed over, since they are damaged."),
+    "storage.retries": ("{retry}", "Requests to the storage that were tried again, counted as saves and loads end."),
 }
+_PRESENT = ("restore.fallbacks", "storage.retries")  # as "failures", which has attributes of its own
 _HISTOGRAMS = {
     "save.duration": ("s", "From asking for a save until it has ended."),
     "save.pause": ("s", "How long training stood still for a save, on the rank that waited longest."),
@@ -40,22 +44,49 @@ _HISTOGRAMS = {
 _GAUGES = {
     "chain.length": ("{checkpoint}", "Checkpoints that a restore of the newest one reads."),
     "last_save.time": ("s", "When the newest checkpoint was committed, in seconds since 1970."),
+    "storage.free": ("By", "Room that the last save left, where the storage knows it."),
 }
+_UNDER_WAY = "save.under_way", "s", "For how long the save under way has gone on; 0 between saves."
 # The default bounds are meant for milliseconds.
 _SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
 
 
 class _Tools:
-    """A tracer, and instruments by name."""
+    """A tracer, instruments by name, and the operations of this process that have not ended."""
 
     def __init__(self, tracer: Tracer, meter: Meter) -> None:
         self.tracer = tracer
+        self.open: set[Operation] = set()
+        self.runs: set[str] = set()  # that have begun a save or load here
         self.counters = {name: meter.create_counter(_PREFIX + name, *about) for name, about in _COUNTERS.items()}
         self.histograms = {
             name: meter.create_histogram(_PREFIX + name, *about, explicit_bucket_boundaries_advisory=_SECONDS)
             for name, about in _HISTOGRAMS.items()
         }
         self.gauges = {name: meter.create_gauge(_PREFIX + name, *about) for name, about in _GAUGES.items()}
+        name, unit, description = _UNDER_WAY
+        meter.create_observable_gauge(_PREFIX + name, [lambda _: self._seconds_under_way()], unit, description)
+
+    def record(self, run: str, measured: Mapping[str, float]) -> None:
+        """Record values by the names of instruments."""
+        of_run = {_PREFIX + "run": run}
+        for name, value in measured.items():
+            if name in self.counters:
+                self.counters[name].add(value, of_run)
+            elif name in self.histograms:
+                self.histograms[name].record(value, of_run)
+            else:
+                self.gauges[name].set(value, of_run)
+
+
+    def _seconds_under_way(self) -> Iterator[Observation]:
+        """Give for each run how long its save has gone on, the oldest where several savers share the name."""
+        from opentelemetry.metrics import Observation
+
+        now, saves = time.perf_counter(), [each for each in self.open.copy() if each.what == "save"]
+        for run in self.runs.copy():
+            seconds = max((now - save.begin for save in saves if save.run == run), default=0.0)
+            yield Observation(seconds, {_PREFIX + "run": run})
 
 
 class Operation:
@@ -66,18 +97,34 @@ class Operation:
     Args:
         what: a save or a load.
         attributes: of its span.
+        run: the job, as its series and spans name it.
+        retries: returns how many requests to the storage were tried again so far.
         is_told: whether anybody is told; one rank of several tells for all.
     """
 
-    def __init__(self, what: What, attributes: Attributes, *, is_told: bool = True) -> None:
-        self._what, self._begin, self._once = what, time.perf_counter(), threading.Lock()
+    def __init__(
+        self,
+        what: What,
+        attributes: Attributes,
+        *,
+        run: str = "",
+        retries: Callable[[], int] = lambda: 0,
+        is_told: bool = True,
+    ) -> None:
+        self.what, self.run, self.begin = what, run, time.perf_counter()
+        self._once, self._retries, self._retries_before = threading.Lock(), retries, retries()
         self._span: Any = None
         self._tools = _guarded(_tools) if is_told else None
         if self._tools is not None:
-            tools = self._tools
-            self._span = _guarded(lambda: tools.tracer.start_span(_PREFIX + what, attributes=_named(attributes)))
+            tools, of_run = self._tools, {"run": run}
+            tools.open.add(self)
+            tools.runs.add(run)
+            self._span = _guarded(
+                lambda: tools.tracer.start_span(_PREFIX + what, attributes=_named({**attributes, **of_run}))
+            )
             # To Prometheus, a counter that is not there before it is 1 has not increased.
-            _guarded(lambda: tools.counters["failures"].add(0, {_PREFIX + "operation": what}))
+            _guarded(lambda: tools.counters["failures"].add(0, _named({"operation": what, **of_run})))
+            _guarded(lambda: tools.record(run, dict.fromkeys(_PRESENT, 0)))
 
     def __enter__(self) -> Operation:
         return self
@@ -104,9 +151,11 @@ class Operation:
         """
         if self._tools is None or not self._once.acquire(blocking=False):
             return
-        tools, seconds = self._tools, time.perf_counter() - self._begin
+        self._tools.open.discard(self)
+        tools, seconds = self._tools, time.perf_counter() - self.begin
         known = dict(attributes or {})
-        _guarded(lambda: self._measure(tools, seconds, known, measured or {}, error))
+        values = {"storage.retries": self._retries() - self._retries_before, **(measured or {})}
+        _guarded(lambda: self._measure(tools, seconds, known, values, error))
         if self._span is not None:
             _guarded(lambda: self._describe(known, error))
             _guarded(self._span.end)
@@ -114,20 +163,14 @@ class Operation:
     def _measure(
         self, tools: _Tools, seconds: float, known: Attributes, measured: Mapping[str, float], error: object
     ) -> None:
-        result = {_PREFIX + "result": "ok" if error is None else "failed"}
+        result = {"run": self.run, "result": "ok" if error is None else "failed"}
         if "kind" in known:
-            result[_PREFIX + "kind"] = str(known["kind"])
-        tools.counters[f"{self._what}s"].add(1, result)
-        tools.histograms[f"{self._what}.duration"].record(seconds, result)
+            result["kind"] = str(known["kind"])
+        tools.counters[f"{self.what}s"].add(1, _named(result))
+        tools.histograms[f"{self.what}.duration"].record(seconds, _named(result))
         if error is not None:
-            tools.counters["failures"].add(1, {_PREFIX + "operation": self._what})
-        for name, value in measured.items():
-            if name in tools.counters:
-                tools.counters[name].add(value)
-            elif name in tools.histograms:
-                tools.histograms[name].record(value)
-            else:
-                tools.gauges[name].set(value)
+            tools.counters["failures"].add(1, _named({"run": self.run, "operation": self.what}))
+        tools.record(self.run, measured)
 
     def _describe(self, known: Attributes, error: BaseException | None) -> None:
         from opentelemetry.trace import Status, StatusCode
@@ -137,6 +180,13 @@ class Operation:
             self._span.record_exception(error)
             self._span.set_attribute("error.type", type(error).__name__)
             self._span.set_status(Status(StatusCode.ERROR, str(error)))
+
+
+def measure(run: str, measured: Mapping[str, float]) -> None:
+    """Record values of a run by the names of instruments, beside those of its saves and loads."""
+    tools = _guarded(_tools)
+    if tools is not None:
+        _guarded(lambda: tools.record(run, measured))
 
 
 @cache

@@ -2,12 +2,15 @@
 
 import re
 import sys
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 import warm_python
 from builders import Run
+from gate import Gate
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -22,6 +25,7 @@ import recckpt
 from recckpt import Saver, telemetry
 from recckpt.errors import CheckpointExistsError, SaveFailedError
 from recckpt.sparse import HashTable
+from recckpt.sparse.files.saver import SparseSaver
 
 
 class Told:
@@ -41,6 +45,14 @@ class Told:
 
     @property
     def metrics(self):
+        """Return name -> (attributes but the run -> value; of a histogram how often and how much)."""
+        return {
+            name: {attributes[:-1]: value for attributes, value in points.items()}
+            for name, points in self.metrics_of_runs.items()
+        }
+
+    @property
+    def metrics_of_runs(self):
         """Return name -> (attributes -> value; of a histogram how often and how much)."""
         found = {}
         data = self.reader.get_metrics_data()
@@ -49,6 +61,7 @@ class Told:
         ]:
             assert (scope.scope.name, scope.scope.version) == ("recckpt", recckpt.__version__)
             for metric in scope.metrics:
+                assert {list(sorted(point.attributes))[-1] for point in metric.data.data_points} == {"recckpt.run"}
                 points = {
                     tuple(value for _, value in sorted(point.attributes.items())): (
                         (point.count, point.sum) if hasattr(point, "count") else point.value
@@ -95,10 +108,13 @@ def test_saves_are_counted_and_measured_by_kind(tmp_path, told):
     assert 0 < saved < 100
     assert 0 < paused < 100
     assert found["recckpt.failures"] == {("save",): 0}, "there before the first, for Prometheus"
+    assert found["recckpt.save.under_way"] == {(): 0}
+    assert found["recckpt.storage.retries"] == {(): 0}
+    assert found["recckpt.storage.free"][()] > 0
     [(name, status, attributes), (_, _, of_second)] = told.spans
     assert (name, status) == ("recckpt.save", "UNSET")
     assert attributes == {
-        **{"recckpt.id": "a", "recckpt.step": 7, "recckpt.kind": "full", "recckpt.links": 1, "recckpt.rows": 50},
+        **{"recckpt.run": tmp_path.name, "recckpt.id": "a", "recckpt.step": 7, "recckpt.kind": "full", "recckpt.links": 1, "recckpt.rows": 50},
         **{"recckpt.bytes": first.n_bytes, "recckpt.background": False, "recckpt.ephemeral": False},
     }
     assert (of_second["recckpt.kind"], of_second["recckpt.background"]) == ("delta", True)
@@ -158,7 +174,7 @@ def test_loads_and_restores_are_told_and_those_that_fail_too(tmp_path, told, mon
             fresh.saver.load("ckpt_2")
     loads = [span for span in told.spans if span[0] == "recckpt.load"]
     assert [status for _, status, _ in loads] == ["UNSET", "UNSET", "ERROR"]
-    name = {"recckpt.id": "ckpt_2", "recckpt.step": 2, "recckpt.kind": "full"}
+    name = {"recckpt.run": tmp_path.name, "recckpt.id": "ckpt_2", "recckpt.step": 2, "recckpt.kind": "full"}
     assert loads[0][2].items() >= name.items()
     assert loads[0][2]["recckpt.rows"] == sum(len(table) for table in fresh.model.tables)
     assert loads[2][2] == {**name, "error.type": "OSError"}
@@ -166,6 +182,68 @@ def test_loads_and_restores_are_told_and_those_that_fail_too(tmp_path, told, mon
     assert found["recckpt.loads"] == {("ok",): 2, ("failed",): 1}
     assert found["recckpt.load.duration"]["ok",][0] == 2
     assert found["recckpt.failures"] == {("load",): 1, ("save",): 0}
+
+
+def test_two_savers_in_one_process_are_told_apart_by_their_runs(tmp_path, told):
+    saver_of(tmp_path / "clicks").save("a")
+    other = saver_of(tmp_path / "clicks-2", run="orders")
+    other.save("a")
+    other.load()
+    found = told.metrics_of_runs
+    assert found["recckpt.saves"] == {("full", "ok", "clicks"): 1, ("full", "ok", "orders"): 1}
+    assert found["recckpt.loads"] == {("ok", "orders"): 1}
+    assert found["recckpt.last_save.time"].keys() == found["recckpt.save.under_way"].keys()
+    assert found["recckpt.save.under_way"].keys() >= {("clicks",), ("orders",)}
+    assert [attributes["recckpt.run"] for _, _, attributes in told.spans] == ["clicks", "orders", "orders"]
+
+
+@pytest.mark.parametrize("run", ["", 7, b"clicks"])
+def test_a_run_without_a_name_is_refused_before_its_output_dir_is_made(tmp_path, run):
+    with pytest.raises(TypeError, match="run must be the name of this job, or None, found"):
+        saver_of(tmp_path / "made", run=run)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_save_under_way_shows_for_how_long_it_has_gone_on(tmp_path, told, monkeypatch):
+    saver = saver_of(tmp_path)
+    gate = Gate(monkeypatch, SparseSaver, "save")
+    handle = saver.save_async("a")
+    assert gate.reached.wait(60)
+    first, second = (told.metrics["recckpt.save.under_way"][()] for _ in range(2))
+    gate.opened.set()
+    handle.wait()
+    assert 0 < first < second
+    assert told.metrics["recckpt.save.under_way"] == {(): 0}
+
+
+@pytest.mark.parametrize("damage", [lambda file: file[:-100], lambda file: file[:200] + b"?" * 8 + file[208:]])
+def test_a_restore_tells_the_age_of_its_checkpoint_and_that_it_fell_back(tmp_path, told, damage):
+    Run(tmp_path, interval=2, max_keep=3).train(4)
+    older, newest = recckpt.list_checkpoints(str(tmp_path))
+    manifest = next(tmp_path.glob(f"{newest.ckpt_id}*/manifest.json"))
+    damaged = next(path for path in manifest.parent.rglob("*.arrow"))
+    damaged.write_bytes(damage(damaged.read_bytes()))
+    assert Run(tmp_path, interval=2).manager.restore() == 2
+    found = told.metrics
+    assert found["recckpt.restore.fallbacks"] == {(): 1}
+    written = datetime.fromisoformat(older.time.replace("Z", "+00:00")).timestamp()
+    assert found["recckpt.last_save.time"] == {(): written}, "before the first save"
+
+
+def test_requests_that_were_tried_again_are_counted_when_the_save_ends(memory_url, told, monkeypatch):
+    saver = saver_of(memory_url)
+    saver.storage.policy = replace(saver.storage.policy, sleep=lambda seconds: None)
+    pipe, broken = type(saver.storage._fs).pipe_file, [ConnectionResetError(), TimeoutError()]
+
+    def failing_twice(fs, path, *args, **kwargs):
+        if broken and path.endswith(".arrow"):
+            raise broken.pop()
+        return pipe(fs, path, *args, **kwargs)
+
+    monkeypatch.setattr(type(saver.storage._fs), "pipe_file", failing_twice)
+    saver.save("a")
+    assert told.metrics["recckpt.storage.retries"] == {(): 2}
+    assert "recckpt.storage.free" not in told.metrics, "nobody knows it there"
 
 
 def test_what_fails_in_opentelemetry_is_logged_once_and_fails_no_save(tmp_path, told, monkeypatch, caplog):

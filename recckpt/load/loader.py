@@ -41,6 +41,7 @@ class Loader:
         concurrency: threads that read.
         download_dir: where to copy files that cannot be mapped, before they are read.
         has_bar: whether long loads show a bar.
+        run: the job, as metrics name it.
         is_resumed: whether a checkpoint of the own output dir was loaded.
         before_own: is called before :meth:`load` opens a checkpoint of the own output dir.
         on_whole_restore: is told when the tables of this rank, which it is given, have become exactly those of a
@@ -55,6 +56,7 @@ class Loader:
     concurrency: int
     download_dir: WorkDir | None
     has_bar: bool = True
+    run: str = ""
     is_resumed: bool = False
     before_own: Callable[[], object] = lambda: None
     on_whole_restore: Callable[[Checkpoint, Iterable[HashTable]], object] | None = None
@@ -118,7 +120,7 @@ class Loader:
     ) -> LoadReport:
         """Load from checkpoints that are open; what every load and restore comes down to."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
-        with _begun(live, sources) as span:
+        with self._begun(live, sources) as span:
             report = loading.load(
                 live,
                 sources,
@@ -142,16 +144,16 @@ class Loader:
         shard, shards = this_rank(shard_id, shard_num)
         return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards)
 
-
-def _begun(live: LiveState, sources: Sequence[OpenSource]) -> Operation:
-    """Return the span of a load that begins; the first rank tells for all."""
-    records = [source.at.checkpoint.manifest for source in sources]
-    attributes: dict[str, str | int] = {"id": ", ".join(record.ckpt_id for record in records)}
-    if records:
-        attributes["kind"] = records[-1].kind
-    if records and records[-1].step is not None:
-        attributes["step"] = records[-1].step
-    return Operation("load", attributes, is_told=live.shard == 0)
+    def _begun(self, live: LiveState, sources: Sequence[OpenSource]) -> Operation:
+        """Return the span of a load that begins; the first rank tells for all."""
+        records = [source.at.checkpoint.manifest for source in sources]
+        attributes: dict[str, str | int] = {"id": ", ".join(record.ckpt_id for record in records)}
+        if records:
+            attributes["kind"] = records[-1].kind
+        if records and records[-1].step is not None:
+            attributes["step"] = records[-1].step
+        retries, is_told = (lambda: self.storage.n_retries), live.shard == 0
+        return Operation("load", attributes, run=self.run, retries=retries, is_told=is_told)
 
 
 def _whole_restore(

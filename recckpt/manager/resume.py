@@ -9,8 +9,10 @@ from functools import partial
 from numbers import Integral
 from typing import Any
 
+from recckpt import telemetry
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
+from recckpt.format.moments import time_of
 from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.load import plan
@@ -24,7 +26,7 @@ from recckpt.load.source import Source, locate_bank
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import Run
 from recckpt.output_dir.index_file import warn_of_index
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first, usable
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import best_id, best_in
@@ -33,6 +35,7 @@ from recckpt.types import flag
 log = logging.getLogger("recckpt")
 
 _Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
+_FELL_BACK = {"restore.fallbacks": 1}
 _OWN = Entry(label="output_dir", is_own=True)
 
 
@@ -187,6 +190,7 @@ class Restorer:
                 if not candidates:
                     raise
                 log.error("%s, restoring %s instead: %s", _said(checkpoint, link), candidates[0].ckpt_id, error)
+                self._measure(_FELL_BACK)
                 continue
             # Ranks may hold different tables, of which the bank has some.
             holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
@@ -230,6 +234,13 @@ class Restorer:
         self._run.held_step = self._run.global_step if stays else None
         self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
+        if (time := time_of(checkpoint.manifest.time)) is not None:  # its age is known before the first save
+            self._measure({"last_save.time": time.timestamp()})
+
+    def _measure(self, measured: Mapping[str, float]) -> None:
+        """Tell OpenTelemetry; the first rank does for all."""
+        if self._ranks.rank == 0:
+            telemetry.measure(self._loader.run, measured)
 
     def _without(self, candidates: Sequence[Checkpoint], damage: FoundDamage) -> list[Checkpoint]:
         """Return the candidates that need nothing damaged, or other forms of them, best first."""
@@ -250,7 +261,10 @@ class Restorer:
             return [locate(storage, best_id(manifests, best, storage.url))]
         if isinstance(global_step, Integral):
             return [locate(storage, layout.step_id(int(global_step)))]
-        found = newest_first(storage)
+        listing = list_checkpoints(storage)
+        found = usable(storage, listing)
+        if found and found[0].manifest.place < listing.newest_place:
+            self._measure(_FELL_BACK)
         if required and not found:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
         if self._ranks.rank == 0:

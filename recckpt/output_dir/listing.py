@@ -263,7 +263,11 @@ def newest_first(storage: Storage) -> list[Checkpoint]:
     Raises FormatVersionError where a newer recckpt wrote one, which may be the newest of all, CorruptCheckpointError
     where there are only damaged ones.
     """
-    listing = list_checkpoints(storage)
+    return usable(storage, list_checkpoints(storage))
+
+
+def usable(storage: Storage, listing: Listing) -> list[Checkpoint]:
+    """As :func:`newest_first`, of a listing."""
     for directory, error in listing.damaged.items():
         if isinstance(error, FormatVersionError):
             raise error

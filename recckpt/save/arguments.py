@@ -67,6 +67,17 @@ def check_options(
         raise TypeError(f"progress must be True or False, found {progress!r}")
 
 
+def name_of_run(run: Any, url: str) -> str:
+    """Return what metrics call a job: what was asked for, else the last name in the URL of its output dir.
+
+    Raises:
+        TypeError: ``run`` is not a string, or is empty.
+    """
+    if run is not None and (not isinstance(run, str) or not run):
+        raise TypeError(f"run must be the name of this job, or None, found {run!r}")
+    return run or url.rstrip("/").rpartition("/")[2] or url
+
+
 def check_change(parts: Mapping[str, Any], name: str, value: Any) -> None:
     """Refuse to set what a saver has been made with, but for ``max_keep``.
 

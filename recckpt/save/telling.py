@@ -5,27 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import SaveInfo
+from recckpt.storage import Storage
 from recckpt.telemetry import Operation
 
 log = logging.getLogger("recckpt")
 
 
-def begun(info: SaveInfo, ranks: Ranks) -> Operation:
+def begun(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operation:
     """Return the span of a save that begins; the first rank tells for all."""
     step = {} if info.step is None else {"step": info.step}
-    return Operation("save", {"id": info.ckpt_id, **step}, is_told=ranks.rank == 0)
+    attributes = {"id": info.ckpt_id, **step}
+    return Operation("save", attributes, run=run, retries=lambda: storage.n_retries, is_told=ranks.rank == 0)
 
 
 def tell(job: Job, to: Destination) -> None:
     """Tell of a save that is committed, and is in the timeline already."""
     info = job.info
     written = {"save.bytes": info.n_bytes, "save.rows": info.n_upserts}
-    state = {"chain.length": info.n_links, "last_save.time": time.time()}
+    state = {"chain.length": info.n_links, "last_save.time": time.time(), **_free(to.storage)}
     attributes = {**_attributes(info), "bytes": info.n_bytes, "rows": info.n_rows}
     job.span.end(attributes=attributes, measured={"save.pause": info.max_blocked_sec, **written, **state})
     _call_on_save(to, info)
@@ -44,6 +46,14 @@ def told_of_failure(job: Job, to: Destination) -> Iterator[None]:
             to.timeline.add_failure(to.storage, to.fence, info)
         _call_on_save(to, info)
         raise
+
+
+def _free(storage: Storage) -> dict[str, float]:
+    """Return the room that is left, nothing where the storage does not know it without a request."""
+    with suppress(OSError):
+        free = storage.free_bytes() if storage.asking_is_free else None
+        return {} if free is None else {"storage.free": free}
+    return {}
 
 
 def _attributes(info: SaveInfo) -> dict[str, str | int]:

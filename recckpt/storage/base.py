@@ -186,10 +186,12 @@ class Storage(ABC):
     Files appear whole or not at all; only ``replace`` and ``draft`` overwrite one. Thread-safe.
 
     Attributes:
+        n_retries: how many requests were tried again so far.
         asking_is_free: whether a look at one file costs no request over a network, so that training may wait for it.
     """
 
     asking_is_free: ClassVar[bool] = False
+    n_retries: int = 0
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -198,7 +198,7 @@ class _FirstAnswer(Retries):
     """Attempts that end at once where an address that has never answered refuses the connection."""
 
     def __init__(self, policy: RetryPolicy, url: str, storage: ObjectStorage) -> None:
-        super().__init__(policy, url)
+        super().__init__(policy, url, storage.count_retry)
         self._storage = storage
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:

@@ -82,7 +82,11 @@ class RemoteStorage(Storage):
         return self._retries(name).call(operation, work)
 
     def _retries(self, name: str) -> Retries:
-        return Retries(self.policy, self._url(name))
+        return Retries(self.policy, self._url(name), self.count_retry)
+
+    def count_retry(self) -> None:
+        """Count a request that is tried again; of several threads at once, one may be lost: it is for metrics."""
+        self.n_retries += 1
 
     def _url(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url

@@ -73,11 +73,14 @@ class RetryPolicy:
 
 
 class Retries:
-    """The attempts at one file, which share a deadline. Not thread-safe."""
+    """The attempts at one file, which share a deadline; ``on_retry`` is called before each but the first.
 
-    def __init__(self, policy: RetryPolicy, url: str) -> None:
+    Not thread-safe.
+    """
+
+    def __init__(self, policy: RetryPolicy, url: str, on_retry: Callable[[], object] = lambda: None) -> None:
         self.url = url
-        self._policy, self._left_sec = policy, policy.deadline_sec
+        self._policy, self._left_sec, self._on_retry = policy, policy.deadline_sec, on_retry
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
         """Return what ``work`` returns; try it again after a failure that may pass, if ``again``.
@@ -100,6 +103,7 @@ class Retries:
             if not again or self._left_sec < 0 or not is_transient(failure, handled):
                 raise os_error(failure, operation, self.url) from failure
             log.warning("%s: %s failed, trying again in %.1f s: %r", self.url, operation, wait_sec, failure)
+            self._on_retry()
             self._policy.sleep(wait_sec)
 
 

@@ -247,7 +247,7 @@ class _OneAtATime(Retries):
     """Attempts that take turns, and connect again after the connection was lost."""
 
     def __init__(self, policy: RetryPolicy, url: str, storage: SftpStorage) -> None:
-        super().__init__(policy, url)
+        super().__init__(policy, url, storage.count_retry)
         self._storage = storage  # whose connection ends with it
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:

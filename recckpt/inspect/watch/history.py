@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from recckpt.format.moments import time_of
 from recckpt.inspect.save_times import SaveTimes, save_times
 
 _LAST = 20  # saves that say how it usually goes
@@ -64,11 +64,3 @@ def history_of(lines: Iterable[Mapping[str, Any]]) -> History:
             failed.append(line)
     return History(saves, failed)
 
-
-def time_of(text: object) -> datetime | None:
-    """Return a moment as manifests and timelines write it, None where it is none."""
-    try:
-        found = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)

@@ -9,8 +9,9 @@ from datetime import datetime
 from typing import Any
 
 from recckpt.format import layout
+from recckpt.format.moments import time_of
 from recckpt.inspect.save_times import SaveTimes
-from recckpt.inspect.watch.history import History, Pause, time_of
+from recckpt.inspect.watch.history import History, Pause
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Claim
 from recckpt.output_dir.listing import Checkpoint, Listing
