@@ -1,6 +1,8 @@
 """What OpenTelemetry is told of saves and loads, by its own SDK; and that nothing of it is needed."""
 
 import re
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -295,7 +297,37 @@ def test_prometheus_reads_what_the_alerts_ask_for(tmp_path):
     assert done.returncode == 0, done.stderr
     served = {line.partition("{")[0] for line in done.stdout.splitlines() if line.startswith("recckpt_")}
     assert "recckpt_save_bytes_total" in served
-    rules = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/telemetry.md").read_text(encoding="utf-8"), re.DOTALL)[0]
-    asked = set(re.findall(r"\brecckpt_\w+(?=[ \[{)])", rules))
-    assert len(asked) >= 5
-    assert asked <= served
+    asked = set(re.findall(r"\brecckpt_\w+(?=[ \[{)])", alert_rules())) - {"recckpt_run", "recckpt_expected"}
+    assert len(asked) >= 9
+    assert asked <= served | {"recckpt_failures_total"}
+
+
+def alert_rules():
+    return re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/telemetry.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+
+
+@pytest.fixture
+def promtool(tmp_path):
+    """Try rules of alerts on the two jobs of tests/alerts, and return what promtool says."""
+    if shutil.which("promtool") is None:
+        pytest.skip("ALERTS WERE NOT TESTED: there is no promtool (apt-get install prometheus)")
+
+    def run(rules):
+        (tmp_path / "rules.yml").write_text(rules, encoding="utf-8")
+        shutil.copy(ROOT / "tests/alerts/two_jobs.yml", tmp_path)
+        return subprocess.run(
+            ["promtool", "test", "rules", "two_jobs.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+def test_the_alerts_name_the_job_that_died_and_the_one_whose_saves_fail(promtool):
+    done = promtool(alert_rules())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("rule", ["unless on (recckpt_run)", "max by (recckpt_run)", "recckpt_run: clicks"])
+def test_alerts_that_do_not_go_by_the_run_are_found_out(promtool, rule):
+    broken = {"unless on (recckpt_run)": "unless on ()", "max by (recckpt_run)": "max", "recckpt_run: clicks": "of: x"}
+    assert promtool(alert_rules().replace(rule, broken[rule])).returncode == 1
