@@ -78,7 +78,6 @@ class _Tools:
             else:
                 self.gauges[name].set(value, of_run)
 
-
     def _seconds_under_way(self) -> Iterator[Observation]:
         """Give for each run how long its save has gone on, the oldest where several savers share the name."""
         from opentelemetry.metrics import Observation

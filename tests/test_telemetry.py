@@ -63,7 +63,7 @@ class Told:
         ]:
             assert (scope.scope.name, scope.scope.version) == ("recckpt", recckpt.__version__)
             for metric in scope.metrics:
-                assert {list(sorted(point.attributes))[-1] for point in metric.data.data_points} == {"recckpt.run"}
+                assert {sorted(point.attributes)[-1] for point in metric.data.data_points} == {"recckpt.run"}
                 points = {
                     tuple(value for _, value in sorted(point.attributes.items())): (
                         (point.count, point.sum) if hasattr(point, "count") else point.value
@@ -116,7 +116,14 @@ def test_saves_are_counted_and_measured_by_kind(tmp_path, told):
     [(name, status, attributes), (_, _, of_second)] = told.spans
     assert (name, status) == ("recckpt.save", "UNSET")
     assert attributes == {
-        **{"recckpt.run": tmp_path.name, "recckpt.id": "a", "recckpt.step": 7, "recckpt.kind": "full", "recckpt.links": 1, "recckpt.rows": 50},
+        **{
+            "recckpt.run": tmp_path.name,
+            "recckpt.id": "a",
+            "recckpt.step": 7,
+            "recckpt.kind": "full",
+            "recckpt.links": 1,
+            "recckpt.rows": 50,
+        },
         **{"recckpt.bytes": first.n_bytes, "recckpt.background": False, "recckpt.ephemeral": False},
     }
     assert (of_second["recckpt.kind"], of_second["recckpt.background"]) == ("delta", True)

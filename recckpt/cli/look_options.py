@@ -31,6 +31,7 @@ def add_report(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("--out", metavar="FILE.html", help=out_help)
     add("--quick", dest="deep", action="store_false", help="read no rows: manifests, sizes and the timeline only")
     add("--threads", type=_threads, metavar="N", help="files to read at once (default: 8, locally at most one a core)")
+    _add_overdue(parser)
 
 
 def add_sql(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -51,7 +52,14 @@ def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     parser.add_argument("dir", metavar="DIR", help="output dir, which need not be there yet; a path or URL")
     interval_help = "from one look to the next (default: %(default)g)"
     parser.add_argument("--interval", type=_seconds, default=5.0, metavar="SECONDS", help=interval_help)
-    parser.add_argument("--once", action="store_true", help="look once; exit code 1 where the last save failed")
+    once_help = "look once; exit code 1 where the last save failed or the next one is overdue"
+    parser.add_argument("--once", action="store_true", help=once_help)
+    _add_overdue(parser)
+
+
+def _add_overdue(parser: argparse.ArgumentParser) -> None:
+    overdue_help = "age of the newest checkpoint from which on the next save is missed (default: 3 times the usual)"
+    parser.add_argument("--overdue", type=_seconds, metavar="SECONDS", help=overdue_help)
 
 
 def _tolerance(text: str) -> float:

@@ -15,13 +15,14 @@ from recckpt.text import one_line
 def report(args: argparse.Namespace) -> Outcome:
     """Look at a run and write a page; with ``--json`` the page is written only where it is asked for."""
     path = args.out or (None if args.json else "report.html")
+    options = {"deep": args.deep, "threads": args.threads, "overdue_sec": args.overdue}
     with usage_checked():
         if path is None:
-            found = look(args.dir, deep=args.deep, threads=args.threads)
+            found = look(args.dir, **options)
         else:
             needed("matplotlib", "report")  # before anything is read
             with new_file(path) as sink:
-                found = look(args.dir, deep=args.deep, threads=args.threads)
+                found = look(args.dir, **options)
                 sink.write(found.to_html().encode())
     written = [] if path is None else [f"wrote {one_line(path)}"]
     problems = [] if found.is_healthy else [f"{found.url}: {verdict(found)}"]

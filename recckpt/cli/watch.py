@@ -51,7 +51,7 @@ class _Shown(Outcome):
 def _watch(args: argparse.Namespace) -> Outcome:
     with usage_checked():
         storage = open_storage(args.dir)
-    watcher = Watcher(storage)
+    watcher = Watcher(storage, args.overdue)
     status = watcher.look()  # what is wrong with the place from the start does not mend itself
     if status.why_empty == "not a directory":
         raise CommandError(f"{status.url}: {status.why_empty}")
@@ -77,7 +77,8 @@ def _problems(status: Status) -> list[str]:
     if status.last is None and not status.problems and not status.failed:
         return [f"{status.url}: {status.why_empty}"]
     failed = [f"{status.url}: the last save failed: {each.error}" for each in status.failed[-1:]]
-    return [*failed, *(f"{status.url}: {problem}" for problem in few(status.problems))]
+    overdue = [f"{status.url}: {text}" for name, text, _ in facts(status) if name == "overdue"]
+    return [*failed, *overdue, *(f"{status.url}: {problem}" for problem in few(status.problems))]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from recckpt.text.bars import Progress
 from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain, section
 from recckpt.text.reprs import quoted, shown
-from recckpt.text.words import cell, count, escaped, nearest, one_line, plural, size
+from recckpt.text.words import cell, count, duration, escaped, nearest, one_line, plural, size
 
 __all__ = [
     "Heading",
@@ -12,6 +12,7 @@ __all__ = [
     "Table",
     "cell",
     "count",
+    "duration",
     "escaped",
     "grid",
     "nearest",

@@ -1,4 +1,4 @@
-"""Words for people: counts, sizes, values, and names that cannot break a line."""
+"""Words for people: counts, sizes, durations, values, and names that cannot break a line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 _MAX_VALUES = 4  # of a vector in a line of text; --json has all
 
 
@@ -30,6 +31,16 @@ def size(n_bytes: int) -> str:
             return f"{value:.1f} {unit}" if unit != "B" else f"{n_bytes} B"
         value /= 1000
     return f"{value:.1f} PB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them, by the two largest units."""
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+    unit, n_sec, smaller, n_smaller = next(each for each in _UNITS if seconds >= each[1])
+    whole, rest = divmod(int(seconds), n_sec)
+    more = f" {rest // n_smaller} {smaller}" if rest >= n_smaller else ""
+    return f"{count(whole)} {unit}{more}"
 
 
 def count(number: int) -> str:

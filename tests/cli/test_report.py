@@ -34,6 +34,14 @@ def test_json_is_the_data_and_writes_no_page_unless_asked_to(recckpt, run, tmp_p
     assert (tmp_path / "page.html").exists()
 
 
+def test_an_overdue_save_is_a_problem_to_who_asks_for_it(recckpt, run, tmp_path):
+    options = ("report", run, "--quick", "--json")
+    assert recckpt(*options, "--overdue", 3600).code == 0
+    answer = recckpt(*options, "--overdue", 1e-6)
+    assert (answer.code, "1 problem" in answer.err) == (1, True)
+    assert recckpt(*options, "--overdue", 0).code == 2
+
+
 def test_problems_end_with_1_and_messages_leave_no_page(recckpt, run, tmp_path):
     (run / "ckpt_20/model.pt").unlink()
     answer = recckpt("report", run, "--out", tmp_path / "page.html")

@@ -34,6 +34,9 @@ def test_once_says_what_is_known_and_ends(recckpt, tmp_path, monkeypatch):
     assert re.search(r"^last save +.* ago: ckpt_10, full, \d+ rows, ", answer.out, re.MULTILINE)
     found = recckpt("watch", tmp_path, "--once", "--json").json
     assert (found["step"], found["last_save"]["ckpt_id"], found["failed"]) == (10, "ckpt_10", [])
+    assert recckpt("watch", tmp_path, "--once", "--overdue", 3600).code == 0
+    answer = recckpt("watch", tmp_path, "--once", "--overdue", 1e-6)
+    assert (answer.code, "expected a save within" in answer.err) == (1, True)
     with monkeypatch.context() as patch:
         patch.setattr("recckpt.save.save.write", failing)
         with pytest.raises(OSError, match="down"):

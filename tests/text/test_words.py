@@ -1,6 +1,6 @@
 import pytest
 
-from recckpt.text import cell
+from recckpt.text import cell, duration
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,14 @@ from recckpt.text import cell
 )
 def test_a_time_is_shown_to_the_second_and_other_numbers_with_six_digits(value, shown):
     assert cell(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[(0.0123, "12.3 ms"), (1.5, "1.5 s"), (59, "59 s"), (60, "1 min"), (61, "1 min 1 s"), (3600, "1 h")],
+        *[(3 * 3600 + 130, "3 h 2 min"), (86400 * 1200 + 7200, "1,200 d 2 h")],
+    ],
+)
+def test_a_duration_is_said_in_its_two_largest_units(seconds, text):
+    assert duration(seconds) == text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 
+from recckpt.format.moments import time_of
 from recckpt.inspect.report.result import (
     CheckpointSize,
     Finding,
@@ -15,7 +17,8 @@ from recckpt.inspect.report.result import (
 )
 from recckpt.inspect.report.row_counts import EXPLODING
 from recckpt.inspect.save_times import SaveTimes
-from recckpt.text import count, escaped, one_line, plural
+from recckpt.inspect.watch.history import History
+from recckpt.text import count, duration, escaped, one_line, plural
 
 _LONG_CHAIN = 40  # links: twice what `Deltas` lets a chain grow to by default
 _LARGE_CHAIN = 3.0  # times the bytes of the full checkpoint
@@ -28,8 +31,14 @@ _SLOW_SEC = 1.0  # longer than the median at least
 _NAMED = 3
 
 
-def findings_of(found: RunReport) -> list[Finding]:
-    """Return what is unhealthy, problems first; the findings that it has already do not count."""
+def findings_of(found: RunReport, now: datetime, overdue_sec: float | None = None) -> list[Finding]:
+    """Return what is unhealthy, problems first; the findings that it has already do not count.
+
+    Args:
+        found: the run.
+        now: the time.
+        overdue_sec: the age of the newest checkpoint from which on a missing save is a problem; None for the usual.
+    """
     findings = [*_of_dir(found.url, found.checkpoints, found.leftovers)]
     if found.checkpoints:
         newest = f"{found.url.removesuffix('/')}/{found.checkpoints[-1].directory}"
@@ -37,6 +46,7 @@ def findings_of(found: RunReport) -> list[Finding]:
         for table in found.tables:
             findings += _of_table(newest, table)
         findings += _of_chain(found.url, found.checkpoints[-1])
+        findings += _of_age(found, now, overdue_sec)
     findings += _of_saves(found.saves)
     return sorted(findings, key=lambda finding: finding.level != "problem")
 
@@ -155,6 +165,20 @@ def _of_chain(url: str, newest: CheckpointSize) -> Iterator[Finding]:
             "all of which a restore reads",
             f"`recckpt compact {one_line(url)}` makes one full checkpoint of it; `Deltas(full_every=...)` keeps chains "
             "short.",
+        )
+
+
+def _of_age(found: RunReport, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
+    """Find a save that is missing: a problem to who asks for it, or looks often, since a run may have ended, too."""
+    newest = found.checkpoints[-1]
+    usual_sec = History([save for save in found.saves if save.error is None], []).overdue_sec
+    limit_sec, time = overdue_sec or usual_sec, time_of(newest.time)
+    if limit_sec is not None and time is not None and (now - time).total_seconds() > limit_sec:
+        yield Finding(
+            "warning" if found.deep and overdue_sec is None else "problem",
+            f"no save since {escaped(newest.ckpt_id)} of {escaped(newest.time)}: expected one within "
+            f"{duration(limit_sec)}",
+            "The run has ended, hangs, or its saves fail: look at its log and at `recckpt watch`.",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timezone
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
@@ -21,11 +22,14 @@ from recckpt.output_dir.open_files import until_whole
 from recckpt.output_dir.rotation import pinned_ids
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
+from recckpt.types import positive_number
 
 _THREADS = 8
 
 
-def report(path: str | os.PathLike[str], *, deep: bool = True, threads: int | None = None) -> RunReport:
+def report(
+    path: str | os.PathLike[str], *, deep: bool = True, threads: int | None = None, overdue_sec: float | None = None
+) -> RunReport:
     """Look at a run, and say how it is: its checkpoints, its saves, its tables, and what of these is unhealthy.
 
     The newest checkpoint is read once, in bounded memory, and every byte of its files is checked; what is damaged is
@@ -36,10 +40,13 @@ def report(path: str | os.PathLike[str], *, deep: bool = True, threads: int | No
         path: an output dir; any fsspec URL.
         deep: False reads no files of checkpoints but manifests.
         threads: number of files to read at once; None for 8. Locally at most one a core.
+        overdue_sec: the age of the newest checkpoint from which on a missing save is a problem; None for 3 times the
+            usual, which is a warning, since the run may have ended, and a problem to a look without ``deep``.
 
     Raises:
         TypeError: ``path`` is not a path.
-        ValueError: ``threads`` is not an int of at least 1, or no storage takes the path.
+        ValueError: ``threads`` is not an int of at least 1, ``overdue_sec`` not a number above 0, or no storage takes
+            the path.
         CheckpointNotFoundError: there is nothing of a run, or the path is that of a checkpoint itself.
         CheckpointRemovedError: its writer removed the newest while it was read, again and again.
     """
@@ -47,16 +54,19 @@ def report(path: str | os.PathLike[str], *, deep: bool = True, threads: int | No
         raise TypeError(f"expected the path or URL of an output dir, found {path!r}")
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
+    if overdue_sec is not None:
+        positive_number("overdue_sec", overdue_sec)
     storage = open_storage(os.fspath(path))
 
     def look(listing: Listing) -> RunReport:
-        return _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0)
+        found = _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0)
+        return replace(found, findings=tuple(findings_of(found, datetime.now(timezone.utc), overdue_sec)))
 
     return until_whole(lambda: look_around(storage), look)
 
 
 def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
-    """Say how a run is, with so many threads that read rows."""
+    """Return what there is, with so many threads that read rows; findings are not made yet."""
     leftovers = list(_leftovers(storage, listing))
     saves = saves_of(storage)
     if listing.is_empty and not listing.unreadable and not saves:
@@ -68,7 +78,7 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
         tables, damage = read_newest(storage, newest, threads)
     elif newest is not None:
         tables = [TableHealth(table.name, table.rows, table.row_bytes) for table in newest.manifest.tables]
-    found = RunReport(
+    return RunReport(
         url=storage.url,
         findings=(),
         checkpoints=tuple(_size(checkpoint, checkpoint.ckpt_id in pinned) for checkpoint in listing.current),
@@ -79,7 +89,6 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
         tables=tuple(tables),
         deep=bool(threads),
     )
-    return replace(found, findings=tuple(findings_of(found)))
 
 
 def _refuse(storage: Storage, leftovers: list[Leftover]) -> None:

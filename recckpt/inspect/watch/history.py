@@ -12,6 +12,8 @@ from recckpt.format.moments import time_of
 from recckpt.inspect.save_times import SaveTimes, save_times
 
 _LAST = 20  # saves that say how it usually goes
+_OVERDUE = 3  # times the usual, from when on a save is missed
+_LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class History:
         usual = median(between) or (times[-1] - times[0]).total_seconds() / len(between)  # times are in whole seconds
         return usual if usual > 0 else None
 
+    @property
+    def overdue_sec(self) -> float | None:
+        """The age of the newest checkpoint from which on the next save is missed, None where that cannot be told."""
+        return None if self.every_sec is None else max(_OVERDUE * self.every_sec, _LEAST_OVERDUE_SEC)
+
     def of(self, ckpt_id: str) -> SaveTimes | None:
         """Return the last line of a checkpoint."""
         return next((line for line in reversed(self.saves) if line.ckpt_id == ckpt_id), None)
@@ -63,4 +70,3 @@ def history_of(lines: Iterable[Mapping[str, Any]]) -> History:
         else:
             failed.append(line)
     return History(saves, failed)
-

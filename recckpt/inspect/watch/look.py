@@ -48,10 +48,15 @@ class _ReadOnce(Manifests):
 
 
 class Watcher:
-    """Looks at one output dir. A manifest is read once, and the timeline when it has grown. Not thread-safe."""
+    """Looks at one output dir. A manifest is read once, and the timeline when it has grown. Not thread-safe.
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage, self._known = storage, _ReadOnce()
+    Args:
+        storage: the output dir.
+        overdue_sec: the age of the newest checkpoint from which on the next save is missed; None to go by the usual.
+    """
+
+    def __init__(self, storage: Storage, overdue_sec: float | None = None) -> None:
+        self._storage, self._known, self._overdue_sec = storage, _ReadOnce(), overdue_sec
         self._intents: dict[str, Intent] = {}
         self._writer: Claim | None = None
         self._timeline: tuple[object, History] = (None, history_of([]))
@@ -71,6 +76,7 @@ class Watcher:
             writer=self._owner(),
             intents=self._attempts(listing),
             why_empty=self._storage.why_empty(),
+            overdue_sec=self._overdue_sec,
         )
 
     def _history(self, listing: Listing) -> History:

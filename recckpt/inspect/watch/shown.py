@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from recckpt.inspect.watch.status import Failure, LastSave, Status
-from recckpt.text import count, escaped, one_line, plural, size
+from recckpt.text import count, duration, escaped, one_line, plural, size
 
-_UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 _MOST_PROBLEMS = 3  # that are shown
 Mood = Literal["plain", "good", "doubtful", "bad"]
 
@@ -29,8 +28,8 @@ def facts(status: Status) -> Iterator[Fact]:
     else:
         yield Fact("step", "-" if last.step is None else count(last.step))
         yield Fact("last save", _last_save(last), "doubtful" if status.is_overdue else "good")
-    if status.is_overdue and status.every_sec is not None:
-        yield Fact("overdue", f"usually there is a save every {duration(status.every_sec)}: does it run?", "doubtful")
+    if status.is_overdue and status.overdue_sec is not None:
+        yield Fact("overdue", f"expected a save within {duration(status.overdue_sec)}: does it run?", "doubtful")
     if status.failed:
         n_failed, newest = len(status.failed), status.failed[-1]
         since = f"{plural(n_failed, 'save')} failed since, the last one " if n_failed > 1 else ""
@@ -78,16 +77,6 @@ def few(problems: Sequence[str]) -> list[str]:
     more = len(problems) - _MOST_PROBLEMS
     first = [one_line(problem) for problem in problems[:_MOST_PROBLEMS]]
     return [*first, f"and {count(more)} more: `recckpt ls` lists all"] if more > 0 else first
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people say them, by the two largest units."""
-    if seconds < 60:
-        return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
-    unit, n_sec, smaller, n_smaller = next(each for each in _UNITS if seconds >= each[1])
-    whole, rest = divmod(int(seconds), n_sec)
-    more = f" {rest // n_smaller} {smaller}" if rest >= n_smaller else ""
-    return f"{count(whole)} {unit}{more}"
 
 
 def _last_save(last: LastSave) -> str:

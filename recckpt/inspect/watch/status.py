@@ -16,9 +16,6 @@ from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Claim
 from recckpt.output_dir.listing import Checkpoint, Listing
 
-_OVERDUE = 3  # times the usual, from when on a save is missed
-_LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
-
 
 @dataclass(frozen=True)
 class LastSave:
@@ -64,7 +61,7 @@ class Status:
         last: the newest checkpoint.
         pause: how long training stood still for saves.
         every_sec: the usual seconds from one save to the next.
-        is_overdue: whether the next save is missing for much longer than that.
+        overdue_sec: the age of the newest checkpoint from which on the next save is missed.
         failed: saves that failed since the last that did not.
         attempts: saves of the writer that owns the output dir which are not committed.
         writer: who saves here.
@@ -79,7 +76,7 @@ class Status:
     last: LastSave | None
     pause: Pause | None
     every_sec: float | None
-    is_overdue: bool
+    overdue_sec: float | None
     failed: Sequence[Failure]
     attempts: Sequence[Attempt]
     writer: Claim | None
@@ -91,6 +88,12 @@ class Status:
     def saves_per_hour(self) -> float | None:
         """How many saves there usually are in an hour."""
         return None if self.every_sec is None else 3600 / self.every_sec
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the next save is missed."""
+        age_sec = None if self.last is None else self.last.age_sec
+        return age_sec is not None and self.overdue_sec is not None and age_sec > self.overdue_sec
 
     @property
     def key(self) -> object:
@@ -119,6 +122,7 @@ class Status:
             "pause": None if self.pause is None else asdict(self.pause),
             "saves_per_hour": self.saves_per_hour,
             "overdue": self.is_overdue,
+            "overdue_sec": self.overdue_sec,
             "failed": [asdict(each) for each in self.failed],
             "under_way": [asdict(each) for each in self.attempts],
             "writer": writer,
@@ -138,6 +142,7 @@ def status_of(
     writer: Claim | None,
     intents: Sequence[Intent],
     why_empty: str,
+    overdue_sec: float | None = None,
 ) -> Status:
     """Return what is known of a run.
 
@@ -149,6 +154,7 @@ def status_of(
         writer: who owns it.
         intents: the attempts that are not committed.
         why_empty: what the storage says of an output dir without checkpoints.
+        overdue_sec: the age of the newest checkpoint from which on the next save is missed; None to go by the usual.
     """
     current = listing.current
     last = _last(current[-1], history, now) if current else None
@@ -159,7 +165,7 @@ def status_of(
         last=last,
         pause=history.pause,
         every_sec=history.every_sec,
-        is_overdue=_is_overdue(last, history.every_sec),
+        overdue_sec=history.overdue_sec if overdue_sec is None else overdue_sec,
         failed=[_failure(line, now) for line in history.failed],
         attempts=[Attempt(each.directory, each.step) for each in intents if _may_run(each, writer, last, history)],
         writer=writer,
@@ -209,12 +215,6 @@ def _failure(line: SaveTimes, now: datetime) -> Failure:
 def _age(time: datetime | None, now: datetime) -> float | None:
     """Return the seconds since a moment by the clock of another machine, which may be ahead."""
     return None if time is None else max(0.0, (now - time).total_seconds())
-
-
-def _is_overdue(last: LastSave | None, every_sec: float | None) -> bool:
-    if last is None or last.age_sec is None or every_sec is None:
-        return False
-    return last.age_sec > max(_OVERDUE * every_sec, _LEAST_OVERDUE_SEC)
 
 
 def _said(what: str, found: Mapping[str, object]) -> list[str]:

@@ -1,6 +1,7 @@
 """What is unhealthy: judgement of what was found, without a disk."""
 
 import dataclasses
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
@@ -8,12 +9,14 @@ from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.result import CheckpointSize, LargeRow, Leftover, RunReport, TableHealth
 from recckpt.inspect.save_times import SaveTimes
 
+NOW = datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
+
 
 def checkpoint(**fields):
-    links = fields.pop("links", ("ckpt_9",))
+    links, time = fields.pop("links", ("ckpt_9",)), fields.pop("time", "")
     sizes = {"n_bytes": 100, "chain_bytes": 100, "full_bytes": 100, **fields}
     flags = {"ephemeral": False, "pinned": False, "tables": {}}
-    return CheckpointSize("ckpt_9", "ckpt_9", 9, "full", "", 10, links=links, **sizes, **flags)
+    return CheckpointSize("ckpt_9", "ckpt_9", 9, "full", time, 10, links=links, **sizes, **flags)
 
 
 def save(**fields):
@@ -21,9 +24,10 @@ def save(**fields):
     return SaveTimes(**{**nothing, "ckpt_id": "ckpt_9", **fields})
 
 
-def said(checkpoints=None, leftovers=(), saves=(), tables=(), damage=()):
+def said(checkpoints=None, leftovers=(), saves=(), tables=(), damage=(), deep=True, overdue_sec=None):
     checkpoints = [checkpoint()] if checkpoints is None else checkpoints
-    return findings_of(RunReport("runs/clicks", (), checkpoints, leftovers, saves, None, damage, tables, True))
+    found = RunReport("runs/clicks", (), checkpoints, leftovers, saves, None, damage, tables, deep)
+    return findings_of(found, NOW, overdue_sec)
 
 
 def table(**fields):
@@ -104,3 +108,23 @@ def test_slow_saves_and_long_pauses_are_told_from_usual_ones():
     assert said(saves=[save(blocked_sec=0.001)] * 8 + [save(blocked_sec=0.9)]) == []  # too short to matter
     assert said(saves=[save(total_sec=50), *usual, *usual]) == []  # long ago
     assert said(saves=[save(total_sec=1), save(total_sec=50)]) == []  # too few to say what is usual
+
+
+@pytest.mark.parametrize(
+    ("minutes", "options", "level"),
+    [
+        (29, {}, None),
+        (31, {}, "warning"),  # it may have ended
+        (31, {"deep": False}, "problem"),
+        (31, {"overdue_sec": 3600}, None),
+        (31, {"overdue_sec": 1800}, "problem"),
+        (31, {"saves": ()}, None),  # nobody knows how often it saves
+        (31, {"saves": (), "overdue_sec": 1800}, "problem"),
+    ],
+)
+def test_a_save_that_is_missing_for_three_times_as_long_as_usual_or_asked_is_found(minutes, options, level):
+    times = [(NOW - timedelta(minutes=minutes + ago)).isoformat() for ago in (20, 10, 0)]
+    checkpoints = [checkpoint(time=times[-1])]
+    found = said(checkpoints, **{"saves": [save(time=time) for time in times], **options})
+    assert [finding.level for finding in found] == [level] * (level is not None)
+    assert all("no save since ckpt_9" in finding.what for finding in found)

@@ -12,7 +12,7 @@ from forge import filled, save_tables
 from recckpt import Deltas
 from recckpt.inspect.watch.history import history_of
 from recckpt.inspect.watch.look import Watcher
-from recckpt.inspect.watch.shown import duration, facts, few, line
+from recckpt.inspect.watch.shown import facts, few, line
 from recckpt.inspect.watch.status import status_of
 from recckpt.output_dir.listing import look_around
 from recckpt.storage import open_storage
@@ -160,14 +160,3 @@ def test_a_save_that_is_missing_for_three_times_as_long_as_usual_is_overdue(stor
     assert "OVERDUE" in line(after(31, every_ten))
     assert not after(31, []).is_overdue, "nobody knows how often it saves"
     assert after(-1, every_ten).last.age_sec == 0, "the clock of the run is ahead"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        *[(0.0123, "12.3 ms"), (1.5, "1.5 s"), (59, "59 s"), (60, "1 min"), (61, "1 min 1 s"), (3600, "1 h")],
-        *[(3 * 3600 + 130, "3 h 2 min"), (86400 * 1200 + 7200, "1,200 d 2 h")],
-    ],
-)
-def test_a_duration_is_said_in_its_two_largest_units(seconds, text):
-    assert duration(seconds) == text
