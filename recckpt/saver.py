@@ -33,7 +33,7 @@ from recckpt.save.telling import begun
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
-from recckpt.storage.transfers import VISIBLE_SEC, transfers_of
+from recckpt.storage.transfers import VISIBLE_SEC, transfers_of, uploads_of
 from recckpt.text import plural, shown
 
 
@@ -54,6 +54,8 @@ class Saver(Registration):
             the slowest rank writes longer than the fastest.
         min_free_bytes: a save that would leave less room, by an estimate, is refused; where the storage knows its room.
         max_uploads: how many files one host sends to the output dir at once, over all its ranks; None: one a thread.
+        max_upload_rate: how many bytes a second one host sends to the output dir, over all its ranks, such as
+            ``"200 MB"``.
         work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
             once they are there, though they still have to go up. Empty but while a save or load is at work.
         pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
@@ -85,6 +87,7 @@ class Saver(Registration):
         timeout_sec: float = DEFAULT_TIMEOUT_SEC,
         min_free_bytes: int = 0,
         max_uploads: int | None = None,
+        max_upload_rate: int | str | None = None,
         work_dir: str | os.PathLike[str] | None = None,
         pre_download: bool = False,
         visible_sec: float = VISIBLE_SEC,
@@ -99,13 +102,9 @@ class Saver(Registration):
         super().__init__()
         arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save, progress=progress)
         changes, choice = changes_of(deltas), parse_choice(save_slots, save_where, store)
+        uploads = uploads_of(output_dir, max_uploads, max_upload_rate, timeout_sec)
         transfers = transfers_of(
-            output_dir,
-            max_uploads=max_uploads,
-            work_dir=work_dir,
-            pre_download=pre_download,
-            visible_sec=visible_sec,
-            timeout_sec=timeout_sec,
+            uploads, work_dir=work_dir, pre_download=pre_download, visible_sec=visible_sec, timeout_sec=timeout_sec
         )
         choice.check_dtypes(arguments.check_parts(model, sparse_optim))
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
@@ -113,8 +112,8 @@ class Saver(Registration):
         storage.prepare()  # last of what may be refused: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
-        self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir)
-        self.loader.has_bar, self.loader.run = progress, name
+        downloads = transfers.download_dir
+        self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, downloads, progress, name)
         self.loader.on_whole_restore = changes.on_whole_restore if changes else None
         self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state, choice), extra, io_state
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,6 +129,26 @@ def count_of(name: str, value: Any) -> int:
     if positive_int(name, value) > MAX_COUNT:
         raise ValueError(f"{name} must be at most {MAX_COUNT}, found {value}")
     return int(value)
+
+
+def byte_count(name: str, value: Any) -> int:
+    """Return a number of bytes, given as an int of at least 1 or as a text such as ``"2 TB"`` or ``"16GiB"``.
+
+    Raises:
+        ValueError: it is neither, or not from 1 to 2**63 - 1 bytes.
+    """
+    match = (
+        re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtp]i?)?b", value.strip(), re.IGNORECASE) if type(value) is str else None
+    )
+    number = value if type(value) is int else 0
+    if match:
+        prefix = (match[2] or "").lower()
+        number = int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " kmgtp".index(prefix[:1] or " "))
+    if not 1 <= number < 1 << 63:
+        raise ValueError(
+            f"{name} must be a number of bytes of at least 1, such as 500_000_000 or '2 TB', found {value!r:.100}"
+        )
+    return int(number)
 
 
 def flag(name: str, value: Any) -> bool:

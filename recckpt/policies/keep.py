@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.format.manifest import Manifest
-from recckpt.types import positive_int, positive_number
+from recckpt.types import byte_count, positive_int, positive_number
 
 
 @runtime_checkable
@@ -180,6 +180,34 @@ class YoungerThan(_Joined):
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
         """Return the ids of the young."""
         return {found.ckpt_id for found in checkpoints if _age_sec(found.time, now) < self.seconds}
+
+
+@dataclass(frozen=True)
+class KeepBytes(_Joined):
+    """The newest that fit into so many bytes together, with what they are read from; the newest of all in any case.
+
+    Args:
+        n_bytes: an int, or a text such as ``"2 TB"``.
+
+    Raises:
+        ValueError: it is not a number of bytes of at least 1.
+    """
+
+    n_bytes: int | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_bytes", byte_count("KeepBytes: n_bytes", self.n_bytes))
+
+    def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
+        """Return the last ids; the links below a delta count once, for the newest that stands on them."""
+        sizes = {checkpoint.origin: checkpoint.n_bytes for checkpoint in checkpoints}
+        counted, kept = set[str](), set[str]()
+        for checkpoint in reversed(checkpoints):
+            counted |= {checkpoint.origin, *(link.save_id for link in checkpoint.chain)}
+            if kept and sum(sizes.get(save_id, 0) for save_id in counted) > int(self.n_bytes):
+                break
+            kept.add(checkpoint.ckpt_id)
+        return kept
 
 
 @dataclass(frozen=True, init=False, repr=False)

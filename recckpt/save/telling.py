@@ -18,8 +18,9 @@ log = logging.getLogger("recckpt")
 
 def begun(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operation:
     """Return the span of a save that begins; the first rank tells for all."""
-    step = {} if info.step is None else {"step": info.step}
-    attributes = {"id": info.ckpt_id, **step}
+    attributes: dict[str, str | int] = {"id": info.ckpt_id}
+    if info.step is not None:
+        attributes["step"] = info.step
     return Operation("save", attributes, run=run, retries=lambda: storage.n_retries, is_told=ranks.rank == 0)
 
 

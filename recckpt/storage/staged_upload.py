@@ -14,6 +14,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.storage.base import HashingSink, Sink, Storage
 from recckpt.storage.transfers import Transfers, WorkDir
 from recckpt.storage.upload_limit import UploadSlots
+from recckpt.storage.upload_rate import UploadRate
 
 _CHUNK_BYTES = 8 << 20
 
@@ -22,7 +23,7 @@ class Outbox:
     """The new files of one save, which are in the storage once :meth:`publish` has returned. Thread-safe."""
 
     def __init__(self, storage: Storage, transfers: Transfers) -> None:
-        self._storage, self._slots, self._work_dir = storage, transfers.slots, transfers.work_dir
+        self._storage, self._uploads, self._work_dir = storage, transfers.uploads, transfers.work_dir
         self._copies: list[_Copy] = []
         self._lock = threading.Lock()
 
@@ -65,7 +66,31 @@ class Outbox:
         copy.discard()
 
     def _sent(self, name: str) -> Sink:
-        return self._storage.create(name) if self._slots is None else _SlottedSink(self._slots, self._storage, name)
+        slots, rate = self._uploads.slots, self._uploads.rate
+        sink = self._storage.create(name) if slots is None else _SlottedSink(slots, self._storage, name)
+        return sink if rate is None else _PacedSink(rate, sink)
+
+
+class _PacedSink(Sink):
+    """A new file whose pieces wait until they may be sent."""
+
+    def __init__(self, rate: UploadRate, sink: Sink) -> None:
+        self._rate, self._sink = rate, sink
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), self._rate.piece_bytes):
+            piece = view[begin : begin + self._rate.piece_bytes]
+            self._rate.wait(len(piece))
+            self._sink.write(piece)
+        self.n_bytes = self._sink.n_bytes
+        return len(view)
+
+    def close(self) -> None:
+        self._sink.close()
+
+    def discard(self) -> None:
+        self._sink.discard()
 
 
 class _SlottedSink(Sink):

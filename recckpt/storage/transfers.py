@@ -13,8 +13,9 @@ from typing import IO
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.retry import RetryPolicy
 from recckpt.storage.upload_limit import UploadSlots
+from recckpt.storage.upload_rate import UploadRate
 from recckpt.text import size
-from recckpt.types import flag, positive_int
+from recckpt.types import byte_count, flag, positive_int
 
 VISIBLE_SEC = 90.0  # an NFS client may use a listing for 60
 VISIBLE = RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=VISIBLE_SEC)
@@ -47,19 +48,40 @@ class WorkDir(LocalStorage):
 
 
 @dataclass(frozen=True)
+class Uploads:
+    """What the processes of one host keep to together as they send files; by default, nothing."""
+
+    slots: UploadSlots | None = None  # each file takes one of them
+    rate: UploadRate | None = None  # each piece of a file waits for its turn
+
+
+@dataclass(frozen=True)
 class Transfers:
     """How files travel; by default, straight up and straight down."""
 
-    slots: UploadSlots | None = None  # each file that goes up takes one of them
+    uploads: Uploads = Uploads()  # what limits files that go up
     work_dir: WorkDir | None = None  # where a save writes its files first
     download_dir: WorkDir | None = None  # where a load copies files to that cannot be mapped in the storage
     visible: RetryPolicy = VISIBLE  # how, and for how long, to look for files that other hosts have written
 
 
+def uploads_of(
+    output_dir: str, max_uploads: int | None, max_upload_rate: int | str | None, timeout_sec: float
+) -> Uploads:
+    """Return what the options of :class:`recckpt.Saver` ask for; ValueError where one is invalid."""
+    url = str(output_dir)
+    to = url if "://" in url else str(Path(url).absolute())
+    slots = rate = None
+    if max_uploads is not None:
+        slots = UploadSlots(positive_int("max_uploads", max_uploads), to, timeout_sec)
+    if max_upload_rate is not None:
+        rate = UploadRate(byte_count("max_upload_rate", max_upload_rate), to)
+    return Uploads(slots, rate)
+
+
 def transfers_of(
-    output_dir: str,
+    uploads: Uploads,
     *,
-    max_uploads: int | None,
     work_dir: str | os.PathLike[str] | None,
     pre_download: bool,
     visible_sec: float,
@@ -76,14 +98,9 @@ def transfers_of(
         raise ValueError(f"visible_sec must be a finite number of at least 0, found {visible_sec!r}")
     if not isinstance(work_dir, str | os.PathLike | None) or "://" in str(work_dir) or work_dir == "":
         raise ValueError(f"work_dir must be a path on this host, found {work_dir!r}")
-    slots = None
-    if max_uploads is not None:
-        url = str(output_dir)
-        of = url if "://" in url else str(Path(url).absolute())
-        slots = UploadSlots(positive_int("max_uploads", max_uploads), of, timeout_sec)
     copies = None if work_dir is None else WorkDir(os.fspath(work_dir))
     downloads = copies or WorkDir(tempfile.gettempdir())
     if copies is not None:
         copies.prepare()
     visible = replace(VISIBLE, deadline_sec=min(visible_sec, timeout_sec / 2))
-    return Transfers(slots, copies, downloads if pre_download else None, visible)
+    return Transfers(uploads, copies, downloads if pre_download else None, visible)

@@ -1,6 +1,7 @@
 """What to keep: each object chooses among manifests, without a disk or a clock."""
 
 import pickle
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recckpt import Saver
-from recckpt.format.manifest import Manifest
-from recckpt.policies.keep import All, Best, EveryNth, Keep, KeptByAny, Newest, YoungerThan, as_keep
+from recckpt.format.links import Link
+from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.policies.keep import All, Best, EveryNth, Keep, KeepBytes, KeptByAny, Newest, YoungerThan, as_keep
 
 NO_COUNTS = [0, -1, 2.5, "3", True, float("nan")]
 NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=timezone.utc)
@@ -54,6 +56,38 @@ def test_a_metric_or_mode_that_is_none_is_refused():
     for mode in ("maximum", None, max, ""):
         with pytest.raises(ValueError, match="Best: mode must be 'max' or 'min', found"):
             Best(1, "auc", mode)
+
+
+@pytest.mark.parametrize(
+    "n_bytes", [0, -1, 2.5, True, None, "", "2", "2 XB", "-2 TB", "nan GB", "9e9 B", "90000000 TB"]
+)
+def test_a_size_that_is_none_is_refused(n_bytes):
+    with pytest.raises(ValueError, match="KeepBytes: n_bytes must be a number of bytes of at least 1"):
+        KeepBytes(n_bytes)
+
+
+def of_sizes(*sizes: int, on: dict[str, str] | None = None) -> list[Manifest]:
+    """Checkpoints a, b, ... of so many bytes; ``on`` says what a delta stands on, the parent first."""
+    found = [one("abcdefghi"[place]) for place in range(len(sizes))]
+    links = {name: tuple(Link(below, below, below) for below in links) for name, links in (on or {}).items()}
+    return [
+        replace(each, save_id=each.ckpt_id, files=(FileEntry("x", size, 0),), chain=links.get(each.ckpt_id, ()))
+        for each, size in zip(found, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "ids"), [(1, "d"), (30, "d"), (49, "d"), (50, "cd"), (59, "cd"), (60, "bcd"), ("0.1 kB", "abcd")]
+)
+def test_the_newest_that_fit_into_the_bytes_stay_and_the_newest_of_all_in_any_case(n_bytes, ids):
+    assert kept(KeepBytes(n_bytes), of_sizes(40, 10, 20, 30)) == ids
+    assert kept(KeepBytes(n_bytes), []) == ""
+
+
+@pytest.mark.parametrize(("n_bytes", "ids"), [(1, "d"), (103, "d"), (104, "bcd"), (203, "bcd"), (204, "abcd")])
+def test_what_a_delta_stands_on_counts_with_it_and_once(n_bytes, ids):
+    chain = of_sizes(100, 100, 3, 1, on={"c": "b", "d": "cb"})
+    assert kept(KeepBytes(n_bytes), chain) == ids
 
 
 @pytest.mark.parametrize("keeps", [(), (3,), (Newest(1), None), (Newest,), ([Newest(1)],)])

@@ -19,9 +19,9 @@ from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.transfers import WorkDir, transfers_of
+from recckpt.storage.transfers import Uploads, WorkDir, transfers_of
 
-DEFAULTS = {"max_uploads": None, "work_dir": None, "pre_download": False, "visible_sec": 0, "timeout_sec": 60}
+DEFAULTS = {"work_dir": None, "pre_download": False, "visible_sec": 0, "timeout_sec": 60}
 PART = "ckpt_1/sparse/00000-of-00001.g0.00.arrow"
 
 
@@ -98,7 +98,7 @@ def test_files_that_are_mapped_where_they_lie_are_not_copied(tmp_path, work_dir,
 def test_without_a_work_dir_copies_go_to_the_temporary_directory(memory_url, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     save_tables(open_storage(memory_url), [filled("t", range(10))])
-    transfers = transfers_of(memory_url, **DEFAULTS | {"pre_download": True})
+    transfers = transfers_of(Uploads(), **DEFAULTS | {"pre_download": True})
     files = held(open_storage(memory_url))
     files.fetch([PART], transfers.download_dir, 1)
     assert len(mapped_from(tmp_path)) == 1
