@@ -8,6 +8,7 @@ from paths import ROOT
 
 import recckpt
 from recckpt import CheckpointManager, Saver, sparse
+from recckpt.convert.recis_optimizers import SLOT_THERE
 from recckpt.policies import when
 
 PAGE = (ROOT / "docs/coming-from-recis.md").read_text()
@@ -33,9 +34,12 @@ def test_the_slots_and_defaults_are_those_it_says():
         for name in getattr(sparse, rule).slot_names
     }
     for name in re.findall(r"`(sparse_\w+)`", PAGE):
-        assert name in slots | {"sparse_optim"}
+        assert name in slots | {"sparse_optim", *SLOT_THERE.values()}
     assert inspect.signature(sparse.SparseAdagrad).parameters["lr"].default == 1e-2
-    assert {"weight_decay", "lr_decay", "maximize"} <= inspect.signature(sparse.SparseAdagrad).parameters.keys()
+    row_wise = inspect.signature(sparse.SparseRowWiseAdagrad).parameters
+    assert (row_wise["lr"].default, row_wise["eps"].default) == (1e-2, 1e-8)
+    for rule in (sparse.SparseAdagrad, sparse.SparseRowWiseAdagrad):
+        assert {"weight_decay", "lr_decay", "maximize"} <= inspect.signature(rule).parameters.keys()
 
 
 # of SaverOptions, TrainingArguments, a save and Exporter in RecIS 1.2

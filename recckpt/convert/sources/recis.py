@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from recckpt.convert.recis_blocks import INDEX, TENSOR_KEYS, Blocks, TableSlice, read_blocks
+from recckpt.convert.recis_optimizers import as_here, state_here
 from recckpt.convert.row_checks import int64_ids
-from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, SourceTensor, Wish
+from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import STEP_BYTES, slot_of
 from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
@@ -20,7 +21,6 @@ from recckpt.format.layout import SPARSE_OPTIM
 
 _SHARD = re.compile(r"(.*/)?model-\d{6}-of-\d{6}\.safetensors", re.ASCII)
 _STEP_DIR = re.compile(r"ckpt_(\d{1,18})", re.ASCII)
-_SCALAR = re.compile(r"(sparse_[a-z_]+?_)(step|beta1|beta2)", re.ASCII)
 _OF_FILTERS = re.compile(r".*([0-9a-f]{64}|@filter_global_step).*", re.ASCII)
 _SERVING = "torch_rank_weights_embs_table_multi_shard.json"
 
@@ -51,9 +51,10 @@ class RecisSource:
     """An open RecIS checkpoint."""
 
     def __init__(self, files: SourceFiles, blocks: Blocks) -> None:
-        self._files, self._blocks = files, blocks
+        self._files = files
+        self._tables = {name: [as_here(own) for own in slices] for name, slices in blocks.tables.items()}
         left = [LeftOut(_SERVING, "is for RecIS's server")] if _SERVING in files.names else []
-        tables = [self._table(name, slices, left) for name, slices in blocks.tables.items()]
+        tables = [self._table(name, slices, left) for name, slices in self._tables.items()]
         extra = dict(load_torch_dict(files, "extra.pt")) if "extra.pt" in files.names else {}
         step = _step(extra.pop("global_step", None), files)
         state = load_torch_dict(files, "model.pt") if "model.pt" in files.names else {}
@@ -61,7 +62,8 @@ class RecisSource:
             left.append(LeftOut(f"model.pt {name}", "counts steps for a filter of RecIS"))
             del state[name]
         dense, values = split_values(state, files.path("model.pt"))
-        scalars, others = _scalars(blocks, left)
+        slots = {table.name: [slot.name for slot in table.slots] for table in tables}
+        scalars, others = state_here(blocks.dense, slots, left, files.url)
         extra = portable_values(extra, files.path("extra.pt"))
         self.contents = Contents(
             "recis",
@@ -76,7 +78,7 @@ class RecisSource:
 
     def rows(self, table: SourceTable) -> Iterator[Rows]:
         """Yield the rows of a table, rank after rank."""
-        for own in self._blocks.tables[table.name]:
+        for own in self._tables[table.name]:
             n_rows, step = own.ids.shape[0], max(1, STEP_BYTES // table.row_bytes)
             for begin in range(0, n_rows, step):
                 end = min(begin + step, n_rows)
@@ -101,32 +103,6 @@ class RecisSource:
                 left.append(LeftOut(f"table {name}, slot {slot}", "of bool, is here uint8 of 0 and 1"))
             slots.append(slot_of(slot, replace(tensor, dtype="uint8") if is_bool else tensor, self._files.url))
         return SourceTable(name, sum(own.ids.shape[0] for own in slices), tuple(slots))
-
-
-def _scalars(blocks: Blocks, left: list[LeftOut]) -> tuple[dict[str, Any], list[SourceTensor]]:
-    """Return the state of the sparse optimizer in the form it has here, and the dense blocks that are not part of it.
-
-    RecIS has one step for all tables; here each table has its own.
-    """
-    steps: dict[str, int] = {}
-    others = []
-    for name, tensor in blocks.dense.items():
-        scalar = _SCALAR.fullmatch(name)
-        if scalar is None:
-            others.append(tensor if tensor.name == name else replace(tensor, name=name))
-        elif scalar[2] == "step":
-            steps[scalar[1]] = int(tensor.whole().reshape(-1)[0])
-        else:
-            left.append(LeftOut(name, "follows from the step and the betas that the optimizer is made with"))
-    if not steps:
-        return {}, others
-    prefix = max(steps, key=lambda each: sum(f"{each}exp_avg" in t[0].slots for t in blocks.tables.values()))
-    for unused in steps.keys() - {prefix}:
-        left.append(LeftOut(f"{unused}step", f"a checkpoint has one sparse optimizer, that of {prefix}"))
-    tables = [name for name, slices in blocks.tables.items() if f"{prefix}exp_avg" in slices[0].slots]
-    state = {name: {"step": steps[prefix]} for name in tables}
-    slots = [f"{prefix}exp_avg", f"{prefix}exp_avg_sq"]
-    return {"slots": slots, "state": state, "param_groups": [{"tables": tables}]}, others
 
 
 def _step(found: Any, files: SourceFiles) -> int | None:

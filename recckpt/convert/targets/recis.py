@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from recckpt.convert.recis_optimizers import ROW_WISE, SLOT_THERE, scalars_there
 from recckpt.convert.safetensors_out import FileTensor, header_of, table_tensors, write_file
 from recckpt.convert.source import LeftOut
 from recckpt.convert.target_files import TargetFiles
@@ -25,8 +26,7 @@ ALL_SLOTS, INCREMENTS, DTYPES = True, False, ("float16", "bfloat16")
 _FILE = "model-000000-of-000000.safetensors"
 _SLICE = "00000@65536@65536"
 _SERVING = "torch_rank_weights_embs_table_multi_shard.json"
-_PREFIXES = ("sparse_adamw_tf_", "sparse_adamw_", "sparse_adam_")
-_SLOTS = {EMBEDDING, "step_filter", *(f"{p}exp_avg{end}" for p in _PREFIXES for end in ("", "_sq"))}
+_SLOTS = {EMBEDDING, "step_filter", *SLOT_THERE}
 _MOST_ID = 2**52
 
 
@@ -36,15 +36,16 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     directory = layout.step_id(export.said["step"] or 0)
     tensors: list[FileTensor] = []
     keys: dict[str, str] = {}
+    slots: dict[str, list[str]] = {}
     for table in (_known(table, left) for table in export.tables):
         _check_ids(table, files.url)
-        name_of = partial(_key, table.name)
-        tensors += table_tensors(table, name_of)
-        names = ["id", *(slot.name for slot in table.slots)]
-        keys |= {name_of(name): f"{table.name}@{name}^{_SLICE}" for name in names}
+        tensors += _in_columns(table)
+        slots[table.name] = [slot.name for slot in table.slots]
+        keys |= {_key(table.name, name): _block(table.name, name) for name in ("id", *slots[table.name])}
         progress.n_rows += table.n_rows
     extra = export.state(layout.EXTRA)
-    tensors += _scalars(extra.pop(SPARSE_OPTIM, {}), left)
+    for name, value in scalars_there(extra.pop(SPARSE_OPTIM, {}), slots, left):
+        tensors.append(FileTensor(f"{name}^ ", value.dtype.name, value.shape, partial(_bytes, value)))
     header = header_of(tensors)
     with files.create(directory, _FILE) as sink:
         write_file(sink, header, tensors, progress)
@@ -58,7 +59,18 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
 
 
 def _key(table: str, slot: str) -> str:
-    return f"{table}.{slot}/part_0_1"
+    return f"{table}.{SLOT_THERE.get(slot, slot)}/part_0_1"
+
+
+def _block(table: str, slot: str) -> str:
+    return f"{table}@{SLOT_THERE.get(slot, slot)}^{_SLICE}"
+
+
+def _in_columns(table: TableView) -> Iterator[FileTensor]:
+    """Yield the columns of a table in the shapes that RecIS has for them."""
+    of_rows = {_key(table.name, slot) for slot in ROW_WISE}
+    for tensor in table_tensors(table, partial(_key, table.name)):
+        yield replace(tensor, shape=(*tensor.shape, 1)) if tensor.name in of_rows else tensor
 
 
 def _known(table: TableView, left: list[LeftOut]) -> TableView:
@@ -78,26 +90,6 @@ def _check_ids(table: TableView, url: str) -> None:
         if len(beyond):
             expected = "ids of 52 bits, from 0 on: RecIS drops the others"
             raise ConversionError(url, where, found=f"the id {beyond[0]}", expected=expected)
-
-
-def _scalars(state: dict[str, Any], left: list[LeftOut]) -> Iterator[FileTensor]:
-    """Yield the scalars of the sparse optimizer, of which RecIS has one for all tables."""
-    prefix = next((p for p in _PREFIXES if f"{p}exp_avg" in state.get("slots", ())), None)
-    steps = [each["step"] for each in state.get("state", {}).values()]
-    if prefix is None or not steps:
-        if state:
-            left.append(LeftOut(SPARSE_OPTIM, "no optimizer of RecIS has this state"))
-        return
-    if len(set(steps)) > 1:
-        span = f"tables have steps {min(steps)} to {max(steps)}"
-        left.append(LeftOut(SPARSE_OPTIM, f"{span}; RecIS has one for all, here the highest"))
-    values = {"step": np.array([max(steps)], np.int64)}
-    betas = next((group["betas"] for group in state.get("param_groups", ()) if "betas" in group), ())
-    for number, beta in enumerate(betas, start=1):
-        is_adam = prefix == "sparse_adam_"
-        values[f"beta{number}"] = np.array([beta], np.float64) if is_adam else np.array(beta, np.float32)
-    for name, value in values.items():
-        yield FileTensor(f"{prefix}{name}^ ", value.dtype.name, value.shape, partial(_bytes, value))
 
 
 def _bytes(value: np.ndarray[Any, Any]) -> Iterator[bytes]:

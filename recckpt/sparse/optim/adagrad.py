@@ -9,6 +9,8 @@ from recckpt.sparse.optim.param_groups import Group, check_number
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import flag
 
+_NUMBERS = ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay")
+
 
 class SparseAdagrad(SparseOptimizer):
     """Adagrad, by the rule of ``torch.optim.Adagrad``, on touched rows only.
@@ -54,7 +56,7 @@ class SparseAdagrad(SparseOptimizer):
         )
 
     def _check(self, group: Group) -> None:
-        for name in ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay"):
+        for name in _NUMBERS:
             check_number(group, name)
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
@@ -62,25 +64,26 @@ class SparseAdagrad(SparseOptimizer):
         table.add_slot(self.slot_names[0], table.embedding_shape, slot_dtype(table), initial)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
-        grads = -grads if group["maximize"] else grads
-        if group["weight_decay"]:
-            grads = grads.add(weights, alpha=group["weight_decay"])
-        lr = group["lr"] / (1 + (step - 1) * group["lr_decay"])
+        grads = _adjusted(grads, weights, group)
         sums = slots[0].addcmul_(grads, grads)
-        weights.addcdiv_(grads, sums.sqrt().add_(group["eps"]), value=-lr)
+        weights.addcdiv_(grads, sums.sqrt().add_(group["eps"]), value=-_learning_rate(step, group))
 
 
 class SparseRowWiseAdagrad(SparseOptimizer):
-    """Adagrad with one sum a row, by the rule of FBGEMM (``OptimType.EXACT_ROWWISE_ADAGRAD``).
+    """Adagrad with one sum a row, by the rule of FBGEMM (``OptimType.EXACT_ROWWISE_ADAGRAD``), TorchRec and RecIS.
 
-    ``sum += mean(grads ** 2)`` over the row, ``weights -= lr * grads / (sqrt(sum) + eps)``, with ``sum`` in
-    the scalar slot ``sparse_rowwise_adagrad_sum``.
+    ``sum += mean(grads ** 2)`` over the row, ``weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) +
+    eps)``, with ``sum`` in the scalar slot ``sparse_rowwise_adagrad_sum``; ``grads`` are ``grads + weight_decay *
+    weights`` where there is a decay, of rows that have a gradient.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
         lr: learning rate, at least 0.
         eps: keeps the divisor from 0.
         initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
+        weight_decay: part of the weights that is added to their gradients, at least 0.
+        maximize: whether to go up the gradients.
     """
 
     slot_names = ("sparse_rowwise_adagrad_sum",)
@@ -91,18 +94,42 @@ class SparseRowWiseAdagrad(SparseOptimizer):
         lr: float | Tensor = 1e-2,
         eps: float = 1e-8,
         initial_accumulator_value: float = 0.0,
+        *,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
-        super().__init__(tables, defaults)
+        super().__init__(
+            tables,
+            {
+                "lr": lr,
+                "lr_decay": lr_decay,
+                "eps": eps,
+                "initial_accumulator_value": initial_accumulator_value,
+                "weight_decay": weight_decay,
+                "maximize": flag("maximize", maximize),
+            },
+        )
 
     def _check(self, group: Group) -> None:
-        for name in ("lr", "eps", "initial_accumulator_value"):
+        for name in _NUMBERS:
             check_number(group, name)
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         table.add_slot(self.slot_names[0], (), slot_dtype(table), group["initial_accumulator_value"])
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        grads = _adjusted(grads, weights, group)
         sums = slots[0].add_(grads.flatten(1).square().mean(1))
-        scale = (sums.sqrt() + group["eps"]).reciprocal_().mul_(-group["lr"])
-        weights.add_(grads * scale.view(-1, *[1] * (grads.dim() - 1)))
+        roots = sums.sqrt().add_(group["eps"]).view(-1, *[1] * (grads.dim() - 1))
+        weights.addcdiv_(grads, roots, value=-_learning_rate(step, group))
+
+
+def _adjusted(grads: Tensor, weights: Tensor, group: Group) -> Tensor:
+    """Return the gradients with their sign and with the decay of the weights."""
+    grads = -grads if group["maximize"] else grads
+    return grads.add(weights, alpha=group["weight_decay"]) if group["weight_decay"] else grads
+
+
+def _learning_rate(step: int, group: Group) -> float:
+    return float(group["lr"] / (1 + (step - 1) * group["lr_decay"]))

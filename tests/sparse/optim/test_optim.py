@@ -179,6 +179,20 @@ def test_row_wise_adagrad_is_the_rule_of_fbgemm():
     assert table.slots["sparse_rowwise_adagrad_sum"].tolist() == [pytest.approx(total)]
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_row_wise_adagrad_decays_its_weights_and_its_learning_rate(maximize):
+    table = HashTable(2, name="t", initializer=Constant(1))
+    optimizer = SparseRowWiseAdagrad([table], lr=0.5, lr_decay=0.25, weight_decay=0.3, maximize=maximize)
+    weights, total = np.ones(2), 0.0
+    for step in range(1, 4):
+        (table(torch.tensor([9])) * torch.tensor([1.0, -2])).sum().backward()
+        optimizer.step()
+        grads = (-1 if maximize else 1) * np.array([1.0, -2]) + 0.3 * weights
+        total += (grads**2).mean()
+        weights = weights - 0.5 / (1 + (step - 1) * 0.25) * grads / (math.sqrt(total) + 1e-8)
+    np.testing.assert_allclose(table.embeddings()[0].numpy(), weights, rtol=1e-6)
+
+
 @pytest.mark.parametrize("rule", ALL)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_tables_compute_in_float32_and_round_once(rule, dtype):
@@ -500,6 +514,7 @@ def test_a_learning_rate_out_of_range_is_refused(rule, lr):
         lambda t: SparseAdagrad(t, weight_decay=-0.1),
         lambda t: SparseAdagrad(t, initial_accumulator_value=-1),
         lambda t: SparseRowWiseAdagrad(t, eps=math.nan),
+        lambda t: SparseRowWiseAdagrad(t, weight_decay=-0.1),
     ],
 )
 def test_hyper_parameters_out_of_range_are_refused_and_the_table_is_left_alone(make):

@@ -1,0 +1,200 @@
+"""The sparse optimizers of RecIS: what their slots and steps are called there and here, and both ways between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recckpt.convert.recis_blocks import TableSlice
+from recckpt.convert.source import Array, LeftOut, SourceTensor
+from recckpt.errors import ConversionError
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.types import is_optimizer_slot
+
+_SCALAR = re.compile(r"sparse_\w+_(step|beta1|beta2)", re.DOTALL)
+_BETAS = ("beta1", "beta2")
+Slots = Mapping[str, Sequence[str]]  # table -> its slots, by their names here
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer of RecIS.
+
+    Attributes:
+        prefix: begins the names of its slots and scalars in RecIS.
+        slots: names of its slots in RecIS -> here, in the order of the optimizer here.
+        is_row_wise: whether it keeps one value a row, of shape (1,) in RecIS and () here, and counts steps by table.
+        beta_dtype: in which RecIS saves its betas; None where it has none.
+    """
+
+    prefix: str
+    slots: Mapping[str, str]
+    is_row_wise: bool = False
+    beta_dtype: type[np.floating[Any]] | None = None
+
+    @property
+    def here(self) -> tuple[str, ...]:
+        """The slots by their names here."""
+        return tuple(self.slots.values())
+
+
+def _adam(prefix: str, beta_dtype: type[np.floating[Any]]) -> Rule:
+    names = (f"{prefix}exp_avg", f"{prefix}exp_avg_sq")
+    return Rule(prefix, {name: name for name in names}, beta_dtype=beta_dtype)
+
+
+RULES = (
+    _adam("sparse_adamw_tf_", np.float32),
+    _adam("sparse_adamw_", np.float32),
+    _adam("sparse_adam_", np.float64),
+    Rule("sparse_adagrad_", {"sparse_adagrad_state_sum": "sparse_adagrad_sum"}),
+    Rule("sparse_row_wise_adagrad_", {"sparse_row_wise_adagrad_state_sum": "sparse_rowwise_adagrad_sum"}, True),
+)
+SLOT_THERE = {here: there for rule in RULES for there, here in rule.slots.items()}
+_SLOT_HERE = {there: here for here, there in SLOT_THERE.items()}
+ROW_WISE = {here for rule in RULES if rule.is_row_wise for here in rule.here}
+
+
+def as_here(own: TableSlice) -> TableSlice:
+    """Return what a rank wrote of a table with the slots of optimizers as they are here."""
+    slots = {_SLOT_HERE.get(name, name): tensor for name, tensor in own.slots.items()}
+    return replace(own, slots={n: _one_a_row(t) if n in ROW_WISE else t for n, t in slots.items()})
+
+
+def _one_a_row(tensor: SourceTensor) -> SourceTensor:
+    def read(begin: int, end: int) -> Array:
+        return tensor.read(begin, end).reshape(-1)
+
+    return replace(tensor, shape=tensor.shape[:1], read=read) if tensor.shape[1:] == (1,) else tensor
+
+
+class _Step(NamedTuple):
+    rule: Rule
+    table: str | None  # None: of all tables
+    n: int
+
+
+def state_here(
+    dense: Mapping[str, SourceTensor], tables: Slots, left: list[LeftOut], url: str
+) -> tuple[dict[str, Any], list[SourceTensor]]:
+    """Return the state of the sparse optimizer in the form it has here, and the dense blocks that are not part of it.
+
+    Args:
+        dense: the dense blocks by name, among them the optimizer's steps and betas.
+        tables: of the checkpoint.
+        left: is given what does not come, or comes in another form.
+        url: of the checkpoint, for messages.
+
+    Raises:
+        ConversionError: a step is not a number.
+    """
+    users = {rule.prefix: [t for t, slots in tables.items() if set(rule.here) <= set(slots)] for rule in RULES}
+    steps, others = [], []
+    for name, tensor in dense.items():
+        owner = _owner(name, tables, users)
+        if owner is not None:
+            steps.append(_Step(*owner, _number(tensor, name, url)))
+        elif not _SCALAR.fullmatch(name):
+            others.append(tensor if tensor.name == name else replace(tensor, name=name))
+        elif name.endswith(_BETAS):
+            left.append(LeftOut(name, "follows from the step and the betas that the optimizer is made with"))
+        else:
+            left.append(LeftOut(name, "counts the steps of an optimizer that recckpt does not have"))
+    _list_unknown(tables, left)
+    rule = max(RULES, key=lambda each: len(users[each.prefix]))
+    names = users[rule.prefix]
+    for step in steps:
+        if not names:
+            left.append(LeftOut(_step_name(step), "no table has the slots of its optimizer"))
+        elif step.rule is not rule:
+            left.append(LeftOut(_step_name(step), f"a checkpoint has one sparse optimizer, that of {rule.prefix}"))
+    if not names:
+        return {}, others
+    left.append(LeftOut("hyper-parameters of the sparse optimizer", "RecIS saves none: make it with the same here"))
+    state = _by_table([step for step in steps if step.rule is rule], names, left)
+    return {"slots": list(rule.here), "state": state, "param_groups": [{"tables": names}]}, others
+
+
+def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tuple[Rule, str | None] | None:
+    """Return which optimizer a dense block counts the steps of, and of which table, None where it is not one.
+
+    Of several readings (``..._sum_step`` may be of a table ``sum``) the one counts whose slots are there.
+    """
+    found: list[tuple[Rule, str | None]] = []
+    for rule in RULES:
+        table = name.removeprefix(rule.prefix).removesuffix("_step")
+        if name == f"{rule.prefix}step":
+            found.append((rule, None))
+        elif rule.is_row_wise and name == f"{rule.prefix}{table}_step":
+            found.append((rule, table))
+    return max(found, key=lambda one: (bool(users[one[0].prefix]), one[1] is None or one[1] in tables), default=None)
+
+
+def _step_name(step: _Step) -> str:
+    return f"{step.rule.prefix}{'' if step.table is None else f'{step.table}_'}step"
+
+
+def _number(tensor: SourceTensor, name: str, url: str) -> int:
+    value = tensor.whole().reshape(-1)[0] if tensor.shape in ((), (1,)) else None
+    if value is None or not (0 <= value < 2**63 and value % 1 == 0):  # also of NaN
+        found = f"{tensor.dtype} of {tensor.shape}" if value is None else f"{value}"
+        raise ConversionError(url, f"dense {name!r}", found=found, expected="a number of steps")
+    return int(value)
+
+
+def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut]) -> dict[str, Any]:
+    """Return the step of each table: its own, else that of all, else the highest of merged tables."""
+    own = {step.table: step.n for step in steps if step.table in names}
+    merged = [step for step in steps if step.table is not None and step.table not in names]
+    shared = next((step.n for step in steps if step.table is None), max((step.n for step in merged), default=None))
+    for step in merged:
+        reason = f"of tables that RecIS merged, not saying which: those without a step of their own start from {shared}"
+        left.append(LeftOut(_step_name(step), reason))
+    found = {name: {"step": own.get(name, shared)} for name in names if own.get(name, shared) is not None}
+    for name in names:
+        if name not in found:
+            left.append(LeftOut(f"table {name}, steps", "are not there: the optimizer counts them from 0"))
+    return found
+
+
+def _list_unknown(tables: Slots, left: list[LeftOut]) -> None:
+    for table, slots in tables.items():
+        for slot in slots:
+            if is_optimizer_slot(slot) and slot not in SLOT_THERE:
+                reason = "of an optimizer that recckpt does not have: a slot of this name, which no optimizer reads"
+                left.append(LeftOut(f"table {table}, slot {slot}", reason))
+
+
+def scalars_there(state: Mapping[str, Any], tables: Slots, left: list[LeftOut]) -> Iterator[tuple[str, Array]]:
+    """Yield the scalars of the sparse optimizer as RecIS names them.
+
+    Args:
+        state: of the optimizer here; empty where there is none.
+        tables: those that are exported.
+        left: is given what RecIS has no place for.
+    """
+    slots = set(state.get("slots", ()))
+    rule = next((each for each in RULES if slots and slots == set(each.here)), None)
+    names = [name for name, its_slots in tables.items() if slots <= set(its_slots)] if rule else []
+    if rule is None or not names:
+        if state:
+            left.append(LeftOut(SPARSE_OPTIM, "no optimizer of RecIS has this state"))
+        return
+    steps = {name: state["state"].get(name, {}).get("step", 0) for name in names}
+    named = {f"{rule.prefix}step": max(steps.values())}
+    if rule.is_row_wise and len(steps) > 1:
+        named = {f"{rule.prefix}{name}_step": step for name, step in steps.items()}
+        reason = "is by table; where RecIS merges tables it looks for the name of the merged one, and starts from 0"
+        left.append(LeftOut(f"{rule.prefix}step", reason))
+    elif len(set(steps.values())) > 1:
+        span = f"tables have steps {min(steps.values())} to {max(steps.values())}"
+        left.append(LeftOut(SPARSE_OPTIM, f"{span}; RecIS has one for all, here the highest"))
+    yield from ((name, np.array([step], np.int64)) for name, step in named.items())
+    betas = next((group["betas"] for group in state.get("param_groups", ()) if "betas" in group), ())
+    for number, beta in enumerate(betas if rule.beta_dtype else (), start=1):
+        shape = [beta] if rule.beta_dtype is np.float64 else beta
+        yield f"{rule.prefix}beta{number}", np.array(shape, rule.beta_dtype)
