@@ -31,3 +31,16 @@ def test_a_file_of_the_safetensors_library(tmp_path):
         assert reader.read_tensor("half").tolist() == [1.5, -2]
         assert reader.read_tensor("flag").tolist() == [True, False]
         assert reader.tensor_dtype("flag") == "bool"
+
+
+def test_all_shards_of_the_hugging_face_writer_of_torch(tmp_path):
+    source = GOLDEN / "made_by_hugging_face_writer_of_torch_2_13"  # two ranks, each with two files
+    done = import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"rows": "ids"}))
+    assert [left.name for left in done.contents.left_out] == ["__metadata__ DCP_SHARDING_INFO"]
+    rows = {"id": np.array([7, -1, 3, 9, 2**40]), "embedding": np.arange(15, dtype=np.float32).reshape(5, 3)}
+    assert table_bytes(tmp_path / "out", "rows") == rows_bytes(rows)
+    with CheckpointReader(tmp_path / "out") as reader:
+        assert set(reader.tensor_names()) == {"cols", "bias", "scalar"}
+        columns = np.arange(12, dtype=np.float32).reshape(3, 4)  # each rank has half of the columns
+        assert np.array_equal(reader.read_tensor("cols"), (columns.view(np.uint32) >> 16).astype(np.uint16))
+        assert (reader.read_tensor("bias").tolist(), reader.read_tensor("scalar").item()) == ([1, 2], 3.5)

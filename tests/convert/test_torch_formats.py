@@ -3,7 +3,6 @@
 import pickle
 import shutil
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from torch.distributed import checkpoint as dcp
 
 from recckpt import CheckpointReader
 from recckpt.convert import Wish, export_checkpoint, import_checkpoint
-from recckpt.convert.dcp_metadata import Box, StoredEntry
-from recckpt.convert.sources.dcp import _check_tiled
+from recckpt.convert.pieces import Piece, put_together
 from recckpt.errors import ConversionError
 from recckpt.inspect.verify import verify
 
@@ -165,9 +163,9 @@ def test_a_file_of_torch_that_is_no_dict_is_refused(tmp_path):
 
 
 def test_pieces_of_dcp_that_overlap_are_refused():
-    pieces = [Box((0,), (3,), "f", 0, 1), Box((1,), (1,), "f", 0, 1)]
+    pieces = [Piece((0,), (3,), None), Piece((1,), (1,), None)]
     with pytest.raises(ConversionError, match="some of them twice"):
-        _check_tiled(StoredEntry("w", "float32", (4,), tuple(pieces)), pieces, SimpleNamespace(url="x"))
+        put_together("w", "float32", (4,), pieces, "x")
 
 
 def test_a_tensor_beside_a_state_dict_does_not_hide_it_and_nested_tensors_are_listed(tmp_path):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from recckpt.convert.dcp_metadata import METADATA, Box, StoredEntry, read_metadata
+from recckpt.convert.pieces import Piece, put_together
 from recckpt.convert.source import Array, Contents, SourceTensor, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, used, wished_tables
@@ -85,58 +85,15 @@ class _Pieces:
             self._last = box, tensor.whole()
         return self._last[1]
 
+    def rows(self, entry: StoredEntry, box: Box, begin: int, end: int) -> Array:
+        """Return rows of a piece; of a scalar its value."""
+        values = self.array(entry, box)
+        return values[begin:end] if entry.shape else values.reshape(1)
+
 
 def _tensor(entry: StoredEntry, pieces: _Pieces, files: SourceFiles) -> SourceTensor:
     if entry.dtype not in NUMPY_DTYPES:
         found = f"values of {entry.dtype}"
         raise ConversionError(files.url, repr(entry.name), found=found, expected="a dtype that files hold")
-    boxes = sorted(entry.boxes, key=lambda box: box.offsets)
-    _check_tiled(entry, boxes, files)
-
-    def read(begin: int, end: int) -> Array:
-        if not entry.shape:
-            return pieces.array(entry, boxes[0]).reshape(1)
-        values = np.empty((end - begin, *entry.shape[1:]), NUMPY_DTYPES[entry.dtype])
-        for box in boxes:
-            first, last = max(begin, box.offsets[0]), min(end, box.offsets[0] + box.sizes[0])
-            if first < last:
-                there = pieces.array(entry, box)[first - box.offsets[0] : last - box.offsets[0]]
-                rest = tuple(slice(o, o + s) for o, s in zip(box.offsets[1:], box.sizes[1:], strict=True))
-                place = (slice(first - begin, last - begin), *rest)
-                values[place] = there
-        return values
-
-    return SourceTensor(entry.name, entry.dtype, entry.shape, (files.url, entry.name), read)
-
-
-def _check_tiled(entry: StoredEntry, boxes: Sequence[Box], files: SourceFiles) -> None:
-    """Refuse pieces that leave the tensor, or that do not have as many values together as it has."""
-    where = repr(entry.name)
-    for box in boxes:
-        sides = zip(box.offsets, box.sizes, entry.shape, strict=False)
-        if len(box.sizes) != len(entry.shape) or any(at + size > whole for at, size, whole in sides):
-            found = f"a piece of {box.sizes} at {box.offsets}"
-            raise ConversionError(files.url, where, found=found, expected=f"one inside {entry.shape}")
-    filled = [box for box in boxes if math.prod(box.sizes)]
-    n_values = sum(math.prod(box.sizes) for box in filled)
-    if n_values != math.prod(entry.shape) or _overlap(filled):
-        found = f"pieces of {n_values} values{', some of them twice' if _overlap(filled) else ''}"
-        raise ConversionError(files.url, where, found=found, expected=f"{math.prod(entry.shape)}, each once")
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Say whether two pieces, which are in the order of their offsets, have a value in common."""
-    running: list[Box] = []  # those that reach as far as the piece in the first dimension
-    for box in boxes:
-        if not box.offsets:
-            return len(boxes) > 1
-        running = [each for each in running if each.offsets[0] + each.sizes[0] > box.offsets[0]]
-        if any(_meet(box, each) for each in running):
-            return True
-        running.append(box)
-    return False
-
-
-def _meet(one: Box, other: Box) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(at < there + length and there < at + size for at, size, there, length in sides)
+    parts = [Piece(box.offsets, box.sizes, partial(pieces.rows, entry, box)) for box in entry.boxes]
+    return put_together(entry.name, entry.dtype, entry.shape, parts, files.url)

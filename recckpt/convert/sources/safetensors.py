@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from recckpt.convert.safetensors_file import TensorFile, read_header
+from recckpt.convert.safetensors_shards import SHARDING, VERSION, are_shards, joined, of_shards
 from recckpt.convert.source import Contents, LeftOut, SourceTensor, Wish
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, TensorTable, used, wished_tables
@@ -22,7 +23,7 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
-    """Open one file, those that an index names, or the only one of a directory.
+    """Open one file, those that an index names, the only one of a directory, or all shards in it.
 
     Raises:
         ConversionError: a file is missing, cut or contradicts itself, or a wish cannot be met.
@@ -30,23 +31,34 @@ def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
     if files.is_file and files.names[0].endswith(INDEX_SUFFIX):
         files = SourceFiles(files.url.rpartition("/")[0] or ".")
     parts = {name: read_header(files, name) for name in _parts(files)}
+    shards = are_shards(parts, files)
+    tensors = joined(parts, files) if shards else _whole(parts, files)
+    tables = _own_tables(parts, tensors, files) + wished_tables(tensors, wish, files.url)
+    taken = used(tables)
+    dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
+    others = {key for part in parts.values() for key in part.metadata} - {METADATA, "format", SHARDING, VERSION}
+    left = tuple(LeftOut(f"__metadata__ {key}", "checkpoints have no place for it") for key in sorted(others))
+    left += (of_shards(parts),) if shards else ()
+    return TensorSource(Contents("safetensors", dense=dense, left_out=left), tables, files.url)
+
+
+def _whole(parts: dict[str, TensorFile], files: SourceFiles) -> dict[str, SourceTensor]:
+    """Return the tensors of all files, each of which is whole in one."""
+    if len(parts) != 1 and not files.ending(INDEX_SUFFIX):
+        what = f"{len(parts)} files {SUFFIX} and no index"
+        raise ConversionError(files.url, "", found=what, expected="one file, or one index", remedy="name the file")
     tensors: dict[str, SourceTensor] = {}
     for name, part in parts.items():
         for key in tensors.keys() & part.tensors.keys():
             path, found = files.path(name), "it in another file too"
             raise ConversionError(path, f"tensor {key!r}", found=found, expected="it once")
         tensors |= part.tensors
-    tables = _own_tables(parts, tensors, files) + wished_tables(tensors, wish, files.url)
-    taken = used(tables)
-    dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
-    others = {key for part in parts.values() for key in part.metadata} - {METADATA, "format"}
-    left = tuple(LeftOut(f"__metadata__ {key}", "checkpoints have no place for it") for key in sorted(others))
-    return TensorSource(Contents("safetensors", dense=dense, left_out=left), tables, files.url)
+    return tensors
 
 
 def _parts(files: SourceFiles) -> list[str]:
     indexes, found = files.ending(INDEX_SUFFIX), list(files.names) if files.is_file else files.ending(SUFFIX)
-    if not indexes and len(found) == 1:
+    if not indexes:
         return found
     if len(indexes) != 1:
         what = f"{len(found)} files {SUFFIX} and {len(indexes)} indexes"
