@@ -150,6 +150,7 @@ class Saver(Registration):
         state: State = None,
         overwrite: bool = False,
         ephemeral: bool = False,
+        sync_func: Callable[[], Any] | None = None,
     ) -> Manifest:
         """Write, commit and rotate, once the save before is over; return the manifest. Collective among several ranks.
 
@@ -161,6 +162,7 @@ class Saver(Registration):
             state: numbers and strings for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
             ephemeral: the checkpoint goes as soon as a newer one is committed, and does not count for ``max_keep``.
+            sync_func: called by every rank once the checkpoint is committed, such as a barrier of your own.
 
         Raises:
             ValueError: the id or the step cannot be one, or something in the state could not be loaded back, or several
@@ -172,7 +174,11 @@ class Saver(Registration):
             WriterFencedError: another process has taken the output dir over by saving to it.
             Exception: that of an earlier save in the background, if it was not raised yet; this one is not begun then.
         """
-        return self._save(SaveInfo(ckpt_id, step, ephemeral=ephemeral), shard_id, shard_num, state, overwrite).wait()
+        info = SaveInfo(ckpt_id, step, ephemeral=ephemeral)
+        manifest = self._save(info, shard_id, shard_num, state, overwrite).wait()
+        if sync_func is not None:
+            sync_func()
+        return manifest
 
     def save_async(
         self,
@@ -225,7 +231,7 @@ class Saver(Registration):
             ckpt_id: which checkpoint in it; None for the newest.
             load_conf: what to take: an entry of a bank without ``path``; None for everything.
             shard_id: number of this rank, whose dataset positions are taken; None as in :meth:`save`.
-            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do.
+            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do; None loads nothing.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
@@ -242,7 +248,7 @@ class Saver(Registration):
         """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
 
         Args:
-            bank: a list of entries, or one entry, or the path of one; see docs/warm-start.md.
+            bank: a list of entries, or one entry, or the path of one; see docs/warm-start.md. None loads nothing.
             conf: the rest of the entry, where ``bank`` is a path.
             shard_id: number of this rank; None as in :meth:`save`.
 

@@ -464,7 +464,7 @@ def test_a_checkpoint_that_is_not_there_is_named_and_so_are_those_that_are(tmp_p
         saver.load(ckpt_path=str(tmp_path), direct_path=True)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"ckpt_path": "x", "ckpt_id": "y"}, {"ckpt_id": "y"}])
+@pytest.mark.parametrize("kwargs", [{"ckpt_path": "x", "ckpt_id": "y"}, {"ckpt_id": "y"}])
 def test_a_direct_path_is_the_whole_address(tmp_path, kwargs):
     with pytest.raises(ValueError, match="direct_path=True needs ckpt_path"):
         Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).load(direct_path=True, **kwargs)

@@ -15,8 +15,10 @@ import pyarrow as pa
 from recckpt.format import layout
 from recckpt.format.distinct import distinct
 from recckpt.format.manifest import Manifest
+from recckpt.format.tables import TableEntry
 from recckpt.inspect import at_a_glance
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
+from recckpt.inspect.whole_slot import slot_named, whole_slot
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.aligned_rows import AlignedRows, aligned_rows, as_ids
@@ -25,7 +27,7 @@ from recckpt.sparse.files.chain_table import ChainTable, open_table
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import absolute
 from recckpt.text import nearest, shown
-from recckpt.types import EMBEDDING
+from recckpt.types import EMBEDDING, SlotSpec
 
 if TYPE_CHECKING:
     from pyarrow.dataset import Dataset
@@ -209,22 +211,35 @@ class CheckpointReader:
         return list(self._now.tensors.model)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a dense tensor."""
+        """Return the shape of a dense tensor, or of a slot of all rows of a table, named ``table@slot``."""
+        if (of_table := self._slot(name)) is not None:
+            return (of_table[0].rows, *of_table[1].shape)
         return self._now.tensors.named(name).shape
 
     def tensor_dtype(self, name: str) -> str:
-        """Return the dtype of a dense tensor, such as ``float32``."""
-        return self._now.tensors.named(name).dtype
+        """Return the dtype of a dense tensor or of ``table@slot``, such as ``float32``."""
+        of_table = self._slot(name)
+        return of_table[1].dtype if of_table is not None else self._now.tensors.named(name).dtype
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
 
+        Args:
+            name: of the tensor; or ``table@slot`` for a slot of all rows of a table, such as ``item@embedding``, and
+                ``table@id`` for their ids. All slots of a table come in one order. It is all in memory: read large
+                tables by :meth:`table`.
+
         Raises:
-            KeyError: no such tensor.
+            KeyError: no such tensor or slot.
             CorruptCheckpointError: its bytes are not those that were saved.
         """
+        if (of_table := self._slot(name)) is not None:
+            return whole_slot(self._now, *of_table)
         dense = self._now.tensors
         return dense.read(dense.named(name))
+
+    def _slot(self, name: str) -> tuple[TableEntry, SlotSpec] | None:
+        return None if name in self._now.tensors.model else slot_named(name, self.manifest)
 
     def _table(self, name: str, columns: Collection[str] | None) -> ChainTable:
         slots = [slot.name for slot in self.manifest.named_table(name).slots]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -14,7 +14,7 @@ from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, is_list
 
-Bank = str | PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Bank = str | PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ACTIONS = ("error", "skip", "cast", "resize")
 
 
@@ -105,7 +105,7 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
 
 
 def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """Return the entries of a bank that may be given as one entry, or as a path and the rest of its entry.
+    """Return the entries of a bank that may be given as one entry, or as a path and the rest of its entry, or as None.
 
     Raises:
         LoadConfError: the rest of an entry is not a dict, or there is no path that it belongs to.
@@ -116,6 +116,8 @@ def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str,
         return [{**(conf or {}), "path": bank}]
     if conf is not None:
         raise LoadConfError([f"conf: found {conf!r} beside a whole bank; it belongs to a path"])
+    if bank is None:
+        return []
     return [bank] if isinstance(bank, Mapping) else bank
 
 
@@ -162,9 +164,10 @@ def _flag(value: Any) -> bool:
 
 
 def _patterns(value: Any) -> tuple[Pattern, ...]:
-    if not is_list(value) or not all(isinstance(name, str) and name for name in value):
-        raise ValueError(f"found {value!r}, expected a list of names, such as ['sparse', 'tower.*']")
-    return tuple(Pattern(name) for name in value)
+    is_many = is_list(value) or isinstance(value, Set)
+    if not is_many or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(f"found {value!r}, expected a list of names or a set, such as ['sparse', 'tower.*']")
+    return tuple(Pattern(name) for name in (sorted(value) if isinstance(value, Set) else value))
 
 
 def _on_mismatch(value: Any) -> tuple[tuple[Pattern, str], ...]:

@@ -71,8 +71,10 @@ class Loader:
     ) -> LoadReport:
         """As :meth:`recckpt.Saver.load`."""
         entry = parse_load_conf(load_conf)
-        if direct_path and (ckpt_path is None or ckpt_id is not None):
+        if direct_path and ckpt_id is not None:
             raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
+        if direct_path and ckpt_path is None:
+            return self._load_from([], Problems(), shard_id)
 
         def find() -> Source:
             storage, checkpoint = locate_asked(self.storage, ckpt_path, ckpt_id, direct_path)

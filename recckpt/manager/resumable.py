@@ -79,13 +79,14 @@ class Resumable(OneProcess):
             self._autosave.start()
             return step
 
-    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
+    def load_model_bank(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadReport:
         """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
 
         Call it before :meth:`restore`, which then has nothing left to do.
 
         Args:
-            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md.
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md. None is an
+                empty one.
 
         Raises:
             LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
@@ -97,18 +98,18 @@ class Resumable(OneProcess):
         with self._turn():
             self._autosave.settle_on_all()
             with self._forgotten():
-                report = self._restorer.load_model_bank(bank)
+                report = self._restorer.load_model_bank([] if bank is None else bank)
             self._autosave.start()
             return report
 
-    def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
+    def plan(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadPlan:
         """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
 
         Raises:
             LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
         """
         with self._turn():
-            return self._restorer.plan(bank)
+            return self._restorer.plan([] if bank is None else bank)
 
     def reload_dynamic(self) -> list[LoadReport]:
         """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.

@@ -146,7 +146,7 @@ def test_what_is_said_of_one_name_goes_before_what_is_said_of_many(value, action
         ({"load": None}, "expected a list of names"),
         ({"load": [1]}, "expected a list of names"),
         ({"load": [""]}, "expected a list of names"),
-        ({"load": {"dense"}}, "expected a list of names"),
+        ({"load": {"dense", 1}}, "expected a list of names"),
         ({"strict": 1}, r"\['strict'\]: found 1, expected true or false"),
         ({"hashtable_clear": "no"}, r"\['hashtable_clear'\]: found 'no', expected true or false"),
         ({"on_mismatch": "ignore"}, "found 'ignore', expected one of error, skip, cast, resize"),

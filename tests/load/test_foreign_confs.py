@@ -53,7 +53,7 @@ def test_a_bank_of_omegaconf_is_loaded_with_its_references(tmp_path):
     assert len(t) == 3
 
 
-@pytest.mark.parametrize("value", ["dense", b"dense", {"dense"}, 3, [b"dense"]])
+@pytest.mark.parametrize("value", ["dense", b"dense", {b"dense"}, 3, [b"dense"], {"dense": 1}])
 def test_what_only_looks_like_a_list_is_refused(value):
     with pytest.raises(LoadConfError, match="expected a list of names"):
         parse_load_conf({"load": value})

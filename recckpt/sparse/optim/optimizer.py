@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recckpt import types
+from recckpt.sparse.optim.accumulation import Accumulation
 from recckpt.sparse.optim.param_groups import Group, TableParameter, match, options
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
@@ -21,28 +21,6 @@ from recckpt.types import EMBEDDING, positive_int
 Int64s = npt.NDArray[np.int64]
 _REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
 Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Group]
-
-
-@dataclass
-class Accumulation:
-    """Counts the steps of an optimizer, of which only each n-th updates rows."""
-
-    n: int
-    n_since: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no gradients wait for a step that uses them."""
-        return self.n_since == 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next step is one that updates."""
-        return self.n_since == self.n - 1
-
-    def count(self) -> None:
-        """Count a step that is done."""
-        self.n_since = (self.n_since + 1) % self.n
 
 
 class SparseOptimizer(Optimizer):
@@ -94,13 +72,32 @@ class SparseOptimizer(Optimizer):
         self._check_tables(tables)
         group = {**self.defaults, **options(param_group, "tables")}
         self._check(group)
+        super().add_param_group({**group, **self._taken_over(tables, group)})
+        for table in tables:
+            table.trained_by = self._mark
+
+    def add_params(self, params: Tables) -> None:
+        """Add tables to the first group, whose hyper-parameters they take.
+
+        Args:
+            params: ``{name: table}``, or a list of tables.
+
+        Raises:
+            TypeError, ValueError: as of :meth:`add_param_group`; nothing has been added.
+        """
+        tables, first = _as_list(params), self.param_groups[0]
+        self._check_tables(tables)
+        for key, added in self._taken_over(tables, first).items():
+            first[key] += added
+        for table in tables:
+            table.trained_by = self._mark
+
+    def _taken_over(self, tables: list[HashTable], group: Group) -> dict[str, list[Any]]:
+        """Give tables, which have been checked, the slots of this optimizer; return what a group lists of them."""
         for table in tables:
             self._add_slots(table, group)
             self._tables[table.name] = table
-        parameters, names = [TableParameter(table) for table in tables], [table.name for table in tables]
-        super().add_param_group({**group, "params": parameters, "tables": names})
-        for table in tables:
-            table.trained_by = self._mark
+        return {"params": [TableParameter(table) for table in tables], "tables": [table.name for table in tables]}
 
     def set_grad_accum_steps(self, steps: int) -> None:
         """Let only every ``steps``-th :meth:`step` update rows, with the sum of the gradients since the last update.
