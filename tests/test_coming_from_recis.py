@@ -22,6 +22,8 @@ def test_what_it_names_on_the_right_is_there():
         assert hasattr(CheckpointManager, name)
     for name in re.findall(r"saver\.(\w+)\(", right):
         assert hasattr(Saver, name)
+    for name in re.findall(r"table\.(\w+)[(\[`]", right):
+        assert hasattr(sparse.HashTable, name)
     for name in re.findall(r"recckpt\.(\w+)`", right):
         assert hasattr(recckpt, name)
 
@@ -52,6 +54,10 @@ OPTIONS = [
     *("filter_sparse_opt", "sparse_model_name", "dense_model_name", "dataset", "dense_optimizer"),
     *("export_folder_name", "export_model_name", "export_outputs", "fg", "fg_conf_or_path", "mc_conf_or_path"),
     *("label_key", "label_value"),
+    # newer than 1.2
+    *("sync_func", "direct_path", "read_tensor", "add_params", "register_combiner", "grad_reduce_by", "source_group"),
+    *("group_sum", "SparseAdagradSum", "SparseRowWiseAdagradSum", "get_step_update_info", "super_param_state_dict"),
+    *("slot_by_name", "requires_optimizer_state"),
 ]
 
 

@@ -104,6 +104,41 @@ def test_a_dense_tensor_goes_before_a_slot_of_its_name_and_bfloat16_comes_as_bit
         assert reader.read_tensor("t@embedding").tolist() == [[0x3FC0, 0xC000]]
 
 
+def test_one_slot_is_written_by_id_and_a_delta_has_the_rows(tmp_path):
+    model, optimizer, saver = run(tmp_path, names=["user"], deltas=True)
+    table, name = model["user"], "sparse_adam_exp_avg"
+    train(model, optimizer)
+    saver.save("a")
+    before = table.embeddings().clone()
+    table.set_slot(name, torch.tensor([4, 1, 4]), torch.arange(9.0).view(3, 3))
+    assert table.slots[name][table.ids() == 4].tolist() == [[6, 7, 8]], "the last of equal ids"
+    assert table.slots[name][table.ids() == 1].tolist() == [[3, 4, 5]]
+    assert torch.equal(table.embeddings(), before)
+    saver.save("b")
+    with CheckpointReader(tmp_path) as reader:
+        assert reader.manifest.table("user").delta.upserts == 2
+        assert reader.lookup("user", [1], name).values.tolist() == [[3, 4, 5]]
+    table.set_slot("embedding", torch.tensor([0]), torch.ones(1, 3))
+    assert table.lookup(torch.tensor([0]))[0].tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "values", "match"),
+    [
+        ("no_such", [1], torch.ones(1, 3), "has no slot 'no_such'"),
+        ("sparse_adam_exp_avg", [1], torch.ones(2, 3), "expected torch.float32"),
+        ("sparse_adam_exp_avg", [1, 77, 78], torch.ones(3, 3), "2 of 3 ids have no row, the first is 77"),
+    ],
+)
+def test_a_slot_that_cannot_be_written_is_refused_and_nothing_has_changed(tmp_path, name, ids, values, match):
+    model, optimizer, _ = run(tmp_path, names=["user"])
+    train(model, optimizer)
+    before = {slot: tensor.clone() for slot, tensor in model["user"].slots.items()}
+    with pytest.raises(ValueError, match=match):
+        model["user"].set_slot(name, torch.tensor(ids), values)
+    assert all(torch.equal(tensor, before[slot]) for slot, tensor in model["user"].slots.items())
+
+
 def test_add_params_takes_tables_into_the_first_group():
     first, second, third = (HashTable(2, name=name) for name in "abc")
     optimizer = SparseAdamW([{"tables": [first], "lr": 0.5}, {"tables": [second], "lr": 0.25}])

@@ -53,6 +53,11 @@ RULES = (
     _adam("sparse_adam_", np.float64),
     Rule("sparse_adagrad_", {"sparse_adagrad_state_sum": "sparse_adagrad_sum"}),
     Rule("sparse_row_wise_adagrad_", {"sparse_row_wise_adagrad_state_sum": "sparse_rowwise_adagrad_sum"}, True),
+    Rule(
+        "sparse_row_wise_adagrad_sum_",
+        {"sparse_row_wise_adagrad_sum_state_sum": "sparse_rowwise_adagrad_sum_by_rank"},
+        True,
+    ),
 )
 SLOT_THERE = {here: there for rule in RULES for there, here in rule.slots.items()}
 _SLOT_HERE = {there: here for here, there in SLOT_THERE.items()}

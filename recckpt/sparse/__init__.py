@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from recckpt.sparse.from_torch import replace_embeddings
     from recckpt.sparse.optim import (
         SparseAdagrad,
+        SparseAdagradSum,
         SparseAdam,
         SparseAdamW,
         SparseAdamWTF,
         SparseRowWiseAdagrad,
+        SparseRowWiseAdagradSum,
         SparseSGD,
     )
     from recckpt.sparse.sharded.table import EmbeddingCollection, ShardedHashTable
@@ -36,6 +38,8 @@ _HOMES = {
     "SparseSGD": "sparse.optim",
     "SparseAdagrad": "sparse.optim",
     "SparseRowWiseAdagrad": "sparse.optim",
+    "SparseAdagradSum": "sparse.optim",
+    "SparseRowWiseAdagradSum": "sparse.optim",
     "SparseAdam": "sparse.optim",
     "SparseAdamW": "sparse.optim",
     "SparseAdamWTF": "sparse.optim",
@@ -56,6 +60,8 @@ __all__ = [
     "SparseSGD",
     "SparseAdagrad",
     "SparseRowWiseAdagrad",
+    "SparseAdagradSum",
+    "SparseRowWiseAdagradSum",
     "SparseAdam",
     "SparseAdamW",
     "SparseAdamWTF",

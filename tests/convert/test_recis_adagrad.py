@@ -12,7 +12,7 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.convert import export_checkpoint, import_checkpoint
 from recckpt.errors import ConversionError
-from recckpt.sparse import HashTable, SparseAdagrad, SparseRowWiseAdagrad
+from recckpt.sparse import HashTable, SparseAdagrad, SparseRowWiseAdagrad, SparseRowWiseAdagradSum
 
 DIM, ROWS = 5, 12
 IDS = torch.arange(100, 100 + ROWS)
@@ -154,6 +154,19 @@ def test_row_wise_steps_come_table_by_table_also_of_names_that_read_two_ways(tmp
     state, left = imported(tmp_path, tables, **steps)
     assert state["state"] == {"user": {"step": 5}, "sum": {"step": 6}, "Item 2_step": {"step": 7}}
     assert not left.keys() & steps.keys()
+
+
+def test_the_row_wise_optimizer_of_sums_comes_and_goes(tmp_path):
+    slot, rows = f"{ROW_WISE}sum_state_sum", row_wise(3)
+    rows[slot] = rows.pop(f"{ROW_WISE}state_sum")
+    state, _ = imported(tmp_path, {"sum": rows}, **{f"{ROW_WISE}sum_step": 5})
+    assert state["slots"] == list(SparseRowWiseAdagradSum.slot_names)
+    assert state["state"] == {"sum": {"step": 5}}
+    export_checkpoint(tmp_path / "out", tmp_path / "back", to="recis")
+    blocks = load_file(tmp_path / "back/ckpt_1/model-000000-of-000000.safetensors")
+    order = blocks["sum.id/part_0_1"].argsort()
+    assert np.array_equal(blocks[f"sum.{slot}/part_0_1"][order], rows[slot])
+    assert blocks[f"{ROW_WISE}sum_step^ "].tolist() == [5]
 
 
 def test_row_wise_steps_go_table_by_table(tmp_path):

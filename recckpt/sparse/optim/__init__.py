@@ -1,6 +1,7 @@
 """Optimizers of hashtables: they touch the rows that had a gradient and keep their moments as slots."""
 
 from recckpt.sparse.optim.adagrad import SparseAdagrad, SparseRowWiseAdagrad
+from recckpt.sparse.optim.adagrad_sum import SparseAdagradSum, SparseRowWiseAdagradSum
 from recckpt.sparse.optim.adam import SparseAdam, SparseAdamW
 from recckpt.sparse.optim.adamw_tf import SparseAdamWTF
 from recckpt.sparse.optim.optimizer import SparseOptimizer
@@ -11,6 +12,8 @@ __all__ = [
     "SparseSGD",
     "SparseAdagrad",
     "SparseRowWiseAdagrad",
+    "SparseAdagradSum",
+    "SparseRowWiseAdagradSum",
     "SparseAdam",
     "SparseAdamW",
     "SparseAdamWTF",

@@ -66,7 +66,7 @@ class SparseAdagrad(SparseOptimizer):
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
         grads = _adjusted(grads, weights, group)
         sums = slots[0].addcmul_(grads, grads)
-        weights.addcdiv_(grads, sums.sqrt().add_(group["eps"]), value=-_learning_rate(step, group))
+        weights.addcdiv_(grads, sums.sqrt().add_(group["eps"]), value=-learning_rate(step, group))
 
 
 class SparseRowWiseAdagrad(SparseOptimizer):
@@ -122,7 +122,7 @@ class SparseRowWiseAdagrad(SparseOptimizer):
         grads = _adjusted(grads, weights, group)
         sums = slots[0].add_(grads.flatten(1).square().mean(1))
         roots = sums.sqrt().add_(group["eps"]).view(-1, *[1] * (grads.dim() - 1))
-        weights.addcdiv_(grads, roots, value=-_learning_rate(step, group))
+        weights.addcdiv_(grads, roots, value=-learning_rate(step, group))
 
 
 def _adjusted(grads: Tensor, weights: Tensor, group: Group) -> Tensor:
@@ -131,5 +131,6 @@ def _adjusted(grads: Tensor, weights: Tensor, group: Group) -> Tensor:
     return grads.add(weights, alpha=group["weight_decay"]) if group["weight_decay"] else grads
 
 
-def _learning_rate(step: int, group: Group) -> float:
+def learning_rate(step: int, group: Group) -> float:
+    """Return the learning rate of a step."""
     return float(group["lr"] / (1 + (step - 1) * group["lr_decay"]))

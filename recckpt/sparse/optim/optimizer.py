@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from recckpt import types
 from recckpt.sparse.optim.accumulation import Accumulation
 from recckpt.sparse.optim.param_groups import Group, TableParameter, match, options
+from recckpt.sparse.table.gradients import RowGradients
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, positive_int
@@ -184,7 +185,7 @@ class SparseOptimizer(Optimizer):
             step, columns = self.state.get(parameter, {}).get("step", 0) + 1, table.store.columns
             weights = columns[EMBEDDING].gather(taken.rows).to(taken.grads.dtype)  # float32 at least
             slots = [columns[name].gather(taken.rows) for name in self.slot_names]
-            self._update(weights, taken.grads, slots, step, group)
+            self._apply(weights, taken, slots, step, group)
             self._under_way[parameter] = step, taken.used
             values = {EMBEDDING: weights, **dict(zip(self.slot_names, slots, strict=True))}
             table.store.write(taken.rows, values, flag=taken.used)
@@ -265,6 +266,10 @@ class SparseOptimizer(Optimizer):
     def _check(self, group: Group) -> None:
         """Raise ValueError where a hyper-parameter is out of range."""
         raise NotImplementedError
+
+    def _apply(self, weights: Tensor, taken: RowGradients, slots: list[Tensor], step: int, group: Group) -> None:
+        """Apply the rule to what the gradients of a table are; most rules need no more of them than their sums."""
+        self._update(weights, taken.grads, slots, step, group)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
         """Apply the rule in place to the rows of one table; all tensors have one row an id."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,19 @@ class RoundTrip:
             if flags[number]:
                 table_grads = torch.cat([of_tables[number] for of_tables in by_rank])
                 scaled = table_grads.mul_(self._scales[number])
-                table.add_gradients(*of_held(self._asked.ids[number], scaled, self._held[number]))
+                for ids, of_ids in self._contributions(number, scaled):
+                    table.add_gradients(ids, of_ids)
+
+    def _contributions(self, number: int, grads: Tensor) -> Iterator[tuple[Int64s, Tensor]]:
+        """Yield ids of a table and their gradients: rank by rank where they are squared, else of all ranks at once."""
+        ids, held = self._asked.ids[number], self._held[number]
+        if not self._tables[number].keeps_squares:
+            yield of_held(ids, grads, held)
+            return
+        ranks = np.repeat(np.arange(self._exchange.size), self._asked.counts[:, number])
+        places = np.arange(len(ids)) if held is None else held
+        for rank in range(self._exchange.size):
+            yield of_held(ids, grads, places[ranks[places] == rank])
 
     def _ask(self, ids: Mapping[str, Tensor]) -> None:
         """Send the ids to their owners."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,25 @@ _MAX_ENTRIES = 64
 
 
 @dataclass(frozen=True)
+class _Merged:
+    """The sums of several gradients of ids when they were added up, and the sums of their squares."""
+
+    sums: Tensor
+    squares: Tensor
+
+    def squares_at(self, grads: Tensor) -> Tensor:
+        """Return the squares for ``grads``, which are the sums unless a scaler or clipping has changed them since."""
+        before = self.sums.norm()
+        overall = grads.norm() / before if before > 0 else torch.ones_like(before)
+        return self.squares * torch.where(self.sums == 0, overall, grads / self.sums).square()
+
+    def at(self, kept: Int64s) -> _Merged:
+        """Return those at some places."""
+        places = torch.from_numpy(kept).to(self.sums.device)
+        return _Merged(self.sums[places], self.squares[places])
+
+
+@dataclass(frozen=True)
 class _Entry:
     """The gradients of different ids, which end with the era of the store; a step that uses them sets ``used[0]``."""
 
@@ -30,32 +50,48 @@ class _Entry:
     grads: Tensor
     era: object
     used: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
+    merged: _Merged | None = None
+
+    @property
+    def squares(self) -> Tensor:
+        """The sum of the squares of the gradients that were added up, as they are scaled and clipped by now."""
+        return self.grads.square() if self.merged is None else self.merged.squares_at(self.grads)
 
     def without(self, ids: IdIndex) -> _Entry:
         """Return those of other ids."""
         kept = np.flatnonzero(ids.find(self.ids) < 0)
-        if len(kept) == len(self.ids):
-            return self
+        return self if len(kept) == len(self.ids) else self.at(kept)
+
+    def at(self, kept: Int64s) -> _Entry:
+        """Return those at some places."""
         grads = self.grads[torch.from_numpy(kept).to(self.grads.device)]
-        return replace(self, ids=self.ids[kept], grads=grads)
+        return replace(self, ids=self.ids[kept], grads=grads, merged=self.merged and self.merged.at(kept))
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Different rows and their summed gradients; whoever sets ``used[0]`` to 1 forgets them in the table."""
+    """Different rows and their summed gradients; whoever sets ``used[0]`` to 1 forgets them in the table.
+
+    ``squares`` returns the sums of the squared gradients, of a table that keeps them.
+    """
 
     rows: Int64s
     grads: Tensor
     used: Int64s
+    squares: Callable[[], Tensor]
 
 
 class Gradients:
     """The gradients of a table since its optimizer last used them, one entry a backward pass. Thread-safe.
 
     An entry keeps ids, not rows: rows may be renumbered before the optimizer comes.
+
+    Attributes:
+        keeps_squares: whether the sums of the squares of entries stay known when they are merged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_squares: bool = False) -> None:
+        self.keeps_squares = keeps_squares
         self._entries: list[_Entry] = []  # replaced, never changed
         self._lock = threading.RLock()
 
@@ -74,6 +110,10 @@ class Gradients:
         with self._lock:
             kept = [] if set_to_none else self._entries[:1]
             self._entries = [_Entry(entry.ids[:0], entry.grads[:0], entry.era) for entry in kept]
+
+    def twin(self) -> Gradients:
+        """Return one without gradients for a copy of the table."""
+        return Gradients(keeps_squares=self.keeps_squares)
 
     def forget(self, ids: Int64s, store: RowStore) -> None:
         """Forget those of ids whose rows have been erased; the caller has the lock of the store."""
@@ -99,11 +139,11 @@ class Gradients:
             entry = self._merged(store)
         if entry is None:
             return None
-        rows, grads = store.find(entry.ids), entry.grads.to(store.device)
+        rows = store.find(entry.ids)
         present = np.flatnonzero(rows >= 0)
         if len(present) < len(rows):
-            rows, grads = rows[present], grads[torch.from_numpy(present).to(grads.device)]
-        return RowGradients(rows, grads, entry.used)
+            rows, entry = rows[present], entry.at(present)
+        return RowGradients(rows, entry.grads.to(store.device), entry.used, lambda: entry.squares.to(store.device))
 
     def _pending(self, store: RowStore) -> list[_Entry]:
         """Return the entries that count."""
@@ -114,8 +154,12 @@ class Gradients:
         """Make one entry of all, in the same order of additions."""
         entries = self._pending(store)
         if len(entries) > 1:
-            summed = _sum_by_id(np.concatenate([e.ids for e in entries]), torch.cat([e.grads for e in entries]))
-            entries = [_Entry(*summed, store.era)]
+            ids = np.concatenate([e.ids for e in entries])
+            different, sums = _sum_by_id(ids, torch.cat([e.grads for e in entries]))
+            merged = None
+            if self.keeps_squares:
+                merged = _Merged(sums.clone(), _sum_by_id(ids, torch.cat([e.squares for e in entries]))[1])
+            entries = [_Entry(different, sums, store.era, merged=merged)]
         self._entries = entries
         return entries[0] if entries else None
 

@@ -171,7 +171,7 @@ class TableModule(nn.Module):
         memo[id(self)] = twin
         own = {
             "_store": self._store.to(self.device),
-            "_gradients": Gradients(),
+            "_gradients": self._gradients.twin(),
             "initializer": self.initializer,
         }
         rest = {name: value for name, value in self.__dict__.items() if name not in own}

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from recckpt.sparse.table.bags import PooledTable
-from recckpt.sparse.table.checks import check_slot_name, checked_initial, checked_shape, dtype_name
+from recckpt.sparse.table.checks import (
+    check_slot_name,
+    check_values,
+    checked_initial,
+    checked_shape,
+    dtype_name,
+    flat_ids,
+)
 from recckpt.sparse.table.initializers import default_initializer
 from recckpt.sparse.table.nn_module import opaque
 from recckpt.sparse.table.row_store import RowStore
@@ -105,6 +113,39 @@ class SlottedTable(PooledTable):
             )
             self.initializer = initializer
         self._gradients.clear()
+
+    @opaque
+    def set_slot(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """Set one slot of rows that are there; the last of equal ids wins.
+
+        Args:
+            name: of the slot; ``"embedding"`` for the embeddings.
+            ids: int64, shape (n,); of a sharded table those that this rank holds.
+            values: shape (n, *slot_shape), the slot's dtype.
+
+        Raises:
+            ValueError: a shape, dtype or name does not fit, or an id has no row. Nothing has been changed then.
+        """
+        flat = flat_ids(ids)
+        check_values(self.name, self._spec_of(name), values, len(flat))
+        with self._store.lock:
+            rows = self._store.find(flat)
+            absent = flat[rows < 0]
+            if len(absent):
+                what = f"{len(absent)} of {len(flat)} ids have no row, the first is {absent[0]}"
+                raise ValueError(f"table {self.name!r}, {name!r}: {what}: insert(ids, embeddings, slots) adds rows")
+            different, from_end = np.unique(rows[::-1], return_index=True)
+            last = torch.from_numpy(len(rows) - 1 - from_end).to(values.device)
+            self._store.write(different, {name: values.detach()[last].to(self.device)})
+
+    @property
+    def keeps_squares(self) -> bool:
+        """Whether gradients come with the sums of their squares, one square a rank and look-up."""
+        return self._gradients.keeps_squares
+
+    def keep_squares(self) -> None:
+        """Keep them from now on, for an optimizer that needs them."""
+        self._gradients.keeps_squares = True
 
     def _spec_of(self, name: str) -> SlotSpec:
         column = self._store.columns.get(name)
