@@ -30,6 +30,7 @@ from recckpt.save.registration import Registration
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.telling import begun
+from recckpt.save.trainers import Trainers
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
@@ -115,7 +116,8 @@ class Saver(Registration):
         downloads = transfers.download_dir
         self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, downloads, progress, name)
         self.loader.on_whole_restore = changes.on_whole_restore if changes else None
-        self._live, self._extra, self._io_state = Live(model, sparse_optim, extra, io_state, choice), extra, io_state
+        self._extra, self._io_state, self.trainers = extra, io_state, Trainers(model, sparse_optim, extra, choice)
+        self._live = Live(model, sparse_optim, extra, io_state, choice, self.trainers)
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(
             storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes, progress

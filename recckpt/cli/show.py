@@ -11,7 +11,7 @@ from recckpt.cli.result import Outcome, usage_checked
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, Names
+from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.reduced import reduced_json, said_of
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.at_path import locate_path
@@ -86,7 +86,8 @@ def _data(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> di
         "state": dict(manifest.state),
         "tables": [_table_data(table) for table in manifest.tables],
         "tensors": tensors,
-        "registered": _registered(manifest.names),
+        "registered": _registered(manifest),
+        "lacks": manifest.training.unsaved.said,
         "positions": list(manifest.names.io_state),
     }
 
@@ -130,28 +131,36 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
     reduced = {table.name: table.reduced for table in manifest.tables if table.reduced is not None}
     lines += section("not as they were", [one_line(said) for said in said_of(reduced)])
     lines += section("dense tensors", [Table(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",))] if dense else [])
-    lines += section("registered objects", _lines_of_registered(manifest.names))
+    lines += section("registered objects", _lines_of_registered(manifest))
+    lines += section("lacks", [one_line(said) for said in manifest.training.unsaved.said])
     return lines + section("training state", pairs(state))
 
 
-def _registered(names: Names) -> list[dict[str, Any]]:
-    """Describe the registered objects: of which each rank has a state, and of how many parameters, of an optimizer."""
+def _registered(manifest: Manifest) -> list[dict[str, Any]]:
+    """Describe the registered objects: of which each rank has a state, and the class and parameters of optimizers."""
+    names, classes = manifest.names, manifest.training.optimizers
     parameters = [name.rpartition("@")[2] for name in names.dense_opt]
     of_ranks = [(name, True) for name in names.extra_of_ranks]
     return [
-        {"name": name, "per_rank": per_rank, "parameters": parameters.count(name)}
+        {
+            "name": name,
+            "per_rank": per_rank,
+            "class": classes.get(name, (None,))[0],
+            "parameters": parameters.count(name),
+        }
         for name, per_rank in [*((name, False) for name in names.extra), *of_ranks]
     ]
 
 
-def _lines_of_registered(names: Names) -> list[Line]:
+def _lines_of_registered(manifest: Manifest) -> list[Line]:
     """Return a table of the registered objects, and of the positions in the data, which are such too."""
     rows = []
-    for found in _registered(names):
+    for found in _registered(manifest):
         said = ["one state a rank"] if found["per_rank"] else []
+        said += [escaped(found["class"])] if found["class"] else []
         said += [f"state of {plural(found['parameters'], 'parameter')}"] if found["parameters"] else []
         rows.append((escaped(found["name"]), ", ".join(said)))
-    rows += [(escaped(name), "position in the data") for name in names.io_state]
+    rows += [(escaped(name), "position in the data") for name in manifest.names.io_state]
     return [Table(("NAME", "WHAT"), rows)] if rows else []
 
 

@@ -32,6 +32,8 @@ def verify(args: argparse.Namespace) -> Outcome:
     for report in (report for report in reports if report.absent_deletes):
         what = f"{plural(report.absent_deletes, 'delete')} of ids that are not there, which means nothing"
         lines += ["", f"{escaped(report.directory)}: {what}"]
+    for report in (report for report in reports if _lacks(report)):
+        lines += ["", f"{escaped(report.directory)}: lacks {one_line(' and '.join(_lacks(report)))}"]
     n_problems = sum(len(report.problems) for report in reports)
     places = [report.directory for report in reports if report.directory != layout.OWNER_DIR]
     where = f"{len([r for r in damaged if r.directory in places])} of {plural(len(places), 'checkpoint')}"
@@ -54,6 +56,11 @@ def _row(report: Report) -> tuple[str, ...]:
     return escaped(manifest.ckpt_id), count(manifest.rows), size(manifest.n_bytes), count(len(manifest.files)), result
 
 
+def _lacks(report: Report) -> list[str]:
+    """Return what its writer knew to be missing, in words: no damage, and a resume starts it from scratch."""
+    return [] if report.manifest is None else report.manifest.training.unsaved.said
+
+
 def _data(report: Report) -> dict[str, Any]:
     manifest = report.manifest
     return {
@@ -61,6 +68,7 @@ def _data(report: Report) -> dict[str, Any]:
         "directory": report.directory,
         "good": not report.problems,
         "absent_deletes": report.absent_deletes,
+        "lacks": _lacks(report),
         "problems": [
             {"file": p.file, "where": p.where, "found": p.found, "expected": p.expected} for p in report.problems
         ],

@@ -69,6 +69,7 @@ class Registry:
         flag("per_rank", per_rank)
         if name in self._objects:
             raise ValueError(f"{self._what}: the name {name!r} is registered already; names are unique")
+        self.check_new(name, obj)
         if isinstance(obj, torch.Generator):
             raise ValueError(f"{self._what}: {name!r} is {_A_GENERATOR}")
         if self._pair(obj) is None:
@@ -80,6 +81,20 @@ class Registry:
         if per_rank or self.gathers(name):
             self._of_ranks.add(name)
 
+    def check_new(self, name: str, obj: Any) -> None:
+        """Refuse an object that is here already: a load would give it two states, of which the last counts.
+
+        Raises:
+            ValueError: it is here, under the name that the message says. Numbers and strings may be equal by chance.
+        """
+        is_one = is_filled(obj) or self._pair(obj) is not None
+        twin = next((known for known, own in self._objects.items() if is_one and own is obj), None)
+        if twin is not None:
+            raise ValueError(
+                f"{self._what}: {twin!r} and {name!r} are one {type(obj).__name__}, which is registered once: keep one "
+                "of the two names"
+            )
+
     def get(self, name: str) -> Any:
         """Return the object of a name, or what was last loaded for it; None, and a log line, where there is neither."""
         known = {**self._unclaimed, **self._objects}
@@ -88,6 +103,11 @@ class Registry:
                 "%s: nothing is registered as %r, nor was loaded for it%s", self._what, name, nearest(name, known)
             )
         return known.get(name)
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """The registered objects by name."""
+        return self._objects
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects

@@ -165,6 +165,11 @@ class Fields:
                 raise self.wrong(f"{key}[{i}]", repr(value), "a string")
         return cast(list[str], values)
 
+    def named_texts(self, key: str) -> dict[str, tuple[str, ...]]:
+        """Return a field that is an object of lists of strings."""
+        inside = self.mapping(key)
+        return {name: tuple(inside.texts(name)) for name in inside._values}
+
     def mapping(self, key: str) -> Fields:
         """Return a field that is an object."""
         return Fields(self._get(key, dict), self.path, self, key)

@@ -13,6 +13,7 @@ from recckpt.format import layout
 from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, seal
 from recckpt.format.links import FormOf, Link, Parent, RevisionOf, links_json, parse_links
 from recckpt.format.tables import TableEntry, parse_table, table_json
+from recckpt.format.training import Training, parse_training, training_json
 from recckpt.text import nearest
 
 FORMAT = "recckpt"  # part of the format
@@ -60,6 +61,7 @@ class Content:
     tables: tuple[TableEntry, ...] = field(repr=False)
     files: tuple[FileEntry, ...] = field(repr=False)
     names: Names = field(default_factory=Names, repr=False)
+    training: Training = field(default_factory=Training, repr=False)
     state: Mapping[str, Scalar] = field(default_factory=dict)
     writer: Mapping[str, str] = field(default_factory=dict, repr=False)
     ephemeral: bool = False
@@ -200,6 +202,7 @@ def content_json(of: Content) -> dict[str, Any]:
         "names": {
             group: list(names) for group, names in asdict(of.names).items() if names or group != "extra_of_ranks"
         },
+        **training_json(of.training),
         "state": dict(of.state),
         "flags": {"ephemeral": of.ephemeral},
         "writer": dict(of.writer),
@@ -247,6 +250,7 @@ def parse_content(fields: Fields, *, of_delta: bool) -> Content:
         tables=tuple(parse_table(entry, of_delta=of_delta) for entry in fields.objects("tables")),
         files=tuple(_file(entry) for entry in fields.objects("files")),
         names=_names(fields.mapping("names")),
+        training=parse_training(fields),
         state=fields.scalars("state"),
         writer={name: str(version) for name, version in fields.scalars("writer").items()},
         ephemeral=fields.mapping("flags").flag("ephemeral"),
@@ -281,10 +285,7 @@ def _file(fields: Fields) -> FileEntry:
 
 
 def _check_consistent(content: Content, fields: Fields) -> None:
-    names = {
-        "tables": [table.name for table in content.tables],
-        "files": [file.name for file in content.files],
-    }
+    names = {"tables": [table.name for table in content.tables], "files": [file.name for file in content.files]}
     for key, listed in names.items():
         twice = first_repeat(listed)
         if twice is not None:

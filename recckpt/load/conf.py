@@ -35,6 +35,7 @@ class Entry:
         on_mismatch: table or tensor pattern -> what to do where dtype or shape differ; a name goes before patterns.
         where: which rows are taken.
         is_own: whether this is the run's own output dir, from which a run is resumed.
+        keeps_settings: whether hyper-parameters of optimizers, and base rates of schedulers, stay those of this run.
         only: the names that may be taken at all, None for any.
     """
 
@@ -50,6 +51,7 @@ class Entry:
     on_mismatch: tuple[tuple[Pattern, str], ...] = ()
     where: RowFilter = field(default_factory=RowFilter)
     is_own: bool = False
+    keeps_settings: bool = False
     only: frozenset[Name] | None = None
 
     def wants(self, name: Name) -> bool:

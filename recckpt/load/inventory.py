@@ -11,6 +11,7 @@ from recckpt.errors import LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
 from recckpt.format.reduced import Reduced
+from recckpt.format.training import Lineage, Unsaved
 from recckpt.load.conf import Entry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.text import escaped
@@ -29,6 +30,7 @@ class Thing:
     rows: int = 0  # of the table; 0 for what is not a slot
     n_bytes: int = 0  # to read, 0 where that is not known
     tied: tuple[str, ...] = ()  # other names of a tensor there, or of the parameter whose optimizer state this is
+    lineage: Lineage = ()  # of the class of a dense optimizer; () where that is not known
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"
@@ -45,6 +47,7 @@ class Offer:
     label: str  # the checkpoint's path
     inventory: Inventory  # its names
     reduced: Mapping[str, Reduced] = field(default_factory=dict)  # of tables that were not saved as they were
+    unsaved: Unsaved = field(default_factory=Unsaved)  # what it should have and lacks
 
     @property
     def called(self) -> str:
@@ -99,7 +102,8 @@ def _registered(checkpoint: Checkpoint, here: Mapping[str, str]) -> dict[Name, T
     names = [state_name(here.get(parameter, parameter), name) for parameter, _, name in states]
     for found in registered_names(checkpoint):
         names.append(Name("dense_opt", found.text) if found.group == "extra" and found.text in optimizers else found)
-    return dict.fromkeys(names, Thing(PLAIN))
+    lineages = checkpoint.manifest.training.optimizers
+    return {name: Thing(PLAIN, lineage=lineages.get(name.text, ())) for name in names}
 
 
 def names_here(found: Iterable[str], model: Iterable[str]) -> dict[str, str]:
@@ -125,8 +129,8 @@ def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
 def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
-    A line is one name; group, dtype, shape and the other names of a tied parameter may follow it, behind tabs. Names
-    that begin with ``"`` are JSON strings.
+    A line is one name; group, dtype, shape and the other names of a tied parameter, or of a dense optimizer the names
+    of its classes, may follow it, behind tabs. Names that begin with ``"`` are JSON strings.
 
     Raises:
         LoadConfError: a group that does not exist, a shape that is not one, or a string that does not end.
@@ -145,7 +149,9 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
             raise LoadConfError([f"model names: {text!r} has no shape {shape!r}; write 3,4"]) from error
         is_slot = "@" in text and group in ("", "sparse", "sparse_opt")
         name = slot_name(*text.rsplit("@", 1)) if is_slot else Name(group or "dense", text)
-        things[name] = Thing(dtype, sizes, tied=tuple(_unescaped(other) for other in others if other))
+        texts = tuple(_unescaped(other) for other in others if other)
+        tied, lineage = ((), texts) if name.is_settings else (texts, ())
+        things[name] = Thing(dtype, sizes, tied=tied, lineage=lineage)
     return things
 
 
@@ -153,9 +159,10 @@ def list_inventory(inventory: Inventory) -> list[str]:
     """Return the lines that :func:`listed_inventory` reads."""
     return [
         "\t".join(
-            (escaped(name.text), name.group, thing.dtype, ",".join(map(str, thing.shape)), *map(escaped, thing.tied))
+            (escaped(name.text), name.group, thing.dtype, ",".join(map(str, thing.shape)), *map(escaped, others))
         ).rstrip("\t")
         for name, thing in sorted(inventory.items())
+        for others in [thing.lineage or thing.tied]
     ]
 
 

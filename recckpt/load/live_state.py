@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from recckpt.dense.optimizer_class import lineage_of
 from recckpt.dense.optimizers import NamedOptimizer
 from recckpt.dense.registered import Registry
 from recckpt.format.layout import SPARSE_OPTIM
@@ -73,8 +74,9 @@ class LiveState:
             for slot in source_of(table).slots:
                 things[slot_name(table.name, slot.name)] = Thing(slot.dtype, slot.shape)
         things |= {Name("dense", name): _thing(value) for name, value in self.dense.items()}
-        things |= {Name("dense_opt" if name in self.optimizers else "extra", name): Thing(PLAIN) for name in self.extra}
+        things |= {Name("extra", name): Thing(PLAIN) for name in self.extra if name not in self.optimizers}
         for name, optimizer in self.optimizers.items():
+            things[Name("dense_opt", name)] = Thing(PLAIN, lineage=lineage_of(optimizer.optimizer))
             for parameter, *tied in optimizer.names:
                 things[state_name(parameter, name)] = Thing(PLAIN, tied=tuple(tied))
         things |= {Name("io_state", name): Thing(PLAIN) for name in self.io_state}

@@ -14,6 +14,7 @@ from recckpt.dense.state_copy import load_rng
 from recckpt.errors import RecckptError, StateMismatchError
 from recckpt.format.names import GLOBAL_STEP, ID
 from recckpt.load.dense_and_registered import OtherState, read_other_state
+from recckpt.load.hyper_parameters import HyperParameters
 from recckpt.load.live_state import LiveState, check_live
 from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import plan_load
@@ -74,7 +75,10 @@ def load(
     n_bytes = sum(each.n_bytes for each in rows)
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     progress = Progress(f"loading {what}", n_bytes, has_bar=has_bar and live.shard == 0)
+    settings = HyperParameters(live, kept=any(source.at.entry.keeps_settings for source in sources))
     loaded = _apply(live, other, rows, progress, concurrency)
+    others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
+    settings.after_load(" and ".join(planned.sources), other.extra, others, is_told=live.shard == 0)
     report = LoadReport(
         tuple(_as_taken(item, loaded) for item in planned.items),
         planned.sources,

@@ -155,7 +155,8 @@ class OpenSource:
         """Return what it has of the names of a model."""
         dense = [name.text for name in model if name.group == "dense"]
         inventory = checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense)
-        return Offer(self.at.entry, self.at.label, inventory, reduced_tables(self.at.checkpoint))
+        unsaved = self.at.checkpoint.manifest.training.unsaved
+        return Offer(self.at.entry, self.at.label, inventory, reduced_tables(self.at.checkpoint), unsaved)
 
     def rows(self, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int) -> list[LinkLoad]:
         """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself.

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import ID, Name, slot_name, state_name
 from recckpt.format.reduced import said_of
+from recckpt.format.training import Lineage, misfit
 from recckpt.load.conf import Entry
 from recckpt.load.inventory import PLAIN, Inventory, Offer, Thing
 from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
-from recckpt.load.report import SETTINGS_STAY, UNASKED, LoadPlan, Planned
+from recckpt.load.report import SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Planned
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, is_optimizer_slot
 
@@ -116,12 +117,18 @@ def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
     match = matches[number]
     source, found, inventory = match.there[name], match.found(name), match.offer.inventory
     if found is not None:
-        return Planned(name, number, source.text, found)
+        other = misfit(_lineage(inventory, source), _lineage(match.model, name))
+        return Planned(name, reason=SAVED_BY + other) if other else Planned(name, number, source.text, found)
     if Name("dense_opt", source.optimizer) in inventory:
         return Planned(name, reason=f"{source.optimizer!r} there does not train {source.parameter!r}")
     if Name("extra", source.optimizer) in inventory:
         return Planned(name, reason=f"{source.optimizer!r} there has no names of parameters")
     return Planned(name, reason=f"{match.offer.label} has no {source.optimizer!r}")
+
+
+def _lineage(inventory: Inventory, state: Name) -> Lineage:
+    """Return the class of the dense optimizer that a state of a parameter is of."""
+    return inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage
 
 
 def _checked_optimizer(item: Planned, model: Inventory, offers: Sequence[Offer]) -> Planned:
@@ -133,7 +140,7 @@ def _checked_optimizer(item: Planned, model: Inventory, offers: Sequence[Offer])
     saved = sorted({*_optimizer_slots(offer.inventory), *left_out})  # a save that leaves slots out has their optimizer
     if saved == live:
         return item
-    return Planned(item.name, reason=f"saved by an optimizer with slots {saved}, this one has {live}")
+    return Planned(item.name, reason=f"{SAVED_BY}an optimizer with slots {saved}, this one has {live}")
 
 
 def _optimizer_slots(inventory: Inventory) -> list[str]:
@@ -169,11 +176,12 @@ class Match:
     """An offer beside the names of the model.
 
     Attributes:
+        model: the names of the model.
         there: name of the model that is wanted -> its name in the checkpoint.
     """
 
     def __init__(self, model: Inventory, offer: Offer, problems: Problems) -> None:
-        self.offer, self._model = offer, model
+        self.offer, self.model = offer, model
         self.there: dict[Name, Name] = {}
         self._known: set[Name] = set()  # names in the checkpoint that have a partner, wanted or not
         for name in model:
@@ -191,7 +199,7 @@ class Match:
     def check(self, problems: Problems) -> None:
         """Add what is wrong with the entry by itself, whatever the others offer."""
         entry, label, inventory = self.offer.entry, self.offer.label, self.offer.inventory
-        check_patterns(entry, self._model, inventory, problems)
+        check_patterns(entry, self.model, inventory, problems)
         for name, source in self.there.items():
             if source not in inventory and self._is_explicit(name):
                 hint = nearest(self.called(source), names_and_tables(inventory))
@@ -208,6 +216,8 @@ class Match:
         for said in said_of({table: found for table, found in self.offer.reduced.items() if table in taken}):
             what = "training that goes on from there is not, bit for bit, the training that was saved"
             problems.warn(entry, f"{label} was saved with {said}: {what}")
+        for said in self.offer.unsaved.said if entry.is_own else ():
+            problems.warn(entry, f"{label} lacks {said}")
         objects = [name.text for name in left if name.is_object]
         if entry.is_own and objects:
             problems.warn(
@@ -230,7 +240,9 @@ class Match:
 
     def fit(self, name: Name) -> tuple[str, str]:
         """Return (conversion, why it is left out) of a name that is there; a ValueError says (found, expected)."""
-        found, live = self.offer.inventory[self.there[name]], self._model[name]
+        found, live = self.offer.inventory[self.there[name]], self.model[name]
+        if other := misfit(found.lineage, live.lineage):
+            return "", SAVED_BY + other
         takes_anything = "" in (found.dtype, live.dtype) or name.text.endswith(_EXTRA_STATE)
         if not takes_anything and (found.dtype, found.shape) != (live.dtype, live.shape):
             action = self.offer.entry.action(name)

@@ -18,6 +18,7 @@ log = logging.getLogger("recckpt")
 
 UNASKED = "nothing asks for it"  # why what no entry names is not loaded
 SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
+SAVED_BY = "saved by "  # why those of an optimizer of another class are not loaded
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 _NUMBERS = ("rows", "bytes")
@@ -46,6 +47,11 @@ class Planned:
     thing: Thing = field(default_factory=Thing)
     conversion: str = ""
     reason: str = ""
+
+    @property
+    def is_of_other_class(self) -> bool:
+        """Whether it stays since an optimizer of another class has saved it."""
+        return self.offer is None and self.reason.startswith(SAVED_BY)
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run
 from recckpt.parallel.one_process import OneProcess
+from recckpt.parallel.ranks import Ranks
 from recckpt.policies.when import When
 from recckpt.saver import Saver
 from recckpt.text import count, plural, shown
+
+HyperParameters = Literal["load", "keep"]
 
 
 class Resumable(OneProcess):
@@ -25,6 +28,7 @@ class Resumable(OneProcess):
     _save_interval: int | When
     _autosave: Autosave
     _restorer: Restorer
+    _ranks: Callable[[], Ranks]
 
     @shown
     def __repr__(self) -> str:
@@ -49,6 +53,7 @@ class Resumable(OneProcess):
         load_conf: Mapping[str, Any] | None = None,
         rng: bool = True,
         required: bool = False,
+        hyper_parameters: HyperParameters = "load",
     ) -> int:
         """Bring back the newest committed checkpoint, or that of one step, and return its step.
 
@@ -60,6 +65,8 @@ class Resumable(OneProcess):
             load_conf: what to take; None for everything.
             rng: whether to restore the random generators of torch, CUDA, numpy and Python.
             required: whether it is an error that there is nothing to restore.
+            hyper_parameters: ``"load"`` those of the checkpoint, or ``"keep"`` those that dense and sparse optimizers
+                have now, and the rates that their schedulers were made with; see docs/resume.md.
 
         Returns:
             The step; 0 where there was nothing to restore.
@@ -71,15 +78,22 @@ class Resumable(OneProcess):
             StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
             CheckpointRemovedError: time and again another process removed it before it was read.
             PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
+            ValueError: ``hyper_parameters`` is neither, or :meth:`load_model_bank` has replaced them before.
         """
+        keeps = _keeps(hyper_parameters)
         with self._turn():
             self._autosave.settle_on_all()
+            self._saver.trainers.check_restore(is_told=self._ranks().rank == 0)
             with self._forgotten():
-                step = self._restorer.restore(global_step, load_conf=load_conf, rng=rng, required=required)
+                step = self._restorer.restore(
+                    global_step, load_conf=load_conf, rng=rng, required=required, keeps_settings=keeps
+                )
             self._autosave.start()
             return step
 
-    def load_model_bank(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadReport:
+    def load_model_bank(
+        self, bank: Sequence[Mapping[str, Any]] | None, *, hyper_parameters: HyperParameters = "load"
+    ) -> LoadReport:
         """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
 
         Call it before :meth:`restore`, which then has nothing left to do.
@@ -87,18 +101,22 @@ class Resumable(OneProcess):
         Args:
             bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md. None is an
                 empty one.
+            hyper_parameters: as of :meth:`restore`, where the run resumes.
 
         Raises:
+            ValueError: ``hyper_parameters`` is neither.
             LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
             StateMismatchError: state that does not fit the model; all of it.
             CheckpointNotFoundError: a path holds no committed checkpoint.
             CorruptCheckpointError: a file is damaged.
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
+        keeps = _keeps(hyper_parameters)
         with self._turn():
             self._autosave.settle_on_all()
+            self._saver.trainers.check_restore(is_told=self._ranks().rank == 0)
             with self._forgotten():
-                report = self._restorer.load_model_bank([] if bank is None else bank)
+                report = self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
             self._autosave.start()
             return report
 
@@ -123,3 +141,9 @@ class Resumable(OneProcess):
         """
         with self._turn():
             return self._restorer.reload_dynamic()
+
+
+def _keeps(hyper_parameters: object) -> bool:
+    if hyper_parameters not in get_args(HyperParameters):
+        raise ValueError(f"hyper_parameters must be 'load' or 'keep', found {hyper_parameters!r:.100}")
+    return hyper_parameters == "keep"

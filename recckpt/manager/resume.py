@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -37,6 +38,10 @@ log = logging.getLogger("recckpt")
 _Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
 _FELL_BACK = {"restore.fallbacks": 1}
 _OWN = Entry(label="output_dir", is_own=True)
+_TOO_LATE = (
+    "hyper_parameters='keep': load_model_bank has restored the run already, and replaced its hyper-parameters; give "
+    "hyper_parameters='keep' to load_model_bank"
+)
 
 
 def _failed(rank: int, cause: str) -> RecckptError:
@@ -55,6 +60,7 @@ class Restorer:
     def __init__(self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object]) -> None:
         self._loader, self._run, self._ranks_now, self._keep = loader, run, ranks, keep
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
+        self._keeps_settings = False  # in that restore
         self._followed: list[Followed] = []
 
     @property
@@ -64,7 +70,13 @@ class Restorer:
         return ranks if ranks.size == 1 else ranks.telling(_failed)
 
     def restore(
-        self, global_step: int | str | None, *, load_conf: Mapping[str, Any] | None, rng: bool, required: bool
+        self,
+        global_step: int | str | None,
+        *,
+        load_conf: Mapping[str, Any] | None,
+        rng: bool,
+        required: bool,
+        keeps_settings: bool,
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
         flag("rng", rng)
@@ -77,6 +89,7 @@ class Restorer:
         if global_step == "latest":
             global_step = None
         entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
+        entry = replace(entry, keeps_settings=keeps_settings)
         candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required))
         if not candidates:
             log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
@@ -84,11 +97,13 @@ class Restorer:
         whole = load_conf is None
         resumed, self._resumed_with_bank = self._resumed_with_bank, ""
         if whole and candidates[0].manifest.save_id == resumed and self._run.held_step == self._run.global_step:
+            if keeps_settings and not self._keeps_settings:
+                raise ValueError(_TOO_LATE)
             log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
             return self._run.global_step
 
         def load(found: Sequence[Checkpoint]) -> LoadReport:
-            return self._load(self._live(), [], found, entry, Problems(), rng=rng, holds=whole)
+            return self._load(self._live(), [], found, entry, Problems(), rng=rng, holds=whole, with_bank=False)
 
         again = partial(self._ranks.on_first, partial(self._candidates, global_step, required=True))
         until_whole(again, load, first=candidates)
@@ -104,13 +119,14 @@ class Restorer:
             log.warning("%s: nothing is saved before training starts: found checkpoints that were not restored", url)
         return not is_empty
 
-    def load_model_bank(self, bank: Sequence[Mapping[str, Any]]) -> LoadReport:
+    def load_model_bank(self, bank: Sequence[Mapping[str, Any]], *, keeps_settings: bool) -> LoadReport:
         """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
+        own, self._keeps_settings = replace(_OWN, keeps_settings=keeps_settings), keeps_settings
 
         def load_from(candidates: Sequence[Checkpoint], problems: Problems, sources: Sequence[Source]) -> LoadReport:
             live = self._live()
             with self._opened(live, sources) as of_bank:
-                report = self._load(live, of_bank, candidates, _OWN, problems, rng=True, holds=True)
+                report = self._load(live, of_bank, candidates, own, problems, rng=True, holds=True, with_bank=True)
                 self._followed = followed(live, of_bank)
             return report
 
@@ -170,6 +186,7 @@ class Restorer:
         *,
         rng: bool,
         holds: bool,
+        with_bank: bool,
     ) -> LoadReport:
         """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
         damage = FoundDamage()
@@ -194,7 +211,7 @@ class Restorer:
                 continue
             # Ranks may hold different tables, of which the bank has some.
             holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
-            self._take_step(checkpoint, report, holds=holds, with_bank=bool(bank))
+            self._take_step(checkpoint, report, holds=holds, with_bank=with_bank)
             return report
         report = self._load_sources(live, bank, problems, rng=False)
         self._run.global_step, self._run.held_step = report.global_step or self._run.global_step, None

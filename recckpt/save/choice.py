@@ -40,6 +40,11 @@ class Choice:
         """Whether tables are saved as they are."""
         return self == Choice()
 
+    @property
+    def leaves_out_optimizers(self) -> bool:
+        """Whether no slot of an optimizer is saved, as for an export that is only looked up."""
+        return self.slots == () or Pattern("sparse_opt") in self.without
+
     def of_table(self, table: HashTable) -> Choice:
         """Return what is said of a table: of one of counts, which belongs to another one, what is said by its name.
 

@@ -74,6 +74,7 @@ def _manifest(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Man
         shards=tuple(record.shard for record in records),
         tables=_tables_of_all(records),
         files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
+        training=staged.training,
         state=staged.state,
         writer=WRITER,
         ephemeral=info.ephemeral,

@@ -20,6 +20,7 @@ from recckpt.save.delta_base import Changes
 from recckpt.save.offer_thread import OfferThread
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.timeline import Timeline
+from recckpt.save.trainers import Trainers
 from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
@@ -31,13 +32,17 @@ OnSave = Callable[[SaveInfo], object]
 
 @dataclass(frozen=True)
 class Live:
-    """What is saved: a model, the optimizer of its tables, what is registered beside them; and what of the tables."""
+    """What is saved: a model, the optimizer of its tables, what is registered beside them; and what of the tables.
+
+    ``trainers`` knows who trains the model.
+    """
 
     model: nn.Module
     sparse_optim: Optimizer | None
     extra: Registry
     io_state: Registry
     choice: Choice
+    trainers: Trainers
 
 
 @dataclass(frozen=True)

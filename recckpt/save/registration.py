@@ -38,6 +38,7 @@ class Registration(OneProcess):
         """
         arguments.check_registered(name, obj, self.sparse_optim)
         with self.turn():
+            self._io_state.check_new(name, obj)
             self._extra.add(name, obj, per_rank=per_rank)
 
     def register_io_state(self, name: str, obj: Any) -> None:
@@ -51,6 +52,7 @@ class Registration(OneProcess):
             ValueError: as :meth:`register_for_checkpointing`.
         """
         with self.turn():
+            self._extra.check_new(name, obj)
             self._io_state.add(name, obj)
 
     def get_extra_data(self, name: str) -> Any:

@@ -11,13 +11,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from recckpt.dense.optimizer_class import lineage_of
 from recckpt.dense.optimizers import state_names
 from recckpt.dense.rank_digests import RankDigest
+from recckpt.dense.registered import Registry
 from recckpt.dense.sharded import ShardedState, ShardedTensors
 from recckpt.dense.state_copy import Copy, DenseBuffers, as_it_is, dump_rng, portable, without_values
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
+from recckpt.format.training import Lineage, Training
 from recckpt.save.arguments import as_scalars
 from recckpt.save.check import Checked, agreed, check_rooms
 from recckpt.save.choice import Choice, slots_of_table
@@ -48,6 +51,7 @@ class Staged:
     frozen: dict[str, Frozen] = field(default_factory=dict)  # tables by name whose changes are counted
     kind: Kind = FULL  # whether it is written as a delta
     wanted: dict[str, Wanted] = field(default_factory=dict)  # of tables by name that are not saved as they are
+    training: Training = field(default_factory=Training)  # the optimizers, and what of them is not saved
     n_evicted: int = 0  # rows that tables of ours have evicted by then
     evicted_to: dict[str, int | None] = field(default_factory=dict)  # tables of ours by name: up to which step
 
@@ -188,7 +192,9 @@ def stage(
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
         copy_common = copy if rank == 0 else without_values
-        common = _common(live, dense, sharded, digest.noting(copy_common) if digest else copy_common)
+        with live.trainers.noting_states() as asked:
+            common = _common(live, dense, sharded, digest.noting(copy_common) if digest else copy_common)
+            own_extra = live.extra.dump(sharded.from_extra(copy), of_ranks=True)
         tensors, extras = common if rank == 0 else ({}, {})
         staged = Staged(
             tables=[],
@@ -197,9 +203,10 @@ def stage(
             io_state=live.io_state.dump(copy),
             rng=dump_rng(),
             state=scalars,
-            own_extra=live.extra.dump(sharded.from_extra(copy), of_ranks=True),
+            own_extra=own_extra,
             sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
+            training=Training(_classes(live.extra), live.trainers.unsaved(tables, asked, is_told=rank == 0)),
             n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, OurTable)),
         )
     staged.take_tables(tables, tracker, live.choice, detached=buffers is not None)
@@ -218,6 +225,11 @@ def _common(
         if isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") not in NUMPY_DTYPES:
             raise ValueError(f"{name}: a tensor of {value.dtype} cannot be saved; cast it")
     return {name: portable(name, copy(("dense", name), value)) for name, value in dense.items()}, extras
+
+
+def _classes(extra: Registry) -> dict[str, Lineage]:
+    """Return the classes of the registered optimizers."""
+    return {name: lineage_of(obj) for name, obj in extra.objects.items() if isinstance(obj, Optimizer)}
 
 
 def _learning_rates(sparse_optim: Optimizer | None) -> dict[str, Scalar]:

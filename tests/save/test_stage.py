@@ -14,12 +14,15 @@ from recckpt.errors import StateMismatchError
 from recckpt.save.choice import Choice
 from recckpt.save.job import Live
 from recckpt.save.stage import stage
+from recckpt.save.trainers import Trainers
 from recckpt.sparse import HashTable
 from recckpt.sparse.split import state_of
 
 
 def staged(model, sparse_optim=None, *, extra=None, state=None, buffers=None, rank=0):
-    live = Live(model, sparse_optim, extra or extra_registry(), io_registry(), Choice())
+    extra = extra or extra_registry()
+    trainers = Trainers(model, sparse_optim, extra, Choice())
+    live = Live(model, sparse_optim, extra, io_registry(), Choice(), trainers)
     return stage(live, *state_of(model), state=state, buffers=buffers, rank=rank, digest=None, tracker=None)
 
 

@@ -43,6 +43,7 @@ def findings_of(found: RunReport, now: datetime, overdue_sec: float | None = Non
     if found.checkpoints:
         newest = f"{found.url.removesuffix('/')}/{found.checkpoints[-1].directory}"
         findings += _of_files(newest, found.damage)
+        findings += _of_unsaved(found)
         for table in found.tables:
             findings += _of_table(newest, table)
         findings += _of_chain(found.url, found.checkpoints[-1])
@@ -97,6 +98,16 @@ def _of_files(newest: str, damage: Sequence[str]) -> Iterator[Finding]:
             f"the newest checkpoint is damaged: {_first_of(damage)}",
             "A restore passes it over and takes the one before. Put its files back from another copy before a job "
             f"starts: `recckpt verify {one_line(newest)}` names all that are damaged.",
+        )
+
+
+def _of_unsaved(found: RunReport) -> Iterator[Finding]:
+    if found.lacks:
+        yield Finding(
+            "warning",
+            f"the newest checkpoint lacks {one_line(' and '.join(found.lacks))}",
+            "A resume starts that from scratch. Register each dense optimizer by `register_for_checkpointing`, and give "
+            "that of the tables to `Saver(model, sparse_optim)`; a checkpoint that is only looked up needs neither.",
         )
 
 

@@ -163,6 +163,7 @@ class RunReport:
         damage: what is wrong with its files that hold no rows; () where nothing is.
         tables: its tables; without figures of their rows where these were not read.
         deep: whether its files were read, and not only looked for.
+        lacks: what trained the model and left no state in it, by what its writer knew.
     """
 
     url: str
@@ -174,6 +175,7 @@ class RunReport:
     damage: tuple[str, ...]
     tables: tuple[TableHealth, ...]
     deep: bool
+    lacks: tuple[str, ...] = ()
 
     @property
     def is_healthy(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from recckpt.types import EMBEDDING, positive_int
 
 Int64s = npt.NDArray[np.int64]
 _REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
+made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # those of this process that are alive, by id
 Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Group]
 
 
@@ -53,11 +55,16 @@ class SparseOptimizer(Optimizer):
         if not given:
             raise ValueError(f"a sparse optimizer needs a table, found none: {_REMEDY}")
         super().__init__(given if isinstance(given[0], dict) else [{"tables": given}], options(defaults))
+        made[id(self)] = self
 
     @property
     def tables(self) -> dict[str, HashTable]:
         """The tables by name."""
         return dict(self._tables)
+
+    def trains(self, table: HashTable) -> bool:
+        """Say whether the gradients of a table go to this optimizer: it is the last that was made for it."""
+        return table.trained_by is self._mark
 
     def add_param_group(self, param_group: Group) -> None:
         """Add tables with hyper-parameters of their own: ``{"tables": ..., "lr": ...}``.
@@ -149,7 +156,7 @@ class SparseOptimizer(Optimizer):
                 this while it accumulates (:meth:`set_grad_accum_steps`); nothing has been changed.
         """
         self._refuse_scaler()
-        taken_over = [name for name, table in self._tables.items() if table.trained_by is not self._mark]
+        taken_over = [name for name, table in self._tables.items() if not self.trains(table)]
         if taken_over:
             raise ValueError(
                 f"{type(self).__name__}: another sparse optimizer has been made since for {taken_over}, and the "

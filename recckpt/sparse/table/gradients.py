@@ -16,6 +16,7 @@ from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import add_rows
 
 if TYPE_CHECKING:
+    from recckpt.sparse.table.nn_module import TableModule
     from recckpt.sparse.table.row_store import RowStore
 
 Int64s = npt.NDArray[np.int64]
@@ -84,7 +85,8 @@ class RowGradients:
 class Gradients:
     """The gradients of a table since its optimizer last used them, one entry a backward pass. Thread-safe.
 
-    An entry keeps ids, not rows: rows may be renumbered before the optimizer comes.
+    An entry keeps ids, not rows: rows may be renumbered before the optimizer comes. Entries that nobody uses are merged
+    by id from time to time, so that they take no more memory than the embeddings of the table, in float32 at least.
 
     Attributes:
         keeps_squares: whether the sums of the squares of entries stay known when they are merged.
@@ -93,6 +95,7 @@ class Gradients:
     def __init__(self, *, keeps_squares: bool = False) -> None:
         self.keeps_squares = keeps_squares
         self._entries: list[_Entry] = []  # replaced, never changed
+        self._n_passes = 0  # backward passes since the gradients were last used or forgotten
         self._lock = threading.RLock()
 
     def add(self, ids: Int64s, grads: Tensor, store: RowStore) -> None:
@@ -100,7 +103,9 @@ class Gradients:
         # Summed now and not when used: the memory of ``grads`` is autograd's, which may reuse it.
         entry = _Entry(*_sum_by_id(ids, grads), store.era)
         with self._lock:
-            self._entries = [*self._pending(store), entry]
+            waiting = self._pending(store)
+            self._n_passes = self._n_passes + 1 if waiting else 1
+            self._entries = [*waiting, entry]
             is_full = len(self._entries) >= _MAX_ENTRIES
         if is_full:  # of a table that no optimizer steps, they would only pile up
             self.values(store)
@@ -108,6 +113,7 @@ class Gradients:
     def clear(self, set_to_none: bool = True) -> None:
         """Forget all gradients; those of no rows stay where there were any and ``set_to_none`` is False."""
         with self._lock:
+            self._n_passes = 0
             kept = [] if set_to_none else self._entries[:1]
             self._entries = [_Entry(entry.ids[:0], entry.grads[:0], entry.era) for entry in kept]
 
@@ -123,6 +129,11 @@ class Gradients:
                 gone = IdIndex()
                 gone.find_or_add(ids)
                 self._entries = [entry.without(gone) for entry in self._entries]
+
+    def passes_waiting(self, store: RowStore) -> int:
+        """Return of how many backward passes gradients wait."""
+        with self._lock:
+            return self._n_passes if self._pending(store) else 0
 
     def values(self, store: RowStore) -> Tensor | None:
         """Return the gradients that wait, one row a different id; changed in place, they stay so."""
@@ -162,6 +173,11 @@ class Gradients:
             entries = [_Entry(different, sums, store.era, merged=merged)]
         self._entries = entries
         return entries[0] if entries else None
+
+
+def passes_waiting(table: TableModule) -> int:
+    """Return of how many backward passes the gradients of a table wait for an optimizer."""
+    return table._gradients.passes_waiting(table._store)
 
 
 def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:

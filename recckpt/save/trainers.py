@@ -1,0 +1,198 @@
+"""Who trains a model: the optimizers that step it, and which of them would be missing from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from recckpt.dense.optimizer_class import lineage_of, updater
+from recckpt.dense.registered import Registry
+from recckpt.format.training import Unsaved
+from recckpt.save.choice import Choice
+from recckpt.sparse.optim import optimizer as sparse_optimizers
+from recckpt.sparse.optim.optimizer import SparseOptimizer
+from recckpt.sparse.split import parameters_of, state_of
+from recckpt.sparse.table.gradients import passes_waiting
+from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.text import plural
+from recckpt.types import HashTable
+
+log = logging.getLogger("recckpt")
+
+_MANY_PASSES = 2  # whose gradients wait in a table without an optimizer: those of one may be about to be used by hand
+_NAMED = 3  # parameters in a message
+_TRAIN_TABLES = "make one of the tables, such as SparseAdam(recckpt.filter_out_sparse_param(model)), give it to"
+
+_Optimizers = weakref.WeakValueDictionary[int, Optimizer]  # by id; references can be listed while another thread adds
+_savers: weakref.WeakValueDictionary[int, Trainers] = weakref.WeakValueDictionary()  # those of this process, by id
+
+
+class Trainers:
+    """The optimizers that train the model of a saver. What is not saved of them is said in the log, each once.
+
+    Optimizers are seen when they step. None is missing that another saver of this process saves, nor where the saver
+    leaves the slots of optimizers out on purpose.
+
+    Args:
+        model: its parameters and tables are looked up anew at each save.
+        sparse_optim: the optimizer of the tables that the saver has.
+        extra: the registered objects.
+        choice: what of the tables is saved.
+    """
+
+    def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, extra: Registry, choice: Choice) -> None:
+        self._model, self._sparse_optim, self._extra = model, sparse_optim, extra
+        self._is_for_serving = choice.leaves_out_optimizers and sparse_optim is None
+        self._told: set[Hashable] = set()
+        self._stepped: _Optimizers = weakref.WeakValueDictionary()
+        hook = register_optimizer_step_post_hook(_noting(self._stepped))
+        weakref.finalize(self, hook.remove).atexit = False
+        _savers[id(self)] = self
+
+    @contextmanager
+    def noting_states(self) -> Iterator[set[int]]:
+        """Note the optimizers whose ``state_dict()`` is called in the block, which takes that of registered objects.
+
+        Such a one belongs to an object that is no optimizer itself.
+        """
+        asked = set[int]()
+        with ExitStack() as hooked:
+            for optimizer, _ in self._left():
+                handle = optimizer.register_state_dict_pre_hook(lambda one: asked.add(id(one)))
+                hooked.callback(handle.remove)
+            yield asked
+
+    def unsaved(self, tables: Mapping[str, HashTable], asked: Container[int], *, is_told: bool) -> Unsaved:
+        """Return what a save leaves out, which has asked these optimizers for their state; where wanted, say it."""
+        if self._is_for_serving:
+            return Unsaved()
+        dense = [(lineage_of(one)[0], names) for one, names in self._left() if id(one) not in asked]
+        trained, piled = self._tables_left(tables)
+        if is_told:
+            for kind, names in dense:
+                self._say((kind, *names), _said_of_dense(kind, names))
+            self._say_of_tables(trained, piled)
+        return Unsaved(tuple(dict.fromkeys(kind for kind, _ in dense)), trained, piled)
+
+    def check_restore(self, *, is_told: bool) -> None:
+        """Say before a restore what can be known by then: optimizers of dense parameters are seen when they step."""
+        if is_told and not self._is_for_serving:
+            self._say_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
+
+    def _left(self) -> list[tuple[Optimizer, list[str]]]:
+        """Return the optimizers of dense parameters that are not registered, and the names of what they train here."""
+        stepped = [] if self._is_for_serving else _alive(self._stepped)
+        return [(optimizer, names) for optimizer in stepped if (names := self._names_left(optimizer))]
+
+    def _names_left(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of the parameters of the model that an optimizer trains, and none that is saved."""
+        if isinstance(optimizer, SparseOptimizer) or self._saves(optimizer):
+            return []
+        if any(saver._saves(optimizer) for saver in _alive(_savers)):
+            return []
+        left = set(_values_of(optimizer))
+        return [name for name, parameter in parameters_of(self._model) if id(parameter) in left]
+
+    def _saves(self, optimizer: Optimizer) -> bool:
+        """Say whether what an optimizer trains is trained by registered ones."""
+        registered = self._registered
+        if any(updater(saved) is updater(optimizer) for saved in registered):
+            return True
+        return set(_values_of(optimizer)) <= {number for saved in registered for number in _values_of(saved)}
+
+    def _tables_left(self, tables: Mapping[str, HashTable]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tables whose optimizer is not saved, and those whose gradients no optimizer takes."""
+        known = [*_alive(sparse_optimizers.made), *_alive(self._stepped)]
+        optimizers = [optimizer for optimizer in known if isinstance(optimizer, SparseOptimizer)]
+        saved = [saver._sparse_optim for saver in _alive(_savers)]
+        trained, piled = list[str](), list[str]()
+        for name, table in tables.items():
+            if isinstance(table, OurTable):
+                own = [optimizer for optimizer in optimizers if optimizer.trains(table)]
+                if own and not any(optimizer is one for optimizer in own for one in saved):
+                    trained.append(name)
+                if not own and passes_waiting(table) >= _MANY_PASSES:
+                    piled.append(name)
+        return tuple(trained), tuple(piled)
+
+    @property
+    def _registered(self) -> list[Optimizer]:
+        return [obj for obj in self._extra.objects.values() if isinstance(obj, Optimizer)]
+
+    def _idle(self) -> list[str]:
+        """Return the classes of the optimizers of nothing but empty parameters, of which the model has some."""
+        idle = [one for one in (*self._registered, *_alive(self._stepped)) if _is_idle(one)]
+        own = {id(parameter) for parameter in self._model.parameters()} if idle else set()
+        return list(dict.fromkeys(lineage_of(one)[0] for one in idle if own & set(map(id, _parameters(one)))))
+
+    def _say_of_tables(self, trained: Sequence[str], piled: Sequence[str]) -> None:
+        idle = self._idle()
+        for kind in idle:
+            self._say(
+                ("idle", kind),
+                f"{kind} trains nothing: all its parameters are empty, since model.parameters() has no rows of tables; "
+                f"{_TRAIN_TABLES} Saver(model, sparse_optim)",
+            )
+        for name in () if idle else piled:
+            self._say(
+                ("piled", name),
+                f"no optimizer trains table {name!r}, whose gradients wait for one: {_TRAIN_TABLES} "
+                "Saver(model, sparse_optim), and call its step()",
+            )
+        if trained:
+            self._say(
+                ("trained", *trained),
+                f"a sparse optimizer trains {', '.join(map(repr, trained))}, and the Saver was not given it: its steps "
+                "and hyper-parameters are not saved; make the saver by Saver(model, sparse_optim), with one optimizer "
+                "of all tables",
+            )
+
+    def _say(self, key: Hashable, text: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            log.warning("%s", text)
+
+
+def _noting(stepped: _Optimizers) -> Callable[[Optimizer, Any, Any], None]:
+    """Return the hook for after steps, which keeps no saver alive."""
+
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in stepped:
+            stepped[id(optimizer)] = optimizer
+
+    return note
+
+
+def _alive(known: weakref.WeakValueDictionary[int, Any]) -> list[Any]:
+    return [one for reference in known.valuerefs() if (one := reference()) is not None]
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _values_of(optimizer: Optimizer) -> Iterator[int]:
+    """Yield the parameters that have values, by id: one without marks a module that has no parameters of its own."""
+    return (id(parameter) for parameter in _parameters(optimizer) if is_lazy(parameter) or parameter.numel())
+
+
+def _is_idle(optimizer: Optimizer) -> bool:
+    is_dense = not isinstance(optimizer, SparseOptimizer)
+    return is_dense and any(True for _ in _parameters(optimizer)) and not any(True for _ in _values_of(optimizer))
+
+
+def _said_of_dense(kind: str, names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
+    return (
+        f"{kind} trains {plural(len(names), 'parameter')} of the model ({shown}), and no registered object has its "
+        "state: a resume starts it from scratch; call register_for_checkpointing('dense_optim', optimizer) before "
+        "restore()"
+    )
