@@ -157,6 +157,17 @@ def _(log: Log) -> str:
     return log.lines(logging.WARNING)
 
 
+@symptom("The dense optimizer is another one")
+def _(log: Log) -> str:
+    for make, step in ((torch.optim.Adam, 100), (torch.optim.SGD, 0)):
+        log.clear()
+        manager = made()
+        manager.register_for_checkpointing("dense_optim", make(manager.saver.model.dense.parameters()))
+        manager.restore()
+        go_on(manager, step)
+    return log.lines(logging.WARNING)
+
+
 @symptom("The number of ranks is another one")
 def _(log: Log) -> Exception:
     def save(rank: int, connect: Callable[[Saver], Saver]) -> None:
@@ -202,6 +213,20 @@ def _(log: Log) -> str:
     return log.lines(logging.WARNING)
 
 
+@symptom("An optimizer was never saved")
+def _(log: Log) -> str:
+    manager = made()
+    dense = manager.saver.model.dense
+    optimizer = torch.optim.Adam(dense.parameters())
+    for _ in range(2):
+        dense(torch.ones(16)).sum().backward()
+        optimizer.step()
+        manager.step()
+        manager.save()
+    assert "lacks the state of Adam" in str(recckpt.report("runs/clicks"))
+    return log.lines(logging.WARNING)
+
+
 @symptom("Saved state was not asked for")
 def _(log: Log) -> str:
     manager = made()
@@ -219,7 +244,9 @@ def _(log: Log) -> str:
 
     def resumed(step: int | None = None) -> str:
         manager = made()
-        manager.restore(step)
+        manager.saver.sparse_optim.param_groups[0]["lr"] = 1e-4
+        manager.restore(step, hyper_parameters="keep")
+        assert manager.saver.sparse_optim.param_groups[0]["lr"] == 1e-4
         model = manager.saver.model
         return f"step {manager.global_step + 1}: loss {model.dense(model.user(torch.arange(10))).sum():.1f}"
 
