@@ -174,10 +174,23 @@ def test_registered_objects_and_positions_are_listed(recckpt, tmp_path):
     lines = recckpt("show", tmp_path).lines
     at = lines.index(["registered", "objects"])
     assert lines[at + 2 : at + 6] == [
-        ["adam", "state", "of", "2", "parameters"],
+        ["adam", "Adam,", "state", "of", "2", "parameters"],
         *(["note"], ["own", "one", "state", "a", "rank"], ["clicks", "position", "in", "the", "data"]),
     ]
     shown = recckpt("show", tmp_path, "--json").json
-    assert shown["registered"][0] == {"name": "adam", "per_rank": False, "parameters": 2}
+    assert shown["registered"][0] == {"name": "adam", "per_rank": False, "class": "Adam", "parameters": 2}
     assert [each["name"] for each in shown["registered"]] == ["adam", "note", "own"]
     assert shown["positions"] == ["clicks"]
+
+
+def test_what_was_trained_and_not_saved_is_said_and_is_no_damage(recckpt, tmp_path):
+    model = torch.nn.Linear(2, 1)
+    saver, optimizer = Saver(model, output_dir=str(tmp_path)), torch.optim.Adam(model.parameters())
+    optimizer.step()
+    saver.save("c")
+    lacks = "the state of Adam, which trained dense parameters"
+    assert recckpt("show", tmp_path).lines[-2:] == [["lacks"], lacks.split()]
+    verified = recckpt("verify", tmp_path)
+    assert (verified.code, verified.lines[-1]) == (0, ["c:", "lacks", *lacks.split()])
+    assert recckpt("show", tmp_path, "--json").json["lacks"] == [lacks]
+    assert recckpt("verify", tmp_path, "--json").json["checkpoints"][0]["lacks"] == [lacks]

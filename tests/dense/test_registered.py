@@ -78,6 +78,26 @@ def test_a_name_is_registered_once(make):
         registry.add("c", Counter())
 
 
+@pytest.mark.parametrize("make", [Counter, list, lambda: torch.ones(2), lambda: np.ones(2)])
+def test_one_object_is_registered_under_one_name(make):
+    registry, obj = extra_registry(), make()
+    registry.add("first", obj)
+    with pytest.raises(
+        ValueError, match=rf"'first' and 'second' are one {type(obj).__name__}, .*: keep one of the two"
+    ):
+        registry.add("second", obj)
+    registry.add("second", make())
+    assert list(registry) == ["first", "second"]
+
+
+@pytest.mark.parametrize("value", [0, "word", None, True, ()])
+def test_values_that_are_equal_by_chance_have_a_name_each(value):
+    registry = extra_registry()
+    registry.add("first", value)
+    registry.add("second", value)
+    assert registry.dump() == {"first": value, "second": value}
+
+
 @pytest.mark.parametrize("name", ["", None, 3, "sparse_optim"])
 def test_some_names_are_none(name):
     with pytest.raises(ValueError, match="cannot be registered"):

@@ -10,6 +10,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, Names, ShardEntry, decode, encode
 from recckpt.format.tables import TableEntry
+from recckpt.format.training import Training, Unsaved, misfit
 from recckpt.types import ITEM_BYTES, SlotSpec
 
 PATH = "ckpt_1/manifest.json"
@@ -100,6 +101,34 @@ def test_a_group_of_names_that_nobody_knows_is_ignored():
 def test_state_of_a_parameter_is_named_with_the_object_that_has_it():
     found = decode(edited(names={**NAMES, "extra_of_ranks": ["own"], "dense_opt": ["w@x", "a@b@own"]}), PATH)
     assert found.names.dense_opt == ("w@x", "a@b@own")
+
+
+TRAINING = {"optimizers": {"x": ["AdamW", "Adam"]}, "unsaved": {"tables": ["item"]}}
+
+
+def test_optimizers_and_what_is_not_saved_come_back_and_are_absent_where_there_is_nothing_to_say():
+    said = Training({"x": ("AdamW", "Adam")}, Unsaved(tables=("item",)))
+    data = encode(replace(example(), training=said))
+    assert json.loads(data)["training"] == TRAINING
+    assert decode(data, PATH).training == said
+    assert "training" not in json.loads(encode(example()))
+
+
+@pytest.mark.parametrize("key", ["optimizers", "unsaved"])
+@pytest.mark.parametrize("value", [[], "x", 1, {"x": "Adam"}, {"x": [1]}, {"tables": None}])
+def test_what_is_said_of_optimizers_in_another_form_is_corrupt(key, value):
+    with pytest.raises(CorruptCheckpointError, match=f"training.{key}"):
+        decode(edited(training={**TRAINING, key: value}), PATH)
+
+
+def test_what_later_writers_say_of_training_is_ignored():
+    later = {"optimizers": {"x": []}, "unsaved": {"later": ["y"]}, "later": 1}
+    assert decode(edited(training=later), PATH).training == Training()
+
+
+def test_a_state_fits_its_class_and_those_that_inherit_one_from_the_other():
+    assert misfit(("AdamW", "Adam"), ("Adam",)) == misfit(("Adam",), ("AdamW", "Adam")) == misfit((), ("Adam",)) == ""
+    assert misfit(("AdamW", "Adam"), ("NAdam", "Adam")) == "AdamW, this one is NAdam"
 
 
 @pytest.mark.parametrize(

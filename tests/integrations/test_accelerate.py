@@ -10,7 +10,7 @@ from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, SparseAdamW
 
 
-def make(output_dir):
+def make(output_dir, *, registered=True):
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     table = HashTable(4, name="t")
@@ -18,7 +18,8 @@ def make(output_dir):
     model, dense = accelerator.prepare(plain, torch.optim.Adam(plain["top"].parameters(), lr=0.1))
     sparse = SparseAdamW([table], lr=0.1)
     saver = Saver(accelerator.unwrap_model(model), sparse, str(output_dir))
-    saver.register_for_checkpointing("dense_optim", dense)
+    if registered:
+        saver.register_for_checkpointing("dense_optim", dense)
     return accelerator, model, dense, sparse, CheckpointManager(saver, 5)
 
 
@@ -40,3 +41,11 @@ def test_a_loop_of_accelerate_resumes_bit_for_bit(tmp_path):
     again = make(tmp_path / "ended")
     assert again[-1].restore() == 10
     assert all(map(torch.equal, whole, train(again, 20)))
+
+
+def test_a_prepared_optimizer_is_missing_once_where_it_is_not_registered_and_never_where_it_is(tmp_path, caplog):
+    train(make(tmp_path / "all"), 10)
+    assert [record.getMessage() for record in caplog.records if "train" in record.getMessage()] == []
+    train(make(tmp_path / "less", registered=False), 15)
+    (line,) = (record.getMessage() for record in caplog.records if "train" in record.getMessage())
+    assert line.startswith("Adam trains 2 parameters of the model")

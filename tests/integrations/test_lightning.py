@@ -131,3 +131,11 @@ def test_the_example_goes_on_where_it_was(tmp_path):
     run(5)
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/timeline.jsonl").read_text().splitlines()]
     assert steps == [2, 4]
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_nothing_that_trains_is_said_to_be_missing(tmp_path, caplog, automatic):
+    fit(tmp_path, "run", 10, automatic=automatic)
+    (manifest,) = (tmp_path / "run").glob("ckpt_*/manifest.json")
+    assert not [record for record in caplog.records if "trains" in record.getMessage()]
+    assert json.loads(manifest.read_text())["training"] == {"optimizers": {"optimizer_0": ["Adam"]}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 
 import pytest
@@ -90,3 +91,10 @@ def test_a_run_that_would_begin_anew_over_its_own_checkpoints_is_refused(tmp_pat
 def test_options_that_would_lose_rows_are_refused(tmp_path, option, what):
     with pytest.raises(ValueError, match=what):
         fit(tmp_path, "runs", **option)
+
+
+def test_nothing_that_trains_is_said_to_be_missing(tmp_path, caplog):
+    fit(tmp_path, "run", max_steps=10)
+    (manifest,) = (tmp_path / "run").glob("ckpt_*/manifest.json")
+    assert not [record for record in caplog.records if "trains" in record.getMessage()]
+    assert json.loads(manifest.read_text())["training"] == {"optimizers": {"optimizer": ["AdamW", "Adam"]}}

@@ -138,7 +138,9 @@ def test_a_table_whose_gradients_nobody_takes_is_said(tmp_path, model, said):
     for name in "abc":
         step(model, dense)
         records.append(saver.save(name))
-    only(said(), "no optimizer trains table 'user', whose gradients wait for one: make one of the tables, such as Sparse")
+    only(
+        said(), "no optimizer trains table 'user', whose gradients wait for one: make one of the tables, such as Sparse"
+    )
     assert [record.training.unsaved.gradients for record in records] == [(), ("user",), ("user",)]
 
 
@@ -314,3 +316,20 @@ def test_the_class_is_that_of_the_optimizer_inside_of_a_wrapper(tmp_path, model)
     saver = Saver(model, output_dir=tmp_path)
     saver.register_for_checkpointing("wrapped", Wrapper(torch.optim.Adam(model.dense.parameters())))
     assert saver.save("a").training.optimizers == {"wrapped": ("Adam",)}
+
+
+def test_one_object_is_not_registered_as_an_object_and_as_a_position(tmp_path, model):
+    class Loader:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    loader, saver = Loader(), Saver(model, output_dir=tmp_path)
+    saver.register_io_state("clicks", loader)
+    with pytest.raises(ValueError, match="'clicks' and 'loader' are one Loader, which is registered once"):
+        saver.register_for_checkpointing("loader", loader)
+    saver.register_for_checkpointing("other", other := Loader())
+    with pytest.raises(ValueError, match="'other' and 'data' are one Loader"):
+        saver.register_io_state("data", other)

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from recckpt.sparse.table.gradients import passes_waiting
 from recckpt.sparse.table.table import HashTable
 
 
@@ -176,3 +177,24 @@ def test_gradients_on_cuda_add_up():
     assert grads.device.type == "cuda"
     assert rows.tolist() == [0, 1]
     assert grads.tolist() == [[5, 5], [2, 2]]
+
+
+def test_gradients_that_nobody_takes_take_no_more_memory_than_the_rows():
+    table, ids = table_of(dim=3), torch.arange(100)
+    for _ in range(200):
+        table(ids).sum().backward()
+    entries = table._gradients._entries
+    assert sum(len(entry.ids) for entry in entries) <= 64 * len(ids)
+    assert passes_waiting(table) == 200
+    assert gradients(table) == dict.fromkeys(range(100), [200.0] * 3)
+    assert passes_waiting(table) == 0
+
+
+def test_passes_are_counted_since_gradients_were_last_used_or_forgotten():
+    table = table_of()
+    for forget in (table.take_gradients, table.zero_grad, table.clear, lambda: setattr(table, "grad", None)):
+        for n_passes in (1, 2, 3):
+            table(rows_of(1, 2)).sum().backward()
+            assert passes_waiting(table) == n_passes
+        forget()
+        assert passes_waiting(table) == 0
