@@ -107,7 +107,7 @@ def _of_unsaved(found: RunReport) -> Iterator[Finding]:
             "warning",
             f"the newest checkpoint lacks {one_line(' and '.join(found.lacks))}",
             "A resume starts that from scratch. Register each dense optimizer by `register_for_checkpointing`, and "
-            "give that of the tables to `Saver(model, sparse_optim)`; a checkpoint that is only looked up needs neither.",
+            "give that of the tables to `Saver(model, sparse_optim)`; what is only looked up needs neither.",
         )
 
 
