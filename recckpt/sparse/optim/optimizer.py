@@ -16,7 +16,7 @@ from recckpt import types
 from recckpt.sparse.optim.accumulation import Accumulation
 from recckpt.sparse.optim.param_groups import Group, TableParameter, match, options
 from recckpt.sparse.table.gradients import RowGradients
-from recckpt.sparse.table.nn_module import opaque
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, positive_int
 

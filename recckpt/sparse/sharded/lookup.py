@@ -16,6 +16,7 @@ from recckpt.sparse.sharded.routing import Asked, Route, asked, route
 from recckpt.sparse.table.checks import asked_ids
 from recckpt.sparse.table.gradients import add_by_group
 from recckpt.sparse.table.nn_module import of_held
+from recckpt.sparse.table.opaque import check_proxy
 from recckpt.sparse.table.table import HashTable
 
 Int64s = npt.NDArray[np.int64]
@@ -154,5 +155,6 @@ def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[In
         if isinstance(ids[name], Exception):
             raise ids[name]
         if not isinstance(ids[name], Tensor):
+            check_proxy(ids[name])
             raise ValueError(f"ids for {name!r}: found {type(ids[name]).__name__}, expected an int64 tensor")
     return [asked_ids(ids[name]) for name in names]

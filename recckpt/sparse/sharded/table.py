@@ -20,7 +20,7 @@ from recckpt.sparse.sharded.shared_gradients import SharedGradients
 from recckpt.sparse.table.bags import Bags, Mode, bags_in, check_mode, pool
 from recckpt.sparse.table.eviction_plan import Policy
 from recckpt.sparse.table.initializers import InitializerLike
-from recckpt.sparse.table.nn_module import opaque
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import flag
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from recckpt.sparse.table.checks import checked_padding
-from recckpt.sparse.table.nn_module import TableModule, opaque
+from recckpt.sparse.table.nn_module import TableModule
+from recckpt.sparse.table.opaque import check_has_values, check_proxy, opaque
 
 Mode = Literal["sum", "mean", "max"]
 
@@ -156,6 +157,7 @@ def _bags_of(table: str, ids: Any, ends: _Ends, weights: Any) -> Bags:
 def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
     """Return the bags of an object that knows its own, a nested tensor or one of TorchRec's."""
     is_tensor = isinstance(ids, Tensor)
+    check_proxy(ids)
     if is_tensor and ids.layout != torch.jagged:
         raise ValueError(f"table {table!r}: found a nested tensor of {ids.layout}, expected layout=torch.jagged")
     if not is_tensor and hasattr(ids, "keys"):
@@ -186,6 +188,7 @@ def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
 def _checked_ids(table: str, ids: Tensor) -> Tensor:
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"table {table!r}: found ids of {ids.dtype}, expected int64 or int32")
+    check_has_values(ids)
     return ids.long()
 
 

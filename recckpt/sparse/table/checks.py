@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recckpt.format.buckets import Slice
+from recckpt.sparse.table.opaque import check_has_values, check_proxy
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -23,9 +24,11 @@ _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the 
 def flat_ids(ids: Tensor) -> Int64s:
     """Return ``ids`` in one dimension on the CPU, without a copy where they lie there."""
     if not isinstance(ids, Tensor):
+        check_proxy(ids)
         raise TypeError(f"ids must be an int64 tensor, found a {type(ids).__name__}; convert them with torch.as_tensor")
     if ids.dtype != torch.int64:
         raise ValueError(f"ids must be int64, found {ids.dtype}; convert them with ids.long()")
+    check_has_values(ids)
     flat: Int64s = ids.detach().reshape(-1).cpu().contiguous().numpy()
     return flat
 

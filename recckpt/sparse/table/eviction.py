@@ -20,7 +20,7 @@ from recckpt.policies.evict import NORM, Evict, Mask, first_rows
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.eviction_plan import ALL, Part, Plan, Policy, plan_of
 from recckpt.sparse.table.kernels import row_norms
-from recckpt.sparse.table.nn_module import opaque
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.tracking import TrackedTable
 from recckpt.types import EMBEDDING
 

@@ -1,13 +1,11 @@
-"""How a table behaves for torch: in state dicts, on devices, when copied, in a backward pass, under a compiler."""
+"""How a table behaves for torch: in state dicts, on devices, when copied, in a backward pass."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import sys
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +16,7 @@ from recckpt import types
 from recckpt.sparse.table.checks import checked_device
 from recckpt.sparse.table.gradients import Gradients, RowGradients
 from recckpt.sparse.table.initializers import Initializer
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.text import quoted, size
 from recckpt.types import EMBEDDING, SlotSpec
@@ -25,43 +24,11 @@ from recckpt.types import EMBEDDING, SlotSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 Int64s = npt.NDArray[np.int64]
 Give = Callable[[Int64s, Tensor], object]
 Read = Callable[[], tuple[Tensor, Int64s | None]]
 
 _PROBES = count()
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
-_NOT_EXPORTED = (
-    "a table cannot be part of a program of torch.export: its rows are found by numba. Export the dense part, with the "
-    "rows as its input, and serve these by recckpt.CheckpointReader; or, where ids are small, put nn.Embedding in the "
-    "table's place, with the matrix that `recckpt export --to embedding` writes"
-)
-
-
-def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let ``torch.compile`` break its graph at a function, and compile nothing that it calls.
-
-    Ids and rows are looked up by numba, and the compiler of numba is no code that a graph can hold.
-    """
-    uncompiled: list[Callable[_P, _R]] = []
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # Where nothing is compiled, the import of what compiles would take seconds. A compiler does not get to see
-        # sys.modules: it would go through all of it, at each call that it compiles.
-        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if _is_exporting():
-            raise RuntimeError(_NOT_EXPORTED)
-        if not uncompiled:
-            uncompiled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
-        return uncompiled[0](*args, **kwargs)
-
-    code: Any = call
-    code.__code__ = code.__code__.replace(co_name=function.__name__)  # its own: the compiler keeps its books by code
-    return call
 
 
 class TableModule(nn.Module):

@@ -18,7 +18,7 @@ from recckpt.sparse.table.checks import (
     flat_ids,
 )
 from recckpt.sparse.table.initializers import default_initializer
-from recckpt.sparse.table.nn_module import opaque
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.widths import resized
 from recckpt.types import EMBEDDING, SlotSpec

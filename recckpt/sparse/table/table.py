@@ -32,7 +32,8 @@ from recckpt.sparse.table.eviction import EvictingTable
 from recckpt.sparse.table.eviction_plan import Policy
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
-from recckpt.sparse.table.nn_module import lookup_with_grad, opaque
+from recckpt.sparse.table.nn_module import lookup_with_grad
+from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name, flag
