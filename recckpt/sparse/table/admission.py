@@ -13,7 +13,9 @@ from recckpt.policies.admit import Admit, as_admit
 from recckpt.sparse.table.candidates import Candidates, MakeTable, candidates_of
 from recckpt.sparse.table.checks import check_owned
 from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.initializers import TorchInitializer
 from recckpt.sparse.table.nn_module import TableModule
+from recckpt.sparse.table.recomputation import Refusals
 from recckpt.sparse.table.tracking import TrackedTable
 
 if TYPE_CHECKING:
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+_OTHER_DRAWS = (
+    "a look-up was made once more in a backward pass, and its initializer has drawn from torch's generator for the ids "
+    "that were new in the forward run: dropout and the like behind it draw other numbers this time; call the table outside "
+    "of torch.utils.checkpoint, or take an initializer of recckpt.sparse, which draws by id"
+)
 
 
 class Fetched(NamedTuple):
@@ -38,6 +46,7 @@ class Admission:
         self.candidates: Candidates | None = candidates_of(make, policy.bloom) if policy.counts else None
         if self.candidates is not None:
             self.candidates.table.is_trained = False
+        self.refusals = Refusals()
 
     def fetch(self, table: HashTable, ids: Int64s, occurrences: Int64s) -> Fetched:
         """Return the embeddings of ids; who is admitted gets a row, all others read what that would begin with.
@@ -47,6 +56,7 @@ class Admission:
         with table.store.lock:
             absent = np.flatnonzero(table.store.find(ids) < 0)
             if len(absent) == 0:
+                self.refusals.note(ids, None)
                 return Fetched(table.fetch_all(ids, occurrences), None)
             index = IdIndex()
             index.reserve(len(absent))
@@ -71,6 +81,7 @@ class Admission:
             if self.candidates is not None:
                 self.candidates.add(new_ids[is_out], occurred[is_out])
                 self.candidates.forget(new_ids[is_in])
+            self.refusals.note(ids, ~is_held if len(refused) else None)
         return Fetched(rows, held if len(refused) else None)
 
     def _decided(self, table: HashTable, ids: Int64s, counts: Int64s) -> Bools:
@@ -109,12 +120,41 @@ class AdmittingTable(TrackedTable):
         return None if self._admission is None else self._admission.policy
 
     @property
+    def admission(self) -> Admission | None:
+        """What lets ids wait; None where all get rows."""
+        return self._admission
+
+    @property
     def counts_occurrences(self) -> bool:
         """Whether a look-up of this moment has to know how often each id occurs."""
         return super().counts_occurrences or (self.training and self.candidates is not None)
 
     def _own_tables(self) -> list[TableModule]:
         return [self] if self.candidates is None else [self, self.candidates]
+
+
+def fetched_again(table: HashTable, ids: Int64s) -> Fetched | None:
+    """Return what a training look-up of these ids has read before the backward pass, and which of them had rows.
+
+    It has counted, dated and inserted all that there is. None where this cannot be that look-up once more, since there
+    is an id without a row in a table in which all get one.
+    """
+    if isinstance(table.initializer, TorchInitializer):
+        table.warn_once("recomputation", _OTHER_DRAWS)
+    admission = table.admission
+    embeddings, rows = table.store.look_up(ids, lambda columns, rows: (table.read(columns, rows), rows))
+    is_held = (rows >= 0) if admission is None else (rows >= 0) & ~admission.refusals.of(ids)
+    refused = np.flatnonzero(~is_held)
+    if len(refused) == 0:
+        return Fetched(embeddings, None)
+    if admission is None:
+        return None
+    index = IdIndex()
+    index.reserve(len(refused))
+    groups, different = index.find_or_add(ids[refused])
+    first = table.first_embeddings(different).index_select(0, torch.from_numpy(groups))
+    embeddings[torch.from_numpy(refused).to(embeddings.device)] = first.to(embeddings.device)
+    return Fetched(embeddings, np.flatnonzero(is_held))
 
 
 def admission_of(admit: Any, make: MakeTable) -> Admission | None:

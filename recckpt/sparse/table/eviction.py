@@ -21,6 +21,7 @@ from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.eviction_plan import ALL, Part, Plan, Policy, plan_of
 from recckpt.sparse.table.kernels import row_norms
 from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.recomputation import is_in_backward
 from recckpt.sparse.table.tracking import TrackedTable
 from recckpt.types import EMBEDDING
 
@@ -125,13 +126,13 @@ class EvictingTable(TrackedTable):
 
     def evict_due(self) -> None:
         """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
-        if self._plan.is_empty or not self.training:
+        if self._plan.is_empty or not self.training or is_in_backward():
             return
         step, before = self.step, self.evicted_to
         if step == before:
             self._n_looked_up += 1
             if self._n_looked_up == _PATIENCE:
-                self._warn_once("step", _NO_STEPS.format(step, _PATIENCE))
+                self.warn_once("step", _NO_STEPS.format(step, _PATIENCE))
             return
         begin = time.thread_time()
         self._evict_at(step, before)
@@ -139,7 +140,7 @@ class EvictingTable(TrackedTable):
         spent_ms, budget_ms = 1e3 * (time.thread_time() - begin), self._plan.budget_ms
         if budget_ms is not None and spent_ms > budget_ms:
             longer = int(self._plan.every * spent_ms / budget_ms) + 1
-            self._warn_once("budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self._plan.every))
+            self.warn_once("budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self._plan.every))
 
     def _evict_at(self, step: int, before: int | None) -> None:
         plan, pace = self._plan, 1
@@ -147,7 +148,7 @@ class EvictingTable(TrackedTable):
             n_rows = sum(self._of_ranks(f"evicting from {self.name!r} at step {step}", len(self._store)))
             pace = plan.capacity.pace(n_rows)
             if plan.capacity.is_crowded(n_rows):
-                self._warn_once("capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
+                self.warn_once("capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
                 self._evict(plan, [ALL])
                 return
         self._evict(plan, plan.due(before, step, pace))
@@ -228,7 +229,8 @@ class EvictingTable(TrackedTable):
                 f"{capacity} holds: give a larger n, or smaller batches"
             )
 
-    def _warn_once(self, about: str, text: str) -> None:
+    def warn_once(self, about: str, text: str) -> None:
+        """Warn of something in this table, the first time only."""
         if about not in self._warned:
             self._warned |= {about}
             log.warning("table %r: %s", self.name, text)

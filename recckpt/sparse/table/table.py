@@ -15,7 +15,7 @@ from torch import Tensor
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
 from recckpt.policies.admit import Admit, AdmitFunction
-from recckpt.sparse.table.admission import AdmittingTable, Fetched, admission_of
+from recckpt.sparse.table.admission import AdmittingTable, Fetched, admission_of, fetched_again
 from recckpt.sparse.table.checks import (
     asked_ids,
     check_owned,
@@ -34,6 +34,7 @@ from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
 from recckpt.sparse.table.nn_module import lookup_with_grad
 from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.recomputation import is_in_backward
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name, flag
@@ -179,6 +180,8 @@ class HashTable(AdmittingTable, EvictingTable):
             return Fetched(self._store.look_up(ids, self.read), None)
         if not admit:
             return Fetched(*self._store.look_up(ids, lambda some, at: (self.read(some, at), np.flatnonzero(at >= 0))))
+        if is_in_backward() and (again := fetched_again(self, ids)) is not None:
+            return again
         given = np.ones(len(ids), np.int64) if occurrences is None and (self.track or self._admission) else occurrences
         if self._admission is not None and given is not None:
             return self._admission.fetch(self, ids, given)
