@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from recckpt.format.json_fields import Fields
 from recckpt.format.reduced import Reduced, parse_reduced, reduced_json
@@ -19,6 +19,17 @@ class DeltaRows:
     replaced: bool  # whether these are all rows, and nothing of older links counts
 
 
+class ClockDates(NamedTuple):
+    """The first and the last moment at which rows were dated by the clock, in seconds since 1970."""
+
+    first: float
+    last: float
+
+    def joined(self, other: ClockDates | None) -> ClockDates:
+        """Return what includes both."""
+        return self if other is None else ClockDates(min(self.first, other.first), max(self.last, other.last))
+
+
 @dataclass(frozen=True)
 class TableEntry:
     """A table as it was saved: rows over all shards, and its slots; in a delta, what of it lies there."""
@@ -29,6 +40,7 @@ class TableEntry:
     delta: DeltaRows | None = None
     reduced: Reduced | None = None  # what the table had more; None where it was saved as it was
     evicted_to: int | None = None  # the step up to which eviction was done; None where nothing is evicted in steps
+    clock: ClockDates | None = None  # of ``last_time`` in rows; None where it has no date of the clock
 
     @property
     def row_bytes(self) -> int:
@@ -56,6 +68,8 @@ def table_json(table: TableEntry) -> dict[str, Any]:
         entry["reduced"] = reduced_json(table.reduced)
     if table.evicted_to is not None:
         entry["evicted_to"] = table.evicted_to
+    if table.clock is not None:
+        entry["clock"] = table.clock._asdict()
     return entry
 
 
@@ -79,7 +93,15 @@ def parse_table(fields: Fields, *, of_delta: bool) -> TableEntry:
     delta = _delta_rows(fields.mapping("delta"), rows) if of_delta else None
     reduced = parse_reduced(fields.mapping("reduced"), slots) if fields.has("reduced") else None
     evicted_to = fields.count("evicted_to") if fields.has("evicted_to") else None
-    return TableEntry(name, rows, slots, delta, reduced, evicted_to)
+    clock = _clock(fields.mapping("clock")) if fields.has("clock") else None
+    return TableEntry(name, rows, slots, delta, reduced, evicted_to, clock)
+
+
+def _clock(fields: Fields) -> ClockDates:
+    dates = ClockDates(fields.number("first"), fields.number("last"))
+    if dates.last < dates.first:
+        raise fields.wrong("last", str(dates.last), f"at least first, which is {dates.first}")
+    return dates
 
 
 def _delta_rows(fields: Fields, rows: int) -> DeltaRows:

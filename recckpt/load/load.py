@@ -114,6 +114,7 @@ def _apply(
         loaded = _fill_tables(rows, progress, lambda: [give_rest() for give_rest in rests], concurrency)
         for load in (load for link in rows for load in link.tables):
             load.take_eviction()
+            load.take_clock()
         if other.dense:
             load_dense(live.model, other.dense)
     if other.generators:
@@ -188,7 +189,7 @@ def _table_loads(
             clear=source.at.entry.hashtable_clear,
             where=source.at.entry.where,
             is_update=there in source.held,
-            ages=ages_of(tables[name], source.at.checkpoint.manifest, step),
+            ages=ages_of(tables[name], source.at.checkpoint.manifest, step, entries[there].clock),
         )
         for (name, there), pairs in slots.items()
     ]

@@ -12,7 +12,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
-from recckpt.manager.step_arguments import Metrics, State, as_state, check_step, is_finite, latest
+from recckpt.manager.step_arguments import Metrics, State, as_state, check_step, checked_event_time, latest
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Kind, SaveCounts, Schedule, Trigger
 from recckpt.policies.when import Ends, Moment
@@ -75,13 +75,12 @@ class Autosave:
     def count(self, ends: Ends, state: State, metrics: Metrics, event_time: float | None) -> None:
         """Count a step, a window or an epoch, and save if it is time."""
         run = self._run
-        is_time = event_time is not None and is_finite(event_time)  # first: a step that is refused is not counted
+        time_of_events = checked_event_time(event_time)  # first: a step that is refused is not counted
         if self._ranks.size == 1:
             check_step(state, metrics)
         run.count(ends)
         self._has_stepped = True
-        if event_time is not None and is_time:
-            run.event_time = latest([run.event_time, float(event_time)])
+        run.event_time = latest([run.event_time, time_of_events])
         self._tell_tables()
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
@@ -102,7 +101,9 @@ class Autosave:
     def _tell_tables(self) -> None:
         """Tell the tables where the run is: what they look up next is dated with that."""
         for table in self._tables:
-            table.step, table.event_time = self._run.global_step, self._run.event_time
+            table.step = self._run.global_step
+            if self._run.event_time is not None:  # else that of the table stays: somebody may have set it
+                table.event_time = self._run.event_time
 
     def _reload_if_due(self, now: Moment, *, has_saved: bool) -> None:
         """Look into a model bank after a save, so that nothing of what is loaded is in it."""

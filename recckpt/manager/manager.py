@@ -18,6 +18,7 @@ from recckpt.manager.resumable import Resumable
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run, pinned_id
 from recckpt.manager.signals import Signals, SignalWatch
+from recckpt.manager.step_arguments import checked_event_time
 from recckpt.output_dir import rotation
 from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule, Trigger
 from recckpt.policies.when import When, as_when, check_ephemeral
@@ -52,10 +53,11 @@ class CheckpointManager(Resumable):
         save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
         reload_interval: when :meth:`reload_dynamic` looks for what is new in a model bank, steps or a policy; None for
             after each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
+        event_time: the event time of the first batch, as of :meth:`step`; a restored one takes its place.
         clock: seconds, for policies of time.
 
     Raises:
-        TypeError: ``saver`` is not a :class:`recckpt.Saver`.
+        TypeError: ``saver`` is not a :class:`recckpt.Saver`, or ``event_time`` not a number.
         ValueError: another argument is invalid.
     """
 
@@ -73,6 +75,7 @@ class CheckpointManager(Resumable):
         grace_sec: float | None = None,
         save_at_start: bool = False,
         reload_interval: int | When | None = None,
+        event_time: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -90,9 +93,9 @@ class CheckpointManager(Resumable):
         reload = None if reload_interval is None else as_when(reload_interval, "reload_interval")
         if between is not None:
             check_ephemeral(between, regular)
-        self._run = run = Run()
-        ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
-        self._ranks = ranks
+        self._run = run = Run(event_time=checked_event_time(event_time))
+        self._ranks = ranks = partial(saver.ranks.of, shard_id, shard_num)
+        begin = run.moment(clock())
         self._restorer = Restorer(saver.loader, self._run, ranks, lambda: saver.max_keep)
         self._autosave = Autosave(
             saver,
@@ -163,9 +166,8 @@ class CheckpointManager(Resumable):
         Raises:
             TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
             ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is neither
-                number nor string, or a metric not a number, or one of them is called ``event_time``, ``windows`` or
-                ``epochs``. One rank alone has not counted a step that is refused; of several, where a save is due, all
-                raise ``SaveFailedError``.
+                number nor string, a metric not a number, or either is called ``event_time``, ``windows`` or ``epochs``.
+                One rank alone has not counted a refused step; of several all raise ``SaveFailedError`` at a save.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """

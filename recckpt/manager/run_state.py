@@ -50,9 +50,10 @@ class Run:
         return {name: value for name, value in found.items() if value is not None}
 
     def take(self, state: Mapping[str, Scalar], *, counts: bool) -> None:
-        """Go on from what a manifest says: from its event time, and with the step from what is counted beside it."""
+        """Go on from what a manifest says: its event time if it has one, and with the step what counts beside it."""
         event_time = state.get(EVENT_TIME)
-        self.event_time = float(event_time) if isinstance(event_time, int | float) else None
+        if isinstance(event_time, int | float):
+            self.event_time = float(event_time)
         if counts:
             self.windows, self.epochs = (_count(state.get(name)) for name in (WINDOWS, EPOCHS))
 

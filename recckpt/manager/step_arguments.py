@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
+
 from recckpt.format.manifest import Scalar
 from recckpt.manager.run_state import EPOCHS, WINDOWS
 from recckpt.policies.evict import EVENT_TIME
@@ -28,9 +31,13 @@ def as_state(state: State, metrics: Metrics) -> dict[str, Scalar]:
     return found
 
 
-def is_finite(event_time: float) -> bool:
-    """Say whether this is a time, and not NaN or infinite; TypeError where it is no number, ValueError if far ahead."""
+def checked_event_time(event_time: float | None) -> float | None:
+    """Return a time; None for NaN and what is infinite. TypeError where it is no number, ValueError if far ahead."""
+    if event_time is None:
+        return None
     try:
+        if isinstance(event_time, bool | np.bool_) or getattr(event_time, "dtype", None) == torch.bool:
+            raise TypeError("a bool is not a time")
         is_time = math.isfinite(event_time)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several values
         raise TypeError(
@@ -41,7 +48,7 @@ def is_finite(event_time: float) -> bool:
             f"event_time must be seconds since 1970, found {event_time!r}, beyond the year 5000: divide milliseconds "
             "by 1000, nanoseconds by 1e9"
         )
-    return is_time
+    return float(event_time) if is_time else None
 
 
 def latest(times: Sequence[float | None]) -> float | None:

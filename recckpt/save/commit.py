@@ -121,7 +121,8 @@ def _sum(one: TableEntry, other: TableEntry) -> TableEntry:
         delta = DeltaRows(*counts, one.delta.replaced)
     both = one.reduced.plus(other.reduced) if one.reduced and other.reduced else one.reduced
     evicted_to = one.evicted_to if one.evicted_to == other.evicted_to else None  # slices that are trained apart
-    return replace(one, rows=one.rows + other.rows, delta=delta, reduced=both, evicted_to=evicted_to)
+    clock = one.clock.joined(other.clock) if one.clock else other.clock
+    return replace(one, rows=one.rows + other.rows, delta=delta, reduced=both, evicted_to=evicted_to, clock=clock)
 
 
 def rotate(job: Job, to: Destination) -> None:

@@ -20,6 +20,7 @@ from recckpt.dense.state_copy import Copy, DenseBuffers, as_it_is, dump_rng, por
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
+from recckpt.format.tables import ClockDates
 from recckpt.format.training import Lineage, Training
 from recckpt.save.arguments import as_scalars
 from recckpt.save.check import Checked, agreed, check_rooms
@@ -54,6 +55,7 @@ class Staged:
     training: Training = field(default_factory=Training)  # the optimizers, and what of them is not saved
     n_evicted: int = 0  # rows that tables of ours have evicted by then
     evicted_to: dict[str, int | None] = field(default_factory=dict)  # tables of ours by name: up to which step
+    clock: dict[str, ClockDates | None] = field(default_factory=dict)  # the same: when the clock has dated rows
 
     @property
     def sparse_bytes(self) -> int:
@@ -75,7 +77,7 @@ class Staged:
                 wanted = None if asked.is_everything else asked.of(table.name, slots_of_table(table))
                 slots = None if wanted is None else wanted.read
                 if isinstance(table, OurTable):
-                    self.evicted_to[table.name] = table.evicted_to
+                    self.evicted_to[table.name], self.clock[table.name] = table.evicted_to, table.clock_dates
                 if tracker is not None and isinstance(table, OurTable):
                     self.frozen[table.name] = tracker.freeze(table, slots)
                     self.tables.append(self.frozen[table.name].snapshot)

@@ -172,6 +172,7 @@ class ShardWriter:
                 _held(t, staged, catalog),
                 _reduced(t),
                 staged.evicted_to.get(t.name),
+                staged.clock.get(t.name),
             )
             for t in staged.tables
         )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, Names, ShardEntry, decode, encode
-from recckpt.format.tables import TableEntry
+from recckpt.format.tables import ClockDates, TableEntry
 from recckpt.format.training import Training, Unsaved, misfit
 from recckpt.types import ITEM_BYTES, SlotSpec
 
@@ -29,7 +29,13 @@ def example() -> Manifest:
         shards=(ShardEntry(layout.catalog(0, 2), (0, 30_000)), ShardEntry(layout.catalog(1, 2), (0, 0))),
         tables=(
             TableEntry("item", 3, (SlotSpec("embedding", "float32", (2, 3)), SlotSpec("sparse_step", "int64", ()))),
-            TableEntry('ü "\\\n/', 0, (SlotSpec("embedding", "bfloat16", (1,)),), evicted_to=12),
+            TableEntry(
+                'ü "\\\n/',
+                0,
+                (SlotSpec("embedding", "bfloat16", (1,)),),
+                evicted_to=12,
+                clock=ClockDates(1.5, 1.79e9),
+            ),
         ),
         files=(
             FileEntry("model.pt", 10, 2**64 - 1),
@@ -235,6 +241,10 @@ def shard(**changes):
         (table(rows=-1), "tables[0].rows"),
         (table(evicted_to=-1), "tables[0].evicted_to"),
         (table(evicted_to=1.5), "tables[0].evicted_to"),
+        (table(clock=1.5), "tables[0].clock"),
+        (table(clock={"first": 1.5}), "tables[0].clock.last"),
+        (table(clock={"first": -1.0, "last": 1.0}), "tables[0].clock.first"),
+        (table(clock={"first": 2.0, "last": 1.0}), "tables[0].clock.last"),
         (table(rows=10**18), "tables[0].rows"),
         (table(rows=1.0), "tables[0].rows"),
         (table(name=""), "tables[0].name"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recckpt.format.manifest import Manifest
+from recckpt.format.tables import ClockDates
 from recckpt.policies.evict import COUNT, EVENT_TIME, LAST_STEP, LAST_TIME, least_count
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import HashTable as AnyTable
@@ -23,20 +24,28 @@ class Ages:
         missing: tracked slots, and what rows get of which the checkpoint has no such slot: its own age, and the count
             with which a row stays.
         is_resumed: whether the run goes on at the step of the checkpoint.
+        clock: when the clock has dated rows of the checkpoint.
+        event_time: takes the place of such dates; None where there is none yet.
     """
 
     added_steps: int = 0
     missing: Mapping[str, float] = field(default_factory=dict)
     is_resumed: bool = False
+    clock: ClockDates | None = None
+    event_time: float | None = None
 
     def of_rows(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the slots of rows of the checkpoint as they are here."""
-        if not self.added_steps or LAST_STEP not in values:
-            return values
-        return {**values, LAST_STEP: values[LAST_STEP].to(torch.int64) + self.added_steps}
+        if self.added_steps and LAST_STEP in values:
+            values = {**values, LAST_STEP: values[LAST_STEP].to(torch.int64) + self.added_steps}
+        if self.clock is not None and self.event_time is not None and LAST_TIME in values:
+            times = values[LAST_TIME]
+            is_of_clock = (times >= self.clock.first) & (times <= self.clock.last)
+            values = {**values, LAST_TIME: times.masked_fill(is_of_clock, self.event_time)}
+        return values
 
 
-def ages_of(table: AnyTable, manifest: Manifest, taken_step: int | None) -> Ages:
+def ages_of(table: AnyTable, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
     """Return those of rows of a checkpoint; ``taken_step`` is where the run goes on, None where it stays at its own."""
     if not isinstance(table, HashTable):
         return Ages()
@@ -52,5 +61,5 @@ def ages_of(table: AnyTable, manifest: Manifest, taken_step: int | None) -> Ages
     if "time" in table.track and isinstance(event_time, int | float):
         missing[LAST_TIME] = float(event_time)
     if "step" not in table.track or taken_step is None or manifest.step is None:
-        return Ages(0, missing, is_resumed)
-    return Ages(taken_step - manifest.step, missing, is_resumed)
+        return Ages(0, missing, is_resumed, clock, table.event_time)
+    return Ages(taken_step - manifest.step, missing, is_resumed, clock, table.event_time)

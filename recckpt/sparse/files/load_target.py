@@ -10,6 +10,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Batch, Part
 from recckpt.format.tables import TableEntry
+from recckpt.policies.evict import LAST_TIME
 from recckpt.sparse.files.ages import Ages
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.row_store import RowStore
@@ -97,6 +98,11 @@ class TableLoad:
         """Let a table that has become that of the checkpoint, at its step, evict what it would have evicted."""
         if self.empties and isinstance(self.table, HashTable) and self.ages.is_resumed:
             self.table.evicted_to = self.entry.evicted_to
+
+    def take_clock(self) -> None:
+        """Let a table without an event time know which dates of its rows are those of a clock."""
+        if isinstance(self.table, HashTable) and LAST_TIME in self.slots:
+            self.table.note_clock(self.entry.clock)
 
     @property
     def columns(self) -> frozenset[str]:

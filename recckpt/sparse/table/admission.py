@@ -26,8 +26,8 @@ Bools = npt.NDArray[np.bool_]
 
 _OTHER_DRAWS = (
     "a look-up was made once more in a backward pass, and its initializer has drawn from torch's generator for the ids "
-    "that were new in the forward run: dropout and the like behind it draw other numbers this time; call the table outside "
-    "of torch.utils.checkpoint, or take an initializer of recckpt.sparse, which draws by id"
+    "that were new in the forward run: dropout and the like behind it draw other numbers this time; call the table "
+    "outside of torch.utils.checkpoint, or take an initializer of recckpt.sparse, which draws by id"
 )
 
 

@@ -191,7 +191,8 @@ class HashTable(AdmittingTable, EvictingTable):
         """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
         self._check_batch(ids)
         if self.track and occurrences is not None:
-            return self._store.visit(ids, self._visit(occurrences), self.read, self.first_embeddings)
+            with self._store.lock:  # the date is still that of now when it is written
+                return self._store.visit(ids, self._visit(occurrences), self.read, self.first_embeddings)
         return self._store.look_up_or_add(ids, self.read, self.first_embeddings)
 
     @opaque
@@ -295,3 +296,4 @@ class HashTable(AdmittingTable, EvictingTable):
         store.insert(flat_ids(ids), {EMBEDDING: embeddings, **slots})
         self._store.adopt(store)
         self.evicted_to = other.evicted_to if isinstance(other, HashTable) else None
+        self.note_clock(getattr(other, "clock_dates", None))

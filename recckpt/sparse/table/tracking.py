@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.format.tables import ClockDates
 from recckpt.sparse.table.slots import SlottedTable
 from recckpt.sparse.table.visits import Visit
 from recckpt.types import SlotSpec
@@ -40,6 +41,7 @@ class TrackedTable(SlottedTable):
     track: tuple[str, ...] = ()
     _step: int | None = None
     _event_time: float | None = None
+    _clock_dates: ClockDates | None = None
 
     @property
     def step(self) -> int:
@@ -60,7 +62,10 @@ class TrackedTable(SlottedTable):
 
     @property
     def event_time(self) -> float | None:
-        """The time that counts as now, in seconds since 1970: that given to the manager last; None for the clock."""
+        """The time that counts as now, in seconds since 1970: that given to the manager last; None for the clock.
+
+        Once it is set, rows that the clock has dated so far are dated with it.
+        """
         return self._event_time
 
     @event_time.setter
@@ -71,8 +76,23 @@ class TrackedTable(SlottedTable):
                 f"table {self.name!r}: event_time is in seconds since 1970, found {event_time!r:.100}; divide "
                 "milliseconds by 1000, nanoseconds by 1e9"
             )
-        self._event_time = None if event_time is None else float(event_time)
-        self._date_new_rows()
+        with self._store.lock:
+            self._event_time = None if event_time is None else float(event_time)
+            self._date_again()
+            self._date_new_rows()
+
+    @property
+    def clock_dates(self) -> ClockDates | None:
+        """When the clock has dated rows, which stay so until an event time comes; saved with them."""
+        return self._clock_dates
+
+    def note_clock(self, dates: ClockDates | None) -> None:
+        """Take note of when a clock has dated rows that were loaded here, None where it has not."""
+        if dates is None or "time" not in self.track:
+            return
+        with self._store.lock:
+            self._clock_dates = dates.joined(self._clock_dates)
+            self._date_again()
 
     @property
     def now(self) -> Now:
@@ -100,9 +120,25 @@ class TrackedTable(SlottedTable):
         for name, value in self._stamps().items():
             self._store.set_initial(name, value)
 
+    def _date_again(self) -> None:
+        """Give rows that the clock has dated the event time, if there is one: of that run they are the first."""
+        dates, event_time, store = self._clock_dates, self._event_time, self._store
+        if dates is None or event_time is None:
+            return
+        begin = 0
+        for times in list(store.columns[LAST_TIME].pieces(0, len(store))):
+            is_of_clock = (times >= dates.first) & (times <= dates.last)
+            rows = begin + is_of_clock.nonzero().flatten().cpu().numpy()
+            if len(rows):
+                store.write(rows, {LAST_TIME: times.new_full((len(rows),), event_time)})
+            begin += len(times)
+        self._clock_dates = None  # last: what an exception ends is done when the next event time comes
+
     def _stamps(self) -> dict[str, int | float]:
         now = self.now
         slots = self._tracked_slots
+        if self._event_time is None and LAST_TIME in slots:
+            self._clock_dates = ClockDates(now.time, now.time).joined(self._clock_dates)
         return {name: value for name, value in ((LAST_STEP, now.step), (LAST_TIME, now.time)) if name in slots}
 
     def _visit(self, occurrences: Int64s) -> Visit:
