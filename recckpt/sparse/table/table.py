@@ -191,7 +191,7 @@ class HashTable(AdmittingTable, EvictingTable):
         """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
         self._check_batch(ids)
         if self.track and occurrences is not None:
-            with self._store.lock:  # the date is still that of now when it is written
+            with self._store.lock:  # an event time may come meanwhile
                 return self._store.visit(ids, self._visit(occurrences), self.read, self.first_embeddings)
         return self._store.look_up_or_add(ids, self.read, self.first_embeddings)
 

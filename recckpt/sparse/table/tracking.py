@@ -117,8 +117,9 @@ class TrackedTable(SlottedTable):
 
     def _date_new_rows(self) -> None:
         """Let rows that nobody looks up be as new as they are: the age of a row counts from when it was added."""
-        for name, value in self._stamps().items():
-            self._store.set_initial(name, value)
+        with self._store.lock:  # an event time may come meanwhile
+            for name, value in self._stamps().items():
+                self._store.set_initial(name, value)
 
     def _date_again(self) -> None:
         """Give rows that the clock has dated the event time, if there is one: of that run they are the first."""
