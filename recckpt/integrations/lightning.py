@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,11 @@ from recckpt.dense.state_copy import dump_rng, load_rng
 from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions
 from recckpt.manager.manager import CheckpointManager
 from recckpt.policies.when import When
-from recckpt.sparse.optim import SparseOptimizer
+from recckpt.sparse.optim import JointOptimizer, SparseOptimizer
+from recckpt.sparse.optim.joint import parts_of, refuse_accumulation
 from recckpt.types import is_hashtable
+
+log = logging.getLogger("recckpt")
 
 
 class RecckptCallback(Callback):
@@ -25,8 +29,9 @@ class RecckptCallback(Callback):
     positions of loaders that have a ``state_dict``. Batches count as steps once an optimizer has stepped, so that no
     save falls into an accumulation of gradients.
 
-    With automatic optimization the callback steps ``sparse_optimizer`` before each step of the dense one; with manual
-    optimization the module does. The files of a ``ModelCheckpoint`` beside it hold no tables.
+    With automatic optimization ``sparse_optimizer`` steps whenever the optimizer of the module does, and both are
+    clipped and scaled as one; with manual optimization the module does that. The files of a ``ModelCheckpoint`` beside
+    it hold no tables.
 
     Args:
         output_dir: where the checkpoints go.
@@ -63,33 +68,34 @@ class RecckptCallback(Callback):
                 "out, or the callback"
             )
         self._sparse_optimizer = optim = self._options.optimizer_of(pl_module)
-        if optim is not None and pl_module.automatic_optimization and trainer.precision == "16-mixed":
-            raise ValueError(
-                "precision='16-mixed' scales the loss, and Lightning takes the scale from the gradients of its own "
-                "optimizer only: use 'bf16-mixed', or manual optimization with a GradScaler for both"
-            )
+        if optim is not None:
+            _check(trainer, pl_module, optim)
         self.checkpoints = manager = self._options.manager_of(pl_module, optim)
-        for number, dense in enumerate(o for o in trainer.optimizers if not isinstance(o, SparseOptimizer)):
+        for number, dense in enumerate(o for o in parts_of(*trainer.optimizers) if not isinstance(o, SparseOptimizer)):
             manager.register_for_checkpointing(f"optimizer_{number}", dense)
         for number, config in enumerate(trainer.lr_scheduler_configs):
             manager.register_for_checkpointing(f"lr_scheduler_{number}", config.scheduler)
         for callback in trainer.callbacks:
             if callback is not self and callback.state_dict():
                 manager.register_for_checkpointing(f"callback {callback.state_key}", callback)
+        if trainer.precision_plugin.state_dict():  # of a scaler
+            manager.register_for_checkpointing("precision", trainer.precision_plugin)
         manager.register_for_checkpointing("loops", trainer.fit_loop, per_rank=trainer.world_size > 1)
         self._rng = dump_rng() if manager.restore() else NONE
         self._stepped = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Bring the random generators back, after the loaders that begin have drawn from them."""
+        """Bring the random generators back, after the loaders that begin have drawn from them; join the optimizers."""
         if self._rng:
             load_rng(self._rng)
             self._rng = NONE
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Step the tables where Lightning steps the rest."""
         if self._sparse_optimizer is not None and pl_module.automatic_optimization:
-            self._sparse_optimizer.step()
+            _join(trainer, self._sparse_optimizer)
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Forget the gradients of tables where Lightning forgets the others: those of a skipped step, too."""
+        if self._sparse_optimizer is not None:
+            self._sparse_optimizer.zero_grad()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count a step, and save if it is time."""
@@ -111,3 +117,50 @@ class RecckptCallback(Callback):
         """Wait for the save that is under way; the exception is raised on."""
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
+
+
+class _StepOfBoth(JointOptimizer):
+    """Lightning's own optimizer and that of the tables, whose hyper-parameters it leaves alone.
+
+    Hooks such as ``optimizer_step`` that set the learning rate of all groups mean those of the module's optimizer.
+    """
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        dense, sparse = self.optimizers
+        return [*dense.param_groups, *map(dict, sparse.param_groups)]
+
+
+def _join(trainer: Trainer, sparse: SparseOptimizer) -> None:
+    """Let what Lightning unscales, clips and steps be both optimizers; ``trainer.optimizers`` stays as it is.
+
+    At each batch, since whoever sets ``trainer.optimizers``, such as a finder of learning rates, undoes it.
+    """
+    stepped, dense = trainer.strategy._lightning_optimizers[0], trainer.optimizers[0]
+    if stepped.optimizer is dense and sparse not in parts_of(dense):
+        stepped._optimizer = _StepOfBoth(dense, sparse)
+
+
+def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -> None:
+    """Refuse, or warn of, what would step tables at another moment than the rest, or by gradients of another scale."""
+    name, scaler = type(module).__name__, getattr(trainer.precision_plugin, "scaler", None)
+    if not module.automatic_optimization:
+        if scaler is not None and not any(isinstance(optimizer, JointOptimizer) for optimizer in trainer.optimizers):
+            log.warning(
+                "%s: manual_backward scales the loss, and only the optimizers of configure_optimizers are unscaled, "
+                "each by itself: return recckpt.sparse.JointOptimizer(dense, sparse) there, and step that",
+                name,
+            )
+        return
+    refuse_accumulation(sparse)
+    if trainer.strategy.handles_gradient_accumulation:
+        raise ValueError(
+            f"{type(trainer.strategy).__name__} steps by its own engine, which knows no tables: use another strategy, "
+            "or manual optimization"
+        )
+    if type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:
+        log.warning(
+            "%s.configure_gradient_clipping: the tables are in optimizer.param_groups, as self.clip_gradients(optimizer"
+            ", ...) clips them, and not in self.parameters()",
+            name,
+        )

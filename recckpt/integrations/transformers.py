@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 from collections.abc import Mapping
@@ -12,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 try:
+    from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError("recckpt.integrations.transformers needs more: pip install transformers accelerate") from error
@@ -24,9 +28,11 @@ from recckpt.manager.manager import CheckpointManager
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.policies.when import When
 from recckpt.saver import Saver
-from recckpt.sparse.optim import SparseOptimizer
+from recckpt.sparse.optim import SparseOptimizer, clip_grad_norm_
+from recckpt.sparse.optim.joint import refuse_accumulation, share_overflow
 
 _TRAINER_STATE = "trainer_state"
+_OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # an attribute of its arguments while it does not clip
 
 
 class _State:
@@ -45,6 +51,9 @@ class _State:
 
 class RecckptCallback(TrainerCallback):
     """Saves the model of a ``Trainer`` and all that it needs to go on, and steps the optimizer of its tables.
+
+    The tables step right after the trainer's own optimizer, also where that skips a step. Gradients are clipped here,
+    by the norm of all of them; ``args.max_grad_norm`` is infinite meanwhile, so that the trainer does not clip a part.
 
     The trainer's own checkpoints are to be off, ``save_strategy="no"``: they cannot hold tables. To resume::
 
@@ -78,6 +87,10 @@ class RecckptCallback(TrainerCallback):
     ) -> None:
         self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager)
         self._sparse_optimizer: SparseOptimizer | None = None
+        self._dense_optimizer: Optimizer | None = None
+        self._stepping: RemovableHandle | None = None
+        self._max_norm = math.inf
+        self._grad_norm: Tensor | None = None
         self._state = _State()
         self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
 
@@ -114,13 +127,15 @@ class RecckptCallback(TrainerCallback):
                 f"save_strategy={str(args.save_strategy)!r}: the trainer cannot write tables, and RecckptCallback "
                 "saves all: give TrainingArguments save_strategy='no'"
             )
-        if args.fp16:
-            raise ValueError("fp16=True scales the loss, and only the trainer's own optimizer knows it: use bf16=True")
-        model = kwargs["model"]
-        self._sparse_optimizer = self._options.optimizer_of(model)
-        self.checkpoints = manager = self._options.manager_of(model, self._sparse_optimizer)
-        manager.register_for_checkpointing("optimizer", kwargs["optimizer"])
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self._sparse_optimizer = sparse = self._options.optimizer_of(model)
+        if sparse is not None:
+            self._join(args, optimizer, sparse)
+        self.checkpoints = manager = self._options.manager_of(model, sparse)
+        manager.register_for_checkpointing("optimizer", optimizer)
         manager.register_for_checkpointing("lr_scheduler", kwargs["lr_scheduler"])
+        if getattr(optimizer, "scaler", None) is not None:
+            manager.register_for_checkpointing("grad_scaler", optimizer.scaler)
         manager.register_for_checkpointing(_TRAINER_STATE, self._state)
         if state.global_step:
             manager.restore(state.global_step, rng=False)  # the trainer sets it where the seen data ends
@@ -130,18 +145,59 @@ class RecckptCallback(TrainerCallback):
                 "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), or give another output_dir"
             )
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Step the tables where the trainer steps the rest."""
-        if self._sparse_optimizer is not None:
+    def _join(self, args: Any, optimizer: Any, sparse: SparseOptimizer) -> None:
+        """Let the trainer's optimizer take the tables along, and clip in its place."""
+        if type(optimizer) is not AcceleratedOptimizer or not isinstance(optimizer.optimizer, Optimizer):
+            raise ValueError(
+                f"found a {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that "
+                "steps and clips by itself, as DeepSpeed does, knows no tables"
+            )
+        refuse_accumulation(sparse)
+        self._part()
+        self._dense_optimizer = optimizer.optimizer
+        self._stepping = optimizer.optimizer.register_step_post_hook(self._step_tables)
+        # After an exception on_train_end did not come, and the limit is still set aside.
+        if args.max_grad_norm != math.inf:
+            setattr(args, _OWN_LIMIT, args.max_grad_norm)
+            args.max_grad_norm = math.inf
+        limit = getattr(args, _OWN_LIMIT, None)
+        self._max_norm = limit if limit is not None and limit > 0 else math.inf
+        sparse.zero_grad()
+
+    def _part(self) -> None:
+        if self._stepping is not None:
+            self._stepping.remove()
+            self._stepping = None
+
+    def _step_tables(self, dense: Optimizer, *_: Any) -> None:
+        overflow = getattr(dense, "found_inf", None)  # of a fused optimizer, which skips the step by itself
+        if self._sparse_optimizer is not None and not overflow:
             self._sparse_optimizer.step()
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Clip the gradients of the model and of its tables; where one of them overflows, neither is to step."""
+        sparse, dense = self._sparse_optimizer, self._dense_optimizer
+        if sparse is not None and dense is not None:
+            if (scaler := kwargs["optimizer"].scaler) is not None:
+                share_overflow(scaler, dense, sparse)
+            self._grad_norm = clip_grad_norm_(kwargs["model"], [dense, sparse], self._max_norm)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count a step, and save if it is time."""
+        """Forget the gradients of tables, as the trainer forgets the others; count a step, and save if it is time."""
+        if self._sparse_optimizer is not None:
+            self._sparse_optimizer.zero_grad()
         self._state.now = state
         self.checkpoints.step()
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Tell the norm of all gradients as ``grad_norm``, where the trainer tells that of the dense ones."""
+        if self._grad_norm is not None and logs and "grad_norm" in logs:
+            logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._grad_norm.item()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the save that is under way, and remove the point that was resumed from."""
+        """Let the trainer clip again, wait for the save that is under way, and remove the point that was resumed."""
+        self._part()
+        args.max_grad_norm = vars(args).pop(_OWN_LIMIT, args.max_grad_norm)
         self.checkpoints.close()
         if self._resume_dir is not None:
             self._resume_dir.cleanup()

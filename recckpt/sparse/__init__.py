@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from recckpt.format.buckets import Slice, gen_slice
     from recckpt.sparse.from_torch import replace_embeddings
     from recckpt.sparse.optim import (
+        JointOptimizer,
         SparseAdagrad,
         SparseAdagradSum,
         SparseAdam,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         SparseRowWiseAdagrad,
         SparseRowWiseAdagradSum,
         SparseSGD,
+        clip_grad_norm_,
     )
     from recckpt.sparse.sharded.table import EmbeddingCollection, ShardedHashTable
     from recckpt.sparse.string_ids import hash_ids
@@ -43,6 +45,8 @@ _HOMES = {
     "SparseAdam": "sparse.optim",
     "SparseAdamW": "sparse.optim",
     "SparseAdamWTF": "sparse.optim",
+    "JointOptimizer": "sparse.optim",
+    "clip_grad_norm_": "sparse.optim",
 }
 
 __all__ = [
@@ -65,6 +69,8 @@ __all__ = [
     "SparseAdam",
     "SparseAdamW",
     "SparseAdamWTF",
+    "JointOptimizer",
+    "clip_grad_norm_",
 ]
 
 

@@ -4,6 +4,8 @@ from recckpt.sparse.optim.adagrad import SparseAdagrad, SparseRowWiseAdagrad
 from recckpt.sparse.optim.adagrad_sum import SparseAdagradSum, SparseRowWiseAdagradSum
 from recckpt.sparse.optim.adam import SparseAdam, SparseAdamW
 from recckpt.sparse.optim.adamw_tf import SparseAdamWTF
+from recckpt.sparse.optim.clipping import clip_grad_norm_
+from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.optim.sgd import SparseSGD
 
@@ -17,4 +19,6 @@ __all__ = [
     "SparseAdam",
     "SparseAdamW",
     "SparseAdamWTF",
+    "JointOptimizer",
+    "clip_grad_norm_",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recckpt import types
-from recckpt.sparse.optim.accumulation import Accumulation
+from recckpt.sparse.optim.accumulation import Accumulation, is_stepped_by_accelerate
 from recckpt.sparse.optim.param_groups import Group, TableParameter, match, options
 from recckpt.sparse.table.gradients import RowGradients
 from recckpt.sparse.table.opaque import opaque
@@ -128,9 +128,19 @@ class SparseOptimizer(Optimizer):
         self._accumulation = Accumulation(positive_int("set_grad_accum_steps: steps", steps))
 
     @property
+    def grad_accum_steps(self) -> int:
+        """How many calls of :meth:`step` make one update, as set by :meth:`set_grad_accum_steps`."""
+        return self._accumulation.n
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call of :meth:`step` updates rows."""
+        return self._accumulation.is_due
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a ``GradScaler`` leaves the gradients as they are and sets ``found_inf`` here, to be refused."""
-        return self._accumulation.n > 1
+        return self._accumulation.n > 1 or is_stepped_by_accelerate()
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,8 +162,9 @@ class SparseOptimizer(Optimizer):
             What ``closure`` returned.
 
         Raises:
-            ValueError: another sparse optimizer has been made for one of the tables since, or a ``GradScaler`` calls
-                this while it accumulates (:meth:`set_grad_accum_steps`); nothing has been changed.
+            ValueError: another sparse optimizer has been made for one of the tables since; a ``GradScaler`` or
+                accelerate calls this while it accumulates (:meth:`set_grad_accum_steps`), or accelerate with fp16, of
+                which one optimizer is all that it can scale (:class:`JointOptimizer`); nothing has been changed.
         """
         self._refuse_scaler()
         taken_over = [name for name, table in self._tables.items() if not self.trains(table)]
@@ -173,13 +184,11 @@ class SparseOptimizer(Optimizer):
         return loss
 
     def _refuse_scaler(self) -> None:
-        """Refuse a ``GradScaler`` while steps accumulate: it would unscale the sum so far with each of them."""
-        if self.__dict__.pop("found_inf", None) is not None:
-            self.__dict__.pop("grad_scale", None)
-            raise ValueError(
-                f"{type(self).__name__}: found a GradScaler and set_grad_accum_steps({self._accumulation.n}), expected "
-                "one of them: leave it at 1, and accumulate by calling scaler.step and update on each n-th batch"
-            )
+        """Refuse what counts or scales these steps where they are counted here, or another one updates the scale."""
+        has_scaler = self.__dict__.pop("found_inf", None) is not None
+        self.__dict__.pop("grad_scale", None)
+        if has_scaler or self._accumulation.n > 1:
+            self._accumulation.refuse(scaler=has_scaler)
 
     def _step_table(self, parameter: TableParameter, group: Group) -> None:
         """Update the rows of a table, use its gradients up and count the step: all of it or nothing."""

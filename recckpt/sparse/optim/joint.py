@@ -1,0 +1,146 @@
+"""One optimizer made of several, so that dense parameters and tables are scaled, clipped and stepped together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from recckpt.sparse.optim.optimizer import SparseOptimizer
+from recckpt.sparse.optim.param_groups import Group, TableParameter
+
+
+class JointOptimizer(Optimizer):
+    """Makes one optimizer of that of the dense parameters and those of tables.
+
+    A ``torch.amp.GradScaler``, accelerate or a trainer takes it for one: an overflow in the gradients of either half
+    skips the step of both, ``param_groups`` is what there is to unscale and to clip, and :meth:`zero_grad` reaches
+    all. The optimizers stay as they are: save them as before, ``Saver(model, sparse)`` with the dense one registered.
+
+    Args:
+        optimizers: the first is given the closure of :meth:`step`, and all step after it, in this order.
+
+    Attributes:
+        optimizers: as given.
+
+    Raises:
+        TypeError: one is not a ``torch.optim.Optimizer``.
+        ValueError: there is none; a parameter or table is in two of them; one has been prepared by accelerate.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    _step_supports_amp_scaling = False  # a fused optimizer in it is given gradients that are unscaled already
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        _check(optimizers)
+        self.optimizers = optimizers  # not super().__init__: the parameters and their state belong to these
+
+    @property
+    def param_groups(self) -> list[Group]:  # type: ignore[override]
+        """The groups of all optimizers, which may be changed in place."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """The states of all optimizers by parameter."""
+        return {key: value for optimizer in self.optimizers for key, value in optimizer.state.items()}
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The hyper-parameters of new groups of the first optimizer."""
+        return self.optimizers[0].defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step all optimizers, and return what ``closure`` returned.
+
+        Raises:
+            ValueError: one of them accumulates by itself, ``set_grad_accum_steps(n)``; nothing has been changed.
+        """
+        for optimizer in self.optimizers:
+            refuse_accumulation(optimizer)
+        loss = self.optimizers[0].step(closure)  # type: ignore[func-returns-value, arg-type]
+        for optimizer in self.optimizers[1:]:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Refuse: a group is added to one of :attr:`optimizers`."""
+        raise TypeError("a JointOptimizer has no groups of its own: add the group to one of its optimizers")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all optimizers, in order; the rows of tables and their slots are not in it."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give each optimizer its part of a :meth:`state_dict` of equally many."""
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def share_overflow(scaler: GradScaler, *optimizers: Optimizer) -> None:
+    """Unscale the gradients of optimizers of which some may be unscaled, and let an overflow in one skip all steps.
+
+    For trainers whose own optimizer cannot be replaced by a :class:`JointOptimizer`. Collective for sharded tables.
+    """
+    if not scaler.is_enabled():
+        return
+    states = [scaler._per_optimizer_states[id(optimizer)] for optimizer in optimizers]
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if state["stage"].name == "READY":
+            scaler.unscale_(optimizer)
+    overflows = [overflow for state in states for overflow in state["found_inf_per_device"].values()]
+    for state in states if overflows else ():
+        devices = {overflow.device for overflow in overflows}
+        state["found_inf_per_device"] = {
+            device: torch.stack([overflow.to(device) for overflow in overflows]).amax(0) for device in devices
+        }
+
+
+def refuse_accumulation(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of tables that counts steps by itself where it is to step together with others."""
+    if isinstance(optimizer, SparseOptimizer) and (n := optimizer.grad_accum_steps) > 1:
+        raise ValueError(
+            f"found set_grad_accum_steps({n}) of {type(optimizer).__name__}, expected 1, for tables step when the "
+            "dense parameters do: leave it at 1, and let the trainer accumulate (accumulate_grad_batches, "
+            "gradient_accumulation_steps), or step on each n-th batch"
+        )
+
+
+def parts_of(*optimizers: Optimizer) -> list[Optimizer]:
+    """Return optimizers with those that joint ones are made of in their place."""
+    return [
+        part
+        for optimizer in optimizers
+        for part in (parts_of(*optimizer.optimizers) if isinstance(optimizer, JointOptimizer) else [optimizer])
+    ]
+
+
+def _check(optimizers: tuple[Optimizer, ...]) -> None:
+    if not optimizers:
+        raise ValueError("a JointOptimizer needs optimizers, found none")
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"a JointOptimizer is made of optimizers, found a {type(optimizer).__name__}")
+        if type(optimizer).__module__.startswith("accelerate."):  # whose step may be none, while the others step
+            raise ValueError("accelerate has prepared one of these optimizers: prepare the JointOptimizer instead")
+        refuse_accumulation(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = {id(p.table if isinstance(p, TableParameter) else p) for p in parameters}
+        if own & seen:
+            raise ValueError(f"{type(optimizer).__name__} has a parameter or table of another one of these optimizers")
+        seen |= own
