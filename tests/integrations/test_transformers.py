@@ -85,12 +85,9 @@ def test_a_run_that_would_begin_anew_over_its_own_checkpoints_is_refused(tmp_pat
         fit(tmp_path, "runs", resume=False)
 
 
-@pytest.mark.parametrize(
-    ("option", "what"), [({"save_strategy": "steps"}, "save_strategy='no'"), ({"fp16": True}, "bf16")]
-)
-def test_options_that_would_lose_rows_are_refused(tmp_path, option, what):
-    with pytest.raises(ValueError, match=what):
-        fit(tmp_path, "runs", **option)
+def test_checkpoints_of_the_trainer_which_would_lose_rows_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="save_strategy='no'"):
+        fit(tmp_path, "runs", save_strategy="steps")
 
 
 def test_nothing_that_trains_is_said_to_be_missing(tmp_path, caplog):

@@ -53,7 +53,7 @@ class JointOptimizer(Optimizer):
         """The hyper-parameters of new groups of the first optimizer."""
         return self.optimizers[0].defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all optimizers, and return what ``closure`` returned.
 
         Raises:
@@ -61,7 +61,7 @@ class JointOptimizer(Optimizer):
         """
         for optimizer in self.optimizers:
             refuse_accumulation(optimizer)
-        loss = self.optimizers[0].step(closure)  # type: ignore[func-returns-value, arg-type]
+        loss = self.optimizers[0].step(closure)
         for optimizer in self.optimizers[1:]:
             optimizer.step()
         return loss
