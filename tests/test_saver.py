@@ -21,7 +21,7 @@ from recckpt.errors import (
     LoadConfError,
     StateMismatchError,
 )
-from recckpt.sparse import HashTable, SparseAdagrad
+from recckpt.sparse import HashTable, JointOptimizer, SparseAdagrad
 
 
 def trained(seed=0, optimizer="adamw", steps=3, **kwargs):
@@ -741,6 +741,8 @@ def test_an_optimizer_of_tables_is_not_registered_but_given_to_the_saver(tmp_pat
         saver.register_for_checkpointing("own", saver.sparse_optim)
     with pytest.raises(ValueError, match=r"'other' is an optimizer of tables.*give it to Saver\(model, sparse_optim\)"):
         saver.register_for_checkpointing("other", SparseAdagrad([table]))
+    with pytest.raises(ValueError, match=r"'both' is a JointOptimizer.*register that of the dense parameters"):
+        saver.register_for_checkpointing("both", JointOptimizer(saver.sparse_optim))
     saver.register_for_checkpointing("nothing", None)
 
 

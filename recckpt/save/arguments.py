@@ -14,6 +14,7 @@ from recckpt.format import layout
 from recckpt.format.json_fields import MAX_COUNT
 from recckpt.format.manifest import Scalar
 from recckpt.policies.keep import as_keep
+from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import state_of
 from recckpt.sparse.table.table import HashTable as OurTable
@@ -95,15 +96,26 @@ def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> 
     """Refuse an optimizer that is saved otherwise, or whose states could not be named.
 
     Raises:
-        ValueError: it is one of tables, or one of dense parameters with an ``@`` in its name.
+        ValueError: it is one of tables, one made of several, or one of dense parameters with an ``@`` in its name.
     """
     what = f"register_for_checkpointing: {name!r} is an optimizer of tables"
     if obj is sparse_optim and obj is not None:
         raise ValueError(f"{what}, which the saver has and saves already: do not register it")
-    if isinstance(obj, SparseOptimizer):
+    inner = _unprepared(obj)
+    if isinstance(inner, SparseOptimizer):
         raise ValueError(f"{what}, which is saved with them: give it to Saver(model, sparse_optim) instead")
+    if isinstance(inner, JointOptimizer):
+        raise ValueError(
+            f"register_for_checkpointing: {name!r} is a JointOptimizer, whose optimizers are saved one by one: "
+            "register that of the dense parameters, and give that of the tables to Saver(model, sparse_optim)"
+        )
     if isinstance(name, str) and "@" in name and isinstance(obj, Optimizer):
         raise ValueError(f"register_for_checkpointing: a dense optimizer has no '@' in its name, found {name!r}")
+
+
+def _unprepared(obj: object) -> object:
+    """Return the optimizer that accelerate has wrapped in another one, or what else is given."""
+    return getattr(obj, "optimizer", obj) if isinstance(obj, Optimizer) else obj
 
 
 def check_trained(sparse_optim: Optimizer | None, tables: Mapping[str, HashTable]) -> None:
@@ -112,9 +124,10 @@ def check_trained(sparse_optim: Optimizer | None, tables: Mapping[str, HashTable
     Raises:
         ValueError: there are such tables; names them.
     """
-    if not isinstance(sparse_optim, SparseOptimizer):
+    inner = _unprepared(sparse_optim)
+    if not isinstance(inner, SparseOptimizer):
         return
-    others = [name for name, table in sparse_optim.tables.items() if tables.get(name) is not table]
+    others = [name for name, table in inner.tables.items() if tables.get(name) is not table]
     if others:
         raise ValueError(
             f"sparse_optim trains tables that are not in the model: {', '.join(map(repr, others))}; the model has "

@@ -11,7 +11,8 @@ from accelerate.utils import AutocastKwargs
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
-from recckpt.sparse import JointOptimizer, clip_grad_norm_
+from recckpt import CheckpointManager, Saver
+from recckpt.sparse import JointOptimizer, SparseAdam, clip_grad_norm_
 
 BOTH_SPOILT = {1: twins.TABLE, 4: twins.DENSE}
 
@@ -123,3 +124,47 @@ def test_clipping_by_one_line_takes_prepared_optimizers():
     norm = clip_grad_norm_(model, [dense, sparse], 0.5)
     assert norm > 0.5
     torch.testing.assert_close(clip_grad_norm_(model, [dense, sparse], float("inf")), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_run_whose_optimizers_are_prepared_resumes_bit_for_bit(tmp_path, joint):
+    def run(name, steps):
+        twin = twins.with_table()
+        dense, sparse = torch.optim.Adam(twin.parameters(), lr=0.1), SparseAdam([twin.rows], lr=0.1)
+        given = [JointOptimizer(dense, sparse)] if joint else [dense, sparse]
+        accelerator = accelerator_of(1, None)
+        model, *optimizers = accelerator.prepare(twin, *given)
+        if not joint:
+            dense, sparse = optimizers
+        saver = Saver(accelerator.unwrap_model(model), sparse, str(tmp_path / name))
+        saver.register_for_checkpointing("dense_optim", dense)
+        manager = CheckpointManager(saver, 2)
+        manager.restore()
+        batches = list(zip(*(column.split(twins.BATCH) for column in twins.samples()), strict=True))
+        while manager.global_step < steps:
+            accelerator.backward(model(*batches[manager.global_step]))
+            for optimizer in optimizers:
+                optimizer.step(), optimizer.zero_grad()
+            manager.step()
+        return twins.trained(twin)
+
+    whole = run("whole", 6)
+    run("ended", 3)
+    resumed = run("ended", 6)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_prepared_optimizers_are_known_to_a_saver_for_what_they_are(tmp_path):
+    twin, other = twins.with_table(), twins.with_table()
+    dense, sparse = twins.optimizers(twin)
+    accelerator = accelerator_of(1, None)
+    both, prepared = accelerator.prepare(JointOptimizer(dense, sparse)), accelerator.prepare(sparse)
+    saver = Saver(twin, prepared, str(tmp_path))
+    for name, optimizer, what in (
+        ("both", both, "is a JointOptimizer"),
+        ("sparse", sparse, "is an optimizer of tables"),
+    ):
+        with pytest.raises(ValueError, match=f"'{name}' {what}"):
+            saver.register_for_checkpointing(name, optimizer)
+    with pytest.raises(ValueError, match="trains tables that are not in the model"):
+        Saver(other, prepared, str(tmp_path))

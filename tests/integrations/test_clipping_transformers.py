@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import twins
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs
 from torch.amp import GradScaler
 from torch.utils.data import Dataset
@@ -62,7 +63,7 @@ def trainer_of(tmp_path, twin, *, scale=None, spoilt=None, callbacks=(), accumul
     )
     if sparse is not None:
         sparse.set_grad_accum_steps(accumulated)
-        callbacks = [RecckptCallback(str(tmp_path / "runs"), 1000, sparse_optimizer=sparse), *callbacks]
+        callbacks = [RecckptCallback(str(tmp_path / "runs"), 2, sparse_optimizer=sparse), *callbacks]
     trainer = InOrder(
         Model(twin), args, train_dataset=Samples(spoilt), callbacks=[*callbacks], optimizers=(dense, None)
     )
@@ -151,3 +152,40 @@ def test_a_table_that_counts_batches_itself_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, twins.with_table(), gradient_accumulation_steps=2, accumulated=2)
     with pytest.raises(ValueError, match=r"set_grad_accum_steps\(2\).*let the trainer accumulate"):
         trainer.train()
+
+
+class Ended(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 8
+        return control
+
+
+def test_a_scaled_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path):
+    def run(name, *callbacks):
+        twin = twins.with_table()
+        trainer = trainer_of(tmp_path / name, twin, scale=2.0**16, spoilt=BOTH_SPOILT, callbacks=callbacks)
+        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, RecckptCallback))
+        trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
+        return twins.trained(twin), trainer.accelerator.scaler.state_dict()
+
+    whole = run("whole")
+    run("ended", Ended())
+    resumed = run("ended")
+    assert resumed[1] == whole[1]
+    assert all(torch.equal(resumed[0][name], value) for name, value in whole[0].items())
+
+
+class Engine(AcceleratedOptimizer):
+    """Such as those of DeepSpeed and Megatron, whose step is done elsewhere."""
+
+    def step(self, closure=None):
+        pass
+
+
+def test_an_engine_that_steps_by_itself_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, twins.with_table(), max_grad_norm=1.0)
+    prepare = trainer.accelerator.prepare_optimizer
+    trainer.accelerator.prepare_optimizer = lambda *given, **named: Engine(prepare(*given, **named).optimizer)
+    with pytest.raises(ValueError, match="found a Engine as the trainer's optimizer, expected one of torch"):
+        trainer.train()
+    assert trainer.args.max_grad_norm == 1.0
