@@ -136,9 +136,9 @@ def _join(trainer: Trainer, sparse: SparseOptimizer) -> None:
 
     At each batch, since whoever sets ``trainer.optimizers``, such as a finder of learning rates, undoes it.
     """
-    stepped, dense = trainer.strategy._lightning_optimizers[0], trainer.optimizers[0]
-    if stepped.optimizer is dense and sparse not in parts_of(dense):
-        stepped._optimizer = _StepOfBoth(dense, sparse)
+    stepped = trainer.strategy._lightning_optimizers[0]
+    if sparse not in parts_of(stepped.optimizer):
+        stepped._optimizer = _StepOfBoth(stepped.optimizer, sparse)
 
 
 def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -> None:

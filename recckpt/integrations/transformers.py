@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -52,8 +52,8 @@ class _State:
 class RecckptCallback(TrainerCallback):
     """Saves the model of a ``Trainer`` and all that it needs to go on, and steps the optimizer of its tables.
 
-    The tables step right after the trainer's own optimizer, also where that skips a step. Gradients are clipped here,
-    by the norm of all of them; ``args.max_grad_norm`` is infinite meanwhile, so that the trainer does not clip a part.
+    The tables step right after the trainer's own optimizer, and not where that skips a step. Gradients are clipped
+    here, by the norm of all of them: ``args.max_grad_norm`` is infinite meanwhile, so that the trainer clips nothing.
 
     The trainer's own checkpoints are to be off, ``save_strategy="no"``: they cannot hold tables. To resume::
 
@@ -86,11 +86,7 @@ class RecckptCallback(TrainerCallback):
         manager: Mapping[str, Any] = NONE,
     ) -> None:
         self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager)
-        self._sparse_optimizer: SparseOptimizer | None = None
-        self._dense_optimizer: Optimizer | None = None
-        self._stepping: RemovableHandle | None = None
-        self._max_norm = math.inf
-        self._grad_norm: Tensor | None = None
+        self._tables: _TablesBeside | None = None
         self._state = _State()
         self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
 
@@ -122,15 +118,17 @@ class RecckptCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the checkpoint that :meth:`resume_point` found."""
+        if self._tables is not None:  # of a training that ended in an exception
+            self._tables.leave()
         if args.save_strategy != "no":
             raise ValueError(
                 f"save_strategy={str(args.save_strategy)!r}: the trainer cannot write tables, and RecckptCallback "
                 "saves all: give TrainingArguments save_strategy='no'"
             )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        self._sparse_optimizer = sparse = self._options.optimizer_of(model)
+        sparse = self._options.optimizer_of(model)
         if sparse is not None:
-            self._join(args, optimizer, sparse)
+            _check(optimizer, sparse)
         self.checkpoints = manager = self._options.manager_of(model, sparse)
         manager.register_for_checkpointing("optimizer", optimizer)
         manager.register_for_checkpointing("lr_scheduler", kwargs["lr_scheduler"])
@@ -145,59 +143,76 @@ class RecckptCallback(TrainerCallback):
                 "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), or give another output_dir"
             )
 
-    def _join(self, args: Any, optimizer: Any, sparse: SparseOptimizer) -> None:
-        """Let the trainer's optimizer take the tables along, and clip in its place."""
-        if type(optimizer) is not AcceleratedOptimizer or not isinstance(optimizer.optimizer, Optimizer):
-            raise ValueError(
-                f"found a {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that "
-                "steps and clips by itself, as DeepSpeed does, knows no tables"
-            )
-        refuse_accumulation(sparse)
-        self._part()
-        self._dense_optimizer = optimizer.optimizer
-        self._stepping = optimizer.optimizer.register_step_post_hook(self._step_tables)
-        # After an exception on_train_end did not come, and the limit is still set aside.
-        if args.max_grad_norm != math.inf:
-            setattr(args, _OWN_LIMIT, args.max_grad_norm)
-            args.max_grad_norm = math.inf
-        limit = getattr(args, _OWN_LIMIT, None)
-        self._max_norm = limit if limit is not None and limit > 0 else math.inf
-        sparse.zero_grad()
-
-    def _part(self) -> None:
-        if self._stepping is not None:
-            self._stepping.remove()
-            self._stepping = None
-
-    def _step_tables(self, dense: Optimizer, *_: Any) -> None:
-        overflow = getattr(dense, "found_inf", None)  # of a fused optimizer, which skips the step by itself
-        if self._sparse_optimizer is not None and not overflow:
-            self._sparse_optimizer.step()
+        if sparse is not None:
+            self._tables = _TablesBeside(optimizer.optimizer, optimizer.scaler, sparse, _clip_in_place_of(args))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Clip the gradients of the model and of its tables; where one of them overflows, neither is to step."""
-        sparse, dense = self._sparse_optimizer, self._dense_optimizer
-        if sparse is not None and dense is not None:
-            if (scaler := kwargs["optimizer"].scaler) is not None:
-                share_overflow(scaler, dense, sparse)
-            self._grad_norm = clip_grad_norm_(kwargs["model"], [dense, sparse], self._max_norm)
+        if self._tables is not None:
+            self._tables.clip(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the gradients of tables, as the trainer forgets the others; count a step, and save if it is time."""
-        if self._sparse_optimizer is not None:
-            self._sparse_optimizer.zero_grad()
+        if self._tables is not None:
+            self._tables.sparse.zero_grad()
         self._state.now = state
         self.checkpoints.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Tell the norm of all gradients as ``grad_norm``, where the trainer tells that of the dense ones."""
-        if self._grad_norm is not None and logs and "grad_norm" in logs:
-            logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._grad_norm.item()
+        if self._tables is not None and self._tables.norm is not None and logs and "grad_norm" in logs:
+            logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._tables.norm.item()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let the trainer clip again, wait for the save that is under way, and remove the point that was resumed."""
-        self._part()
-        args.max_grad_norm = vars(args).pop(_OWN_LIMIT, args.max_grad_norm)
+        if self._tables is not None:
+            self._tables.leave()
+            args.max_grad_norm = vars(args).pop(_OWN_LIMIT, args.max_grad_norm)
         self.checkpoints.close()
         if self._resume_dir is not None:
             self._resume_dir.cleanup()
+
+
+class _TablesBeside:
+    """The optimizer of tables beside the trainer's own, after which it steps, with gradients of one scale and norm."""
+
+    def __init__(self, dense: Optimizer, scaler: GradScaler | None, sparse: SparseOptimizer, max_norm: float) -> None:
+        self.sparse = sparse
+        self.norm: Tensor | None = None  # of the gradients of the last step, before they were clipped
+        self._dense, self._scaler, self._max_norm = dense, scaler, max_norm
+        self._handle = dense.register_step_post_hook(self._step)
+        sparse.zero_grad()
+
+    def clip(self, model: nn.Module) -> None:
+        """Unscale the gradients that are not yet, and clip all."""
+        if self._scaler is not None:
+            share_overflow(self._scaler, self._dense, self.sparse)
+        self.norm = clip_grad_norm_(model, [self._dense, self.sparse], self._max_norm)
+
+    def leave(self) -> None:
+        """Step no longer."""
+        self._handle.remove()
+
+    def _step(self, dense: Optimizer, *_: Any) -> None:
+        if not getattr(dense, "found_inf", None):  # a fused optimizer skips the step by itself
+            self.sparse.step()
+
+
+def _clip_in_place_of(args: Any) -> float:
+    """Let the trainer clip by an infinite norm, and return its own limit."""
+    # After an exception on_train_end does not come: what is set aside already counts, unless another limit was set.
+    if args.max_grad_norm != math.inf:
+        setattr(args, _OWN_LIMIT, args.max_grad_norm)
+        args.max_grad_norm = math.inf
+    limit = getattr(args, _OWN_LIMIT, None)
+    return limit if limit is not None and limit > 0 else math.inf
+
+
+def _check(optimizer: Any, sparse: SparseOptimizer) -> None:
+    """Refuse what would step tables at another moment than the rest."""
+    if type(optimizer) is not AcceleratedOptimizer or not isinstance(optimizer.optimizer, Optimizer):
+        raise ValueError(
+            f"found {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that steps "
+            "and clips by itself, as DeepSpeed does, knows no tables"
+        )
+    refuse_accumulation(sparse)

@@ -35,10 +35,10 @@ def accelerator_of(accumulate, scale):
     return accelerator
 
 
-def train(twin, *, limit=None, accumulate=1, scale=None, spoilt=None, joint=False, steps_of_table=1):
+def train(twin, *, limit=None, accumulate=1, scale=None, spoilt=None, joint=False, steps_of_table=1, fused=False):
     """Train for two epochs as the documentation of accelerate does; return the norms, and the scale."""
     accelerator = accelerator_of(accumulate, scale)
-    dense, sparse = twins.optimizers(twin)
+    dense, sparse = twins.optimizers(twin, fused=fused)
     optimizers = [dense] if sparse is None else [dense, sparse]
     if sparse is not None:
         sparse.set_grad_accum_steps(steps_of_table)
@@ -73,6 +73,7 @@ SCALED = {
     "scaled and all": {"scale": 256.0, "limit": 1.0, "accumulate": 3},
     "overflows": {"scale": 256.0, "spoilt": BOTH_SPOILT},
     "overflows and all": {"scale": 2.0**16, "spoilt": BOTH_SPOILT, "limit": 1.0, "accumulate": 2},
+    "overflows of a fused optimizer": {"scale": 256.0, "spoilt": BOTH_SPOILT, "fused": True},
 }
 
 

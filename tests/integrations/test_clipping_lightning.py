@@ -24,10 +24,10 @@ BOTH_SPOILT = {1: twins.TABLE, 4: twins.DENSE}
 
 
 class Module(pl.LightningModule):
-    def __init__(self, model):
+    def __init__(self, model, fused=False):
         super().__init__()
         self.model = model
-        self.dense, self.sparse = twins.optimizers(model)
+        self.dense, self.sparse = twins.optimizers(model, fused)
 
     def training_step(self, batch, _):
         return self.model(*batch)
@@ -114,6 +114,13 @@ class ByItself(Module):
 class ByOneLine(Module):
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         clip_grad_norm_(self, optimizer, 0.5)
+
+
+def test_a_fused_optimizer_is_scaled_with_the_table(tmp_path):
+    ours, theirs = (Module(make(), fused=True) for make in (twins.with_table, twins.with_embedding))
+    for module in (ours, theirs):
+        fit(tmp_path, module, scale=256.0, spoilt=BOTH_SPOILT)
+    twins.assert_equal(ours.model, theirs.model)
 
 
 @pytest.mark.parametrize("kind", [ByItself, ByOneLine])

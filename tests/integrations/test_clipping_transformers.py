@@ -49,8 +49,8 @@ def half(trainer, scale):
     accelerator.autocast_handler = AutocastKwargs(enabled=False)  # whose rounding would differ from row to row
 
 
-def trainer_of(tmp_path, twin, *, scale=None, spoilt=None, callbacks=(), accumulated=1, **options):
-    dense, sparse = twins.optimizers(twin)
+def trainer_of(tmp_path, twin, *, scale=None, spoilt=None, callbacks=(), accumulated=1, fused=False, **options):
+    dense, sparse = twins.optimizers(twin, fused=fused)
     given = {"max_grad_norm": 0.0, "num_train_epochs": 2, "save_strategy": "no", "logging_steps": 1, **options}
     args = TrainingArguments(
         str(tmp_path / "hf"),
@@ -88,6 +88,7 @@ CASES = {
         "max_grad_norm": 1.0,
         "gradient_accumulation_steps": 2,
     },
+    "overflows of a fused optimizer": {"scale": 256.0, "spoilt": BOTH_SPOILT, "fused": True},
 }
 
 
@@ -186,6 +187,6 @@ def test_an_engine_that_steps_by_itself_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, twins.with_table(), max_grad_norm=1.0)
     prepare = trainer.accelerator.prepare_optimizer
     trainer.accelerator.prepare_optimizer = lambda *given, **named: Engine(prepare(*given, **named).optimizer)
-    with pytest.raises(ValueError, match="found a Engine as the trainer's optimizer, expected one of torch"):
+    with pytest.raises(ValueError, match="found Engine as the trainer's optimizer, expected one of torch"):
         trainer.train()
     assert trainer.args.max_grad_norm == 1.0

@@ -46,10 +46,12 @@ def with_embedding(gain=1.0):
     return Twin(nn.Embedding(VOCABULARY, DIM, _weight=weights()), gain)
 
 
-def optimizers(model):
+def optimizers(model, fused=False):
     """The optimizer of the dense parameters and that of the tables, None where all are dense."""
     table = model.rows if isinstance(model.rows, HashTable) else None
-    return torch.optim.SGD(model.parameters(), lr=0.1), SparseSGD([table], lr=0.1) if table is not None else None
+    return torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), SparseSGD(
+        [table], lr=0.1
+    ) if table is not None else None
 
 
 def samples(spoilt=None):
