@@ -141,7 +141,7 @@ def test_a_run_whose_optimizers_are_prepared_resumes_bit_for_bit(tmp_path, joint
         saver.register_for_checkpointing("dense_optim", dense)
         manager = CheckpointManager(saver, 2)
         manager.restore()
-        batches = list(zip(*(column.split(twins.BATCH) for column in twins.samples()), strict=True))
+        batches = twins.batches()
         while manager.global_step < steps:
             accelerator.backward(model(*batches[manager.global_step]))
             for optimizer in optimizers:

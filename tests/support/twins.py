@@ -63,6 +63,10 @@ def samples(spoilt=None):
     return ids, labels, spoils
 
 
+def batches(spoilt=None):
+    return list(zip(*(column.split(BATCH) for column in samples(spoilt)), strict=True))
+
+
 def trained(model):
     """All that was trained, by name; the rows as one matrix."""
     rows = model.rows

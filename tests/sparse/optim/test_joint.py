@@ -11,12 +11,8 @@ from rooms import on_ranks
 from torch import nn
 from torch.amp import GradScaler
 
-from recckpt.sparse import HashTable, JointOptimizer, ShardedHashTable, SparseAdam, SparseSGD, clip_grad_norm_
+from recckpt.sparse import JointOptimizer, ShardedHashTable, SparseAdam, SparseSGD, clip_grad_norm_
 from recckpt.sparse.optim.joint import share_overflow
-
-
-def batches(spoilt=None):
-    return list(zip(*(column.split(twins.BATCH) for column in twins.samples(spoilt)), strict=True))
 
 
 def train(twin, *, limit=None, norm_type=2.0, scale=None, spoilt=None, every=1, by=JointOptimizer):
@@ -24,7 +20,7 @@ def train(twin, *, limit=None, norm_type=2.0, scale=None, spoilt=None, every=1, 
     optim = by(*(optimizer for optimizer in twins.optimizers(twin) if optimizer is not None))
     scaler = GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
     seen = []
-    for number, batch in enumerate(batches(spoilt), 1):
+    for number, batch in enumerate(twins.batches(spoilt), 1):
         scaler.scale(twin(*batch)).backward()
         if number % every == 0:
             scaler.unscale_(optim)
@@ -68,7 +64,7 @@ def test_a_fused_optimizer_skips_the_step_that_an_overflow_of_the_table_skips():
     assert dense._step_supports_amp_scaling
     optim, scaler = JointOptimizer(dense, SparseSGD([table], lr=0.1)), GradScaler("cpu", init_scale=256.0)
     before = {name: value.clone() for name, value in twins.trained(twin).items()}
-    for number, batch in enumerate(batches({0: twins.TABLE})[:2]):
+    for number, batch in enumerate(twins.batches({0: twins.TABLE})[:2]):
         scaler.scale(twin(*batch)).backward()
         scaler.step(optim)
         scaler.update()
@@ -87,7 +83,7 @@ def test_an_overflow_that_is_shared_skips_the_steps_of_all_and_halves_the_scale_
     optimizers = (Fused(twin.parameters(), lr=0.1) if fused else dense), sparse
     scaler = GradScaler("cpu", init_scale=256.0)
     before = {name: value.clone() for name, value in twins.trained(twin).items()}
-    scaler.scale(twin(*batches({0: spoilt})[0])).backward()
+    scaler.scale(twin(*twins.batches({0: spoilt})[0])).backward()
     for number in unscaled:
         scaler.unscale_(optimizers[number])
     share_overflow(scaler, *optimizers)
@@ -116,7 +112,7 @@ def test_its_closure_is_called_once_and_all_step_after_it():
     def closure():
         calls.append(1)
         optim.zero_grad()
-        loss = twin(*batches()[0])
+        loss = twin(*twins.batches()[0])
         loss.backward()
         return loss
 
@@ -140,7 +136,7 @@ def test_its_state_is_that_of_its_optimizers_and_is_copied_with_the_model():
         return twin, JointOptimizer(torch.optim.Adam(twin.parameters()), SparseAdam([twin.rows]))
 
     twin, optim = make()
-    for batch in batches():
+    for batch in twins.batches():
         twin(*batch).backward()
         optim.step()
         optim.zero_grad()
@@ -149,7 +145,7 @@ def test_its_state_is_that_of_its_optimizers_and_is_copied_with_the_model():
     assert other.optimizers[1].state_dict() == optim.optimizers[1].state_dict()
     assert len(optim.state) == len(list(twin.parameters())) + 1
     twin_copy, optim_copy = copy.deepcopy((twin, optim))
-    twin_copy(*batches()[0]).backward()
+    twin_copy(*twins.batches()[0]).backward()
     before = twins.trained(twin)["rows"].clone()
     optim_copy.step()
     assert torch.equal(twins.trained(twin)["rows"], before)
@@ -178,73 +174,11 @@ def test_tables_that_count_steps_by_themselves_are_refused_though_set_later():
     sparse.set_grad_accum_steps(2)
     with pytest.raises(ValueError, match=r"set_grad_accum_steps\(2\) of SparseSGD"):
         JointOptimizer(dense, sparse)
-    twin(*batches()[0]).backward()
+    twin(*twins.batches()[0]).backward()
     before = twin.shift.clone()
     with pytest.raises(ValueError, match=r"set_grad_accum_steps\(2\) of SparseSGD"):
         optim.step()
     assert torch.equal(twin.shift, before)
-
-
-# Clipping by one line
-
-
-def test_separate_optimizers_are_clipped_by_one_norm():
-    ours, theirs = twins.with_table(), twins.with_embedding()
-    for twin in (ours, theirs):
-        optimizers = [optimizer for optimizer in twins.optimizers(twin) if optimizer is not None]
-        for batch in batches():
-            twin(*batch).backward()
-            clip_grad_norm_(twin, optimizers, 0.5)
-            for optimizer in optimizers:
-                optimizer.step(), optimizer.zero_grad()
-    twins.assert_equal(ours, theirs)
-
-
-def test_several_tables_and_groups_are_clipped_by_one_norm():
-    first, second, third = (HashTable(1, name=name) for name in "abc")
-    model = nn.ModuleList([first, second, third, nn.Linear(1, 1)])
-    one, other = SparseSGD([{"tables": [first]}, {"tables": [second], "lr": 0.5}]), SparseAdam([third])
-    for factor, table in ((1.0, first), (2.0, second), (4.0, third)):
-        (table(torch.tensor([1, 2])) * factor).sum().backward()
-    model[3](torch.ones(1, 1)).sum().backward()
-    assert clip_grad_norm_(model, [one, other], 1.0).item() == pytest.approx((2 * (1 + 4 + 16) + 2) ** 0.5)
-    assert clip_grad_norm_(model, [one, other], float("inf")).item() == pytest.approx(1.0)
-
-
-def test_a_table_without_its_optimizer_is_refused_before_anything_is_clipped():
-    twin = twins.with_table()
-    dense, _ = twins.optimizers(twin)
-    clip_grad_norm_(twin, dense, 1.0)  # it has no gradients yet
-    twin(*batches()[0]).backward()
-    before = twin.shift.grad.clone()
-    with pytest.raises(ValueError, match=r"the tables \['t'\] of the model have gradients.*give the sparse optimizer"):
-        clip_grad_norm_(twin, dense, 1e-3)
-    assert torch.equal(twin.shift.grad, before)
-
-
-def test_clipping_a_sum_that_is_not_complete_is_refused():
-    twin = twins.with_table()
-    _, sparse = twins.optimizers(twin)
-    sparse.set_grad_accum_steps(2)
-    twin(*batches()[0]).backward()
-    with pytest.raises(ValueError, match="clip before the call of step"):
-        clip_grad_norm_(twin, sparse, 1.0)
-    sparse.step()
-    assert clip_grad_norm_(twin, sparse, 1.0) > 0
-
-
-def test_ranks_clip_a_sharded_table_and_dense_parameters_by_one_norm():
-    def work(exchange):
-        table, top = ShardedHashTable(2, name="t", group=exchange), nn.Linear(1, 1, bias=False)
-        model = nn.ModuleList([table, top])
-        optim = JointOptimizer(torch.optim.SGD(top.parameters()), SparseSGD([table]))
-        scaler = GradScaler("cpu", init_scale=256.0)
-        scaler.scale(table(torch.arange(8)).sum() + top(torch.ones(1, 1)).sum()).backward()
-        scaler.unscale_(optim)
-        return clip_grad_norm_(model, optim, 1.0).item()
-
-    expected = (8 * 2 + 1) ** 0.5  # 8 ids on both ranks, of which the mean of the gradients is 1 in each of 2 columns
-    assert on_ranks(2, work) == pytest.approx([expected] * 2)
 
 
 def test_an_overflow_in_the_rows_of_one_rank_skips_the_dense_step_of_all():
