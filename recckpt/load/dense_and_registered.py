@@ -66,12 +66,13 @@ def _dense_state(taken: Sequence[tuple[Planned, OpenSource]], live: Mapping[str,
 
 
 def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Bring a tensor to the dtype and last dimension of the live one, which pads it."""
+    """Bring a tensor to the dtype and shape of the live one, which pads it."""
     found = found.to(live.dtype)
     if found.shape == live.shape:
         return found
-    padded, width = live.detach().clone().cpu(), min(found.shape[-1], live.shape[-1])
-    padded[..., :width] = found[..., :width]
+    padded = live.detach().clone().cpu()
+    both = tuple(slice(min(sizes)) for sizes in zip(found.shape, live.shape, strict=True))
+    padded[both] = found[both]
     return padded
 
 

@@ -17,6 +17,7 @@ from recckpt.load.report import SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Plan
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, is_optimizer_slot
 
+_RESIZE = "resize"
 _EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
 
 
@@ -103,7 +104,7 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
         return Planned(name, reason="its parameter is not loaded")
     if name not in matches[parameter.offer].there:
         return Planned(name, reason=UNASKED)
-    if parameter.conversion.rpartition(", ")[2].startswith("resize"):
+    if _RESIZE in parameter.conversion:
         return Planned(name, reason="its parameter is resized")
     settings, inventory = planned.get(Name("dense_opt", name.optimizer)), matches[parameter.offer].offer.inventory
     is_resumed = settings is not None and settings.offer == parameter.offer
@@ -248,7 +249,7 @@ class Match:
             action = self.offer.entry.action(name)
             if action == "skip":
                 return "", f"{self.offer.label} has {found}, the model {live}: skipped"
-            return _conversion(found, live, action), ""
+            return _conversion(found, live, action, of_rows=name.is_slot), ""
         embedding = slot_name(name.table, EMBEDDING)
         if name.is_slot and name != embedding and embedding in self.there and self.found(embedding):
             try:
@@ -281,15 +282,21 @@ def _names_there(parameters: Sequence[str], optimizer: str, offer: Offer) -> lis
     return [state_name(one, optimizer) for one in dict.fromkeys([*parameters, *(n for t in things for n in t.tied)])]
 
 
-def _conversion(found: Thing, live: Thing, action: str) -> str:
-    """Say how ``found`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it."""
+def _conversion(found: Thing, live: Thing, action: str, *, of_rows: bool) -> str:
+    """Say how ``found`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it.
+
+    Rows of tables, which lie one after the other in their files, get another last dimension only.
+    """
     steps = []
     if found.dtype != live.dtype:
         allowed = action in ("cast", "resize") and PLAIN not in (found.dtype, live.dtype)
         steps.append(f"cast {found.dtype} -> {live.dtype}" if allowed else "")
     if found.shape != live.shape:
-        allowed = action == "resize" and len(found.shape) == len(live.shape) and found.shape[:-1] == live.shape[:-1]
-        steps.append(f"resize {found.shape[-1]} -> {live.shape[-1]}" if allowed else "")
+        allowed = action == "resize" and len(found.shape) == len(live.shape)
+        is_width = found.shape[:-1] == live.shape[:-1]
+        sides = (found.shape[-1:], live.shape[-1:]) if is_width else (found.shape, live.shape)
+        step = " -> ".join("x".join(map(str, side)) for side in sides)
+        steps.append(f"{_RESIZE} {step}" if allowed and (is_width or not of_rows) else "")
     if not all(steps):
         raise ValueError(str(found), str(live))
     return ", ".join(steps)

@@ -251,6 +251,9 @@ def refusals(rank, size, root):
     saver.load(source, "c", {"on_mismatch": {"w": "resize"}, "exclude": ["count"]}, shard_id=rank)
     assert torch.equal(whole(model.w), torch.nn.functional.pad(TRUTH["w"], (0, 1)))
     assert not model.whole()["count"].any()
+    model.w = distribute_tensor(torch.ones(24, 7), mesh, [Shard(0)])  # one rank has none of the rows that are there
+    saver.load(source, "c", {"on_mismatch": {"w": "resize"}, "exclude": ["count"]}, shard_id=rank)
+    assert torch.equal(whole(model.w), torch.nn.functional.pad(TRUTH["w"], (0, 0, 0, 14), value=1.0))
     model.w = distribute_tensor(torch.zeros(10, 7, dtype=torch.float64), mesh, [Shard(1)])
     saver.load(source, "c", {"on_mismatch": {"w": "cast"}}, shard_id=rank)
     assert torch.equal(whole(model.w), TRUTH["w"].double())

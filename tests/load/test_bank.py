@@ -333,6 +333,31 @@ def test_a_dense_tensor_is_cut_or_padded_by_what_it_was(tmp_path):
         assert top.weight.dtype == torch.float64
 
 
+def test_rows_that_an_embedding_of_torch_has_more_than_the_checkpoint_stay_those_of_the_model(tmp_path):
+    url = saved(tmp_path / "a", value=1.0, words=nn.Embedding(10, 3))
+    words = nn.Embedding(16, 4)
+    saver = run(tmp_path / "own", value=-7.0, words=words)
+    with pytest.raises(StateMismatchError):
+        saver.load_by_config([{"path": url}])
+    report = saver.load_by_config([{"path": url, "on_mismatch": {"words*": "resize"}}])
+    assert words.weight.tolist() == [[1.0, 1.0, 1.0, -7.0]] * 10 + [[-7.0] * 4] * 6
+    assert [item.conversion for item in report.items if item.name.text == "words.weight"] == ["resize 10x3 -> 16x4"]
+    cut = nn.Embedding(4, 3)
+    run(tmp_path / "own", value=-7.0, words=cut).load_by_config([{"path": url, "on_mismatch": "resize"}])
+    assert cut.weight.tolist() == [[1.0] * 3] * 4
+
+
+def test_rows_that_a_table_made_of_an_embedding_has_more_stay_where_rows_are_merged(tmp_path):
+    def embedding(n_rows, value):
+        weight = torch.full((n_rows, 4), value)
+        return HashTable.from_embedding(nn.Embedding.from_pretrained(weight, freeze=False), name="t")
+
+    url = saved(tmp_path / "a", embedding(10, 1.0))
+    grown = embedding(16, -7.0)
+    run(tmp_path / "own", grown).load_by_config([{"path": url, "hashtable_clear": False}])
+    assert values_of(grown) == {id_: 1.0 if id_ < 10 else -7.0 for id_ in range(16)}
+
+
 def test_a_table_that_is_skipped_is_as_it_was_or_comes_from_an_earlier_entry(tmp_path):
     wide = saved(tmp_path / "wide", table("t", [1], value=1.0, dim=8), optimizer="rowwise_adagrad", steps=1)
     fits = saved(tmp_path / "fits", table("t", [2], value=2.0))

@@ -275,9 +275,20 @@ def test_what_is_not_is_a_mismatch(action, there):
     assert problems.mismatched == {"a": (str(found), "float32 (2,)")}
 
 
-def test_only_the_last_dimension_is_resized():
-    _, problems = planned(dense("a", shape=(3, 2)), ({"on_mismatch": "resize"}, dense("a", shape=(4, 2))))
-    assert problems.mismatched == {"a": ("float32 (4, 2)", "float32 (3, 2)")}
+def test_tensors_are_resized_in_any_dimension_and_rows_of_tables_in_the_last_one():
+    items, problems = planned(dense("a", shape=(3, 2)), ({"on_mismatch": "resize"}, dense("a", shape=(4, 5))))
+    assert (items["a"].conversion, problems.mismatched) == ("resize 4x5 -> 3x2", {})
+    matrices = [{slot_name("t", "embedding"): Thing("float32", shape)} for shape in ((3, 2), (4, 2))]
+    _, problems = planned(matrices[0], ({"on_mismatch": "resize"}, matrices[1]))
+    assert problems.mismatched == {"t@embedding": ("float32 (4, 2)", "float32 (3, 2)")}
+
+
+def test_the_state_of_a_parameter_that_is_resized_starts_fresh_whatever_else_is_converted():
+    state = Name("dense_opt", "a@adam")
+    there = dense("a", shape=(4, 2), dtype="float64") | {state: Thing()}
+    items, _ = planned(dense("a", shape=(3, 2)) | {state: Thing()}, ({"on_mismatch": "resize"}, there))
+    assert items["a"].conversion == "cast float64 -> float32, resize 4x2 -> 3x2"
+    assert (items["a@adam"].offer, items["a@adam"].reason) == (None, "its parameter is resized")
 
 
 def test_a_table_whose_embeddings_are_skipped_is_skipped_whole():
