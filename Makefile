@@ -74,6 +74,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/lookup.py
 	$(PY) benchmarks/diff.py
+	$(PY) benchmarks/sql.py
 	$(PY) benchmarks/report.py
 	$(PY) benchmarks/eviction.py
 	$(PY) benchmarks/simulate_ranks.py --ranks 256 --gb 25
@@ -92,6 +93,7 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/growth.py --rows 5000 20000 --over 20000 --changed 500 --rounds 1
 	$(PY) benchmarks/lookup.py --rows 5000 --rounds 2
 	$(PY) benchmarks/diff.py --rows 5000 --rounds 1
+	$(PY) benchmarks/sql.py --rows 5000 --rounds 1
 	$(PY) benchmarks/report.py --rows 5000 --rounds 1
 	$(PY) benchmarks/eviction.py --look-ups 60000 --capacity 3000 --batch 1000 --rows 20000 --rounds 1 --every 20
 	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1

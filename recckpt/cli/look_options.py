@@ -40,6 +40,8 @@ def add_sql(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help=_A_CHECKPOINT)
     parser.add_argument("query", metavar="QUERY", help='such as "select count(*) from item"; quote names: "user/1"')
     parser.add_argument("--csv", action="store_true", help="print CSV, with a header")
+    unchecked_help = "take the values of a full checkpoint as they are; without it, those that are read are checked"
+    parser.add_argument("--unchecked", dest="checked", action="store_false", help=unchecked_help)
 
 
 def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 
 
-def dataset(path: str | os.PathLike[str], table: str) -> Dataset:
+def dataset(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> Dataset:
     """Return the rows of a table as a ``pyarrow.dataset.Dataset``, which pyarrow, polars and duckdb query lazily.
 
     Its columns are ``table``, ``id`` and the slots; its rows are those of this table and no others. Nothing is read
-    but the catalogs and the ends of the files, and values are **not checked** when they are read: ``recckpt verify``
-    does that, and :meth:`CheckpointReader.table` gives out checked rows. Imports no torch.
+    at first but the catalogs and the ends of the files. A query reads the columns that it needs, checks every byte of
+    them, once where files are mapped, and raises CorruptCheckpointError, or an error of the library that asks with the
+    same words, where they are damaged. Imports no torch.
+
+    pyarrow's joins and ``sort_by`` of a dataset, and ``get_fragments``, go past that: they need ``checked=False``, or
+    the rows as a table. Of a delta, whose rows are merged for each query, they are not to be had.
 
     The files are open from now on: on a local file system all rows stay readable though the writer removes the
     checkpoint. On object stores a query then fails. May be queried from several threads.
@@ -48,13 +52,15 @@ def dataset(path: str | os.PathLike[str], table: str) -> Dataset:
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
         table: name of the table.
+        checked: False: Arrow reads the files of a full checkpoint by itself, as they are, and damage goes unseen;
+            ``recckpt verify`` finds it.
 
     Raises:
         KeyError: no such table.
         TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
             :class:`CheckpointReader`.
     """
-    return CheckpointReader(path).dataset(table)
+    return CheckpointReader(path).dataset(table, checked=checked)
 
 
 class CheckpointReader:
@@ -195,7 +201,7 @@ class CheckpointReader:
             raise KeyError(f"table {name!r} has no slot {slot!r}; it has {[*found]}{nearest(slot, found)}")
         return aligned_rows(now.links, name, as_ids(ids), found[slot], default)
 
-    def dataset(self, name: str) -> Dataset:
+    def dataset(self, name: str, *, checked: bool = True) -> Dataset:
         """Return the rows of a table for others to query; see :func:`recckpt.dataset`.
 
         Raises:
@@ -204,7 +210,7 @@ class CheckpointReader:
         """
         from recckpt.sparse.files.dataset import dataset_of  # the import of Arrow's datasets takes its time
 
-        return dataset_of(self._table(name, None))
+        return dataset_of(self._table(name, None), checked=checked)
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -43,7 +44,7 @@ _CHECKPOINTS = pa.schema(
 )
 
 
-def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
+def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.DuckDBPyConnection:
     """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
 
     A view has ``id`` and the slots, float16 and bfloat16 as float32. Beside them are two tables: ``checkpoints``, those
@@ -51,30 +52,49 @@ def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
     too. Where a table has one of these names, or one that differs from another's only in case, which SQL does not tell
     apart, its view ends in ``_2``, and a warning says so; so it is with slots of one table.
 
-    Of a full checkpoint, duckdb gets the columns and rows that a query asks for from Arrow, which reads no other
-    columns; values are not checked, as by :func:`recckpt.dataset`. The rows of a chain are merged, and checked, anew
-    for each query, from the slots that it names; filters are applied as they come. Files stay open as long as the
-    connection is. Imports no torch.
+    A query reads the columns that it names, of a delta with those of the links below it, merged anew for each query.
+    What it reads is checked, and a query that meets damage ends in a ``duckdb.Error`` which says where that is. Files
+    stay open as long as the connection is. Imports no torch.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        checked: False: read the values of full checkpoints as they are, as :func:`recckpt.dataset` does then.
 
     Raises:
         MissingLibraryError: duckdb is not installed.
         TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
             :class:`CheckpointReader`.
     """
+    return open_views(path, checked=checked).connection
+
+
+@dataclass(frozen=True)
+class Views:
+    """A connection with a view of each table, and the rows that these are of."""
+
+    connection: duckdb.DuckDBPyConnection
+    rows: Sequence[Dataset]
+
+    @property
+    def problem(self) -> Exception | None:
+        """What recckpt or the storage raised in a query, of which duckdb makes an error of its own."""
+        return next((error for rows in self.rows if (error := getattr(rows, "problem", None))), None)
+
+
+def open_views(path: str | os.PathLike[str], *, checked: bool) -> Views:
+    """Return what :func:`connect` makes; errors as there."""
     library = needed("duckdb", "sql")
     opened = _opened(path)
     connection: duckdb.DuckDBPyConnection = library.connect()
     connection.register("checkpoints", _checkpoints(opened.storage))
     connection.register("timeline", _timeline(opened.storage))
+    tables: list[Dataset] = []
     views = _free_names((entry.name for entry in opened.manifest.tables), ["checkpoints", "timeline"])
     for entry in opened.manifest.tables:
         view = views[entry.name]
         if view != entry.name:
             log.warning("%s: table %r is the view %r: its name is taken", opened.storage.url, entry.name, view)
-        dataset = _rows(opened, entry.name)
+        dataset = _rows(opened, entry.name, checked=checked)
         rows = connection.from_arrow(dataset)
         renamed = zip(rows.columns, dataset.schema.names, strict=True)  # duckdb has given those that it mistakes others
         columns = {column: name for column, name in renamed if name != TABLE}
@@ -84,10 +104,11 @@ def connect(path: str | os.PathLike[str]) -> duckdb.DuckDBPyConnection:
                 what = f"slot {name!r} of table {entry.name!r} is the column {free!r}"
                 log.warning("%s: %s: SQL takes its name for another's", opened.storage.url, what)
         rows.select(*(library.ColumnExpression(c).alias(shown[name]) for c, name in columns.items())).create_view(view)
-    return connection
+        tables.append(dataset)
+    return Views(connection, tables)
 
 
-def scan(path: str | os.PathLike[str], table: str) -> polars.LazyFrame:
+def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> polars.LazyFrame:
     """Return the rows of a table as a polars LazyFrame, which reads the columns and rows that a query asks for.
 
     Its columns are ``id`` and the slots, float16 and bfloat16 as float32. What is read, and what is checked, is as of
@@ -96,6 +117,7 @@ def scan(path: str | os.PathLike[str], table: str) -> polars.LazyFrame:
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
         table: name of the table.
+        checked: as of :func:`connect`; a query that meets damage raises CorruptCheckpointError.
 
     Raises:
         MissingLibraryError: polars is not installed.
@@ -104,7 +126,7 @@ def scan(path: str | os.PathLike[str], table: str) -> polars.LazyFrame:
             :class:`CheckpointReader`.
     """
     library = needed("polars", "sql")
-    rows = _rows(_opened(path), table)
+    rows = _rows(_opened(path), table, checked=checked)
     frame: polars.LazyFrame = library.scan_pyarrow_dataset(rows)
     return frame.drop(TABLE) if TABLE in rows.schema.names else frame
 
@@ -115,12 +137,12 @@ def _opened(path: str | os.PathLike[str]) -> OpenCheckpoint:
     return until_whole(lambda: OpenCheckpoint(*locate_path(os.fspath(path))), OpenCheckpoint.opened)
 
 
-def _rows(opened: OpenCheckpoint, name: str) -> Dataset:
+def _rows(opened: OpenCheckpoint, name: str, *, checked: bool) -> Dataset:
     from recckpt.sparse.files.dataset import NumbersDataset, dataset_of, has_halves  # which takes its time
 
     slots = opened.manifest.named_table(name).slots
     table = open_table(opened.links, name, [slot.name for slot in slots])
-    return NumbersDataset(table) if has_halves(slots) else dataset_of(table)
+    return NumbersDataset(table) if has_halves(slots) else dataset_of(table, checked=checked)
 
 
 def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:

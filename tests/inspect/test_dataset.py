@@ -16,6 +16,7 @@ from paths import ROOT
 import recckpt
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import gen_slice
+from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
 
 
@@ -115,9 +116,9 @@ def test_bfloat16_comes_as_bit_patterns_that_are_marked(tmp_path):
 
 def test_a_table_that_shares_its_files_with_no_other_is_read_without_a_filter(tmp_path):
     saved(tmp_path, different_tables())
-    assert len(list(recckpt.dataset(tmp_path, "user").get_fragments())) >= 1
+    assert len(list(recckpt.dataset(tmp_path, "user", checked=False).get_fragments())) >= 1
     with pytest.raises(ValueError, match="filtered"):
-        list(recckpt.dataset(tmp_path, "item").get_fragments())
+        list(recckpt.dataset(tmp_path, "item", checked=False).get_fragments())
 
 
 def test_what_is_not_there_is_named(tmp_path):
@@ -137,6 +138,73 @@ def test_a_part_of_another_schema_and_one_that_is_cut_are_refused_at_once(tmp_pa
     forge.path(forge.parts[0]).write_bytes(b"ARROW1")
     with pytest.raises(CorruptCheckpointError, match="6 bytes"):
         recckpt.dataset(tmp_path, "item")
+
+
+def damaged(path, **options):
+    """Save 300 rows whose values are their ids in several parts, and make 8 of the first 7."""
+    saved(path, [filled("item", range(300), slots={"sparse_s": ()})], batch_bytes=500, **options)
+    forge = Forge(path / "ckpt_1")
+    seven, eight = (np.array([first, 7], np.float32).tobytes() for first in (7, 8))
+    [part] = [part for part in forge.parts if seven in forge.path(part).read_bytes()]
+    forge.path(part).write_bytes(forge.path(part).read_bytes().replace(seven, eight, 1))
+    return recckpt.dataset(path, "item")
+
+
+def test_every_value_that_a_query_reads_is_checked_and_no_other(tmp_path):
+    rows = damaged(tmp_path)
+    for query in (
+        rows.to_table,
+        lambda: rows.to_table(columns=["embedding"]),
+        lambda: rows.to_table(columns=["id"], filter=pc.list_element(pc.field("embedding"), 0) > 3),
+        lambda: rows.to_table(columns={"first": pc.list_element(pc.field("embedding"), 0)}),
+        lambda: rows.filter(pc.is_valid(pc.field("embedding"))).count_rows(),
+        lambda: list(rows.to_batches(columns=["embedding"])),
+    ):
+        with pytest.raises(CorruptCheckpointError, match=r"column 'embedding': found checksum"):
+            query()
+    assert rows.count_rows() == 300
+    assert rows.count_rows(filter=pc.field("sparse_s") < 10) == 10
+    assert rows.to_table(columns=["id", "sparse_s"], filter=pc.field("id") == 7).to_pydict() == {
+        "id": [7],
+        "sparse_s": [7.0],
+    }
+
+
+def test_rows_are_given_out_before_those_behind_them_are_read(tmp_path, monkeypatch):
+    saved(tmp_path, [filled("item", range(3000))], batch_bytes=100, concurrency=1)
+    rows, checked = recckpt.dataset(tmp_path, "item"), []
+    real = PartReader.column_problem
+    monkeypatch.setattr(
+        PartReader, "column_problem", lambda self, number, *rest: checked.append(number) or real(self, number, *rest)
+    )
+    assert rows.head(3, batch_readahead=0).num_rows == 3
+    assert 0 < len(checked) < 200  # of 500 batches and more
+
+
+def test_columns_of_a_map_are_checked_once(tmp_path, monkeypatch):
+    saved(tmp_path, [filled("item", range(300), slots={"sparse_s": ()})], batch_bytes=500)
+    rows, checked = recckpt.dataset(tmp_path, "item"), []
+    real = PartReader.column_problem
+    monkeypatch.setattr(
+        PartReader, "column_problem", lambda self, number, *rest: checked.append(rest[-1]) or real(self, number, *rest)
+    )
+    for _ in range(2):
+        assert rows.to_table(columns=["sparse_s"]).num_rows == 300
+    assert {*checked} == {"sparse_s"}
+    n_batches = len(checked)
+    rows.to_table(columns=["id", "sparse_s"])
+    assert sorted(checked) == ["id"] * n_batches + ["sparse_s"] * n_batches
+
+
+def test_arrow_reads_the_files_by_itself_only_where_that_is_asked_for(tmp_path):
+    rows = damaged(tmp_path)
+    with pytest.raises(NotImplementedError, match="checked=False"):
+        rows.sort_by("id").to_table()
+    alone = recckpt.dataset(tmp_path, "item", checked=False)
+    first = pc.list_element(pc.field("embedding"), 0)
+    assert alone.to_table(columns={"first": first})["first"].to_pylist().count(8) == 2
+    assert alone.schema == rows.schema
+    assert alone.sort_by("id").to_table()["id"].to_pylist() == list(range(300))
 
 
 def test_a_dataset_needs_no_torch(tmp_path):

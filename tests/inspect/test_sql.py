@@ -6,7 +6,6 @@ import subprocess
 import sys
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from builders import Run
@@ -15,8 +14,8 @@ from forge import Forge, filled, save_tables
 from paths import ROOT
 
 import recckpt
-from recckpt.errors import CheckpointNotFoundError, RecckptError
-from recckpt.sparse.files import dataset
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
+from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.storage import open_storage
 
 duckdb = pytest.importorskip("duckdb", reason="DUCKDB IS NOT INSTALLED: pip install '.[sql]'")
@@ -84,10 +83,8 @@ def test_columns_and_filters_reach_arrow(tmp_path, monkeypatch):
     assert "Filters" in plan
     assert "sparse_m" not in plan
     read = []
-    real = dataset.ChainDataset._scan
-    monkeypatch.setattr(
-        dataset.ChainDataset, "_scan", lambda self, slots, *rest: read.append(list(slots)) or real(self, slots, *rest)
-    )
+    real = ChainTable.with_slots
+    monkeypatch.setattr(ChainTable, "with_slots", lambda self, slots: read.append(list(slots)) or real(self, slots))
     run_with_chain(tmp_path / "chain")
     with recckpt.connect(tmp_path / "chain") as connection:
         assert connection.sql("select count(id) from item where id < 5").fetchall() == [(5,)]
@@ -157,14 +154,40 @@ def test_a_library_that_is_missing_is_named_with_what_to_install(tmp_path, monke
         getattr(recckpt, call)(tmp_path, *(["item"] if call == "scan" else []))
 
 
-def test_damage_that_a_query_meets_is_an_error_with_its_place(tmp_path):
-    saved(tmp_path, filled("item", range(20), dtype=torch.float16), concurrency=1)
-    forge = Forge(tmp_path / "ckpt_1")
+def with_damage(path, dtype=torch.float32):
+    """Save rows whose embeddings are their ids, and make 8 of a 7."""
+    saved(path, filled("item", range(20), dtype=dtype, slots={"sparse_s": ()}), concurrency=1)
+    flip_value(Forge(path / "ckpt_1"), torch.tensor([7, 7], dtype=dtype), torch.tensor([8, 7], dtype=dtype))
+    return path
+
+
+def flip_value(forge, before, after):
+    before, after = (value.view(torch.uint8).numpy().tobytes() for value in (before, after))
     data = forge.path(forge.parts[0]).read_bytes()
-    seven = np.array([7, 7], np.float16).tobytes()
-    forge.path(forge.parts[0]).write_bytes(data.replace(seven, np.array([8, 7], np.float16).tobytes(), 1))
-    with recckpt.connect(tmp_path) as connection, pytest.raises(duckdb.Error, match="checksum"):
-        connection.sql("select sum(embedding[1]) from item").fetchall()
+    assert data.count(before) >= 1
+    forge.path(forge.parts[0]).write_bytes(data.replace(before, after, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_damage_that_a_query_meets_is_an_error_with_its_place(tmp_path, dtype):
+    with_damage(tmp_path, dtype)
+    with recckpt.connect(tmp_path) as connection:
+        with pytest.raises(duckdb.Error, match="column 'embedding': found checksum"):
+            connection.sql("select sum(embedding[1]) from item").fetchall()
+        assert connection.sql("select count(*), sum(id), max(sparse_s) from item").fetchall() == [(20, 190, 19.0)]
+    frame = recckpt.scan(tmp_path, "item")
+    with pytest.raises(CorruptCheckpointError, match="column 'embedding'"):
+        frame.select(pl.col("embedding")).collect()
+    assert frame.filter(pl.col("id") < 3).select("sparse_s").collect().height == 3
+
+
+def test_values_come_as_they_are_where_that_is_asked_for(tmp_path):
+    with_damage(tmp_path)
+    with recckpt.connect(tmp_path, checked=False) as connection:
+        assert connection.sql("select sum(embedding[1]) from item").fetchall() == [(191.0,)]
+    assert recckpt.scan(tmp_path, "item", checked=False).select(pl.col("embedding").arr.first().sum()).collect()[
+        "embedding"
+    ].to_list() == [191.0]
 
 
 def test_it_needs_no_torch(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -11,21 +11,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from recckpt.sparse.files.arrow_format import ID, TABLE, column_array, column_values, part_schema
+from recckpt.sparse.files.arrow_format import TABLE, column_array, column_values, part_schema
 from recckpt.sparse.files.chain_table import ChainTable
+from recckpt.sparse.files.checked_columns import CheckedColumns, columns_schema, table_column
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_schema
 from recckpt.types import SlotSpec
 
 
-def dataset_of(table: ChainTable) -> ds.Dataset:
+def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
     """Return the rows of a table as a dataset that Arrow, polars and duckdb query by themselves.
+
+    What a query reads is checked. With ``checked=False`` Arrow reads the parts of a single link by itself, as they are.
 
     Raises:
         CorruptCheckpointError: where one link holds all rows: a part is missing, cut, of another schema or compressed,
             or an id is in two shards.
     """
-    return _of_parts(table.links[0]) if len(table.links) == 1 else ChainDataset(table)
+    return CheckedDataset(table) if checked or len(table.links) > 1 else _of_parts(table.links[0])
 
 
 def _of_parts(table: TableReader) -> ds.Dataset:
@@ -41,53 +44,74 @@ def _of_parts(table: TableReader) -> ds.Dataset:
     return found.filter(ds.field(TABLE) == name) if is_shared else found  # a filter copies what it lets through
 
 
-class ChainDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
-    """Rows that are merged, and checked, anew for each query; polars, duckdb and pandas query it by its ``scanner``.
+class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
+    """Rows that are checked for each query, those of a chain merged; polars, duckdb and pandas use its ``scanner``.
 
     What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead.
+
+    Attributes:
+        problem: the error that a query has met last, of which others may make one of their own.
     """
+
+    problem: Exception | None = None
 
     def __init__(self, table: ChainTable, condition: ds.Expression | None = None) -> None:
         file_format = ds.IpcFileFormat()
         fragment = file_format.make_fragment(pa.PythonFile(_NoFile(), "r"))
         super().__init__([fragment], self._schema_of(table.links[0].specs), file_format)
         self._table, self._condition = table, condition
+        self._columns = CheckedColumns(table.links[0]) if len(table.links) == 1 else None
 
     def scanner(
         self, columns: Any = None, filter: ds.Expression | None = None, *, cache_metadata: bool = True, **options: Any
     ) -> ds.Scanner:
-        """Return a scan of the rows, as that of any dataset; slots that it does not name are not read."""
-        every = self._table.links[0].slots
-        named: Collection[str] = every if columns is None else [slot for slot in every if slot in columns]
+        """Return a scan of the rows, as that of any dataset; columns that it does not need are not read."""
         condition = _both(self._condition, filter)
-        try:
-            return self._scan([slot for slot in every if slot in named], columns, condition, options)
-        except pa.ArrowInvalid:  # filters and expressions may name others
-            return self._scan(every, columns, condition, options)
+        needed = _needed(self.schema, columns, condition)
+        schema = pa.schema([self.schema.field(name) for name in needed])
+        batches = self._noting_problems(self._batches_of(schema))
+        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=condition, **options)
 
-    def filter(self, expression: ds.Expression) -> ChainDataset:
+    def count_rows(self, filter: ds.Expression | None = None, **options: Any) -> int:
+        """Return the number of rows; reads what the filter needs."""
+        return int(self.scanner(columns=[], filter=filter, **options).count_rows())
+
+    def filter(self, expression: ds.Expression) -> CheckedDataset:
         """Return the dataset of those rows for which this holds."""
         return type(self)(self._table, _both(self._condition, expression))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a dataset of open files cannot be pickled; open one in each process")
 
-    def _scan(
-        self, slots: Collection[str], columns: Any, condition: ds.Expression | None, options: dict[str, Any]
-    ) -> ds.Scanner:
-        table = self._table.with_slots(list(slots))
-        schema, batches = self._schema_of(table.links[0].specs), self._batches_of(table)
-        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=condition, **options)
-
     def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
         return part_schema(slots)
 
-    def _batches_of(self, table: ChainTable) -> Iterator[pa.RecordBatch]:
-        return _with_name(table, part_schema(table.links[0].specs))
+    def _batches_of(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        return self._read(schema.names)
+
+    def _noting_problems(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from batches
+        except Exception as error:
+            self.problem = error.with_traceback(None)
+            raise
+
+    def _read(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield columns as the files have them."""
+        if self._columns is not None:
+            yield from self._columns.batches(names)
+            return
+        table = self._table.with_slots([slot for slot in self._table.links[0].slots if slot in names])
+        for batch in table.all_rows():
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            columns[TABLE] = table_column(table.links[0].entry.name, len(batch))
+            yield pa.RecordBatch.from_arrays(
+                [columns[name] for name in names], schema=columns_schema(table.links[0].specs, names)
+            )
 
 
-class NumbersDataset(ChainDataset):
-    """Rows of any table, checked for each query, with float16 and bfloat16 as float32, and no column of its name.
+class NumbersDataset(CheckedDataset):
+    """Rows of any table with float16 and bfloat16 as float32, and no column of its name.
 
     For those that know neither dtype, and would take one for an error and the other for whole numbers.
     """
@@ -95,18 +119,39 @@ class NumbersDataset(ChainDataset):
     def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
         return table_schema(map(_as_number, slots))
 
-    def _batches_of(self, table: ChainTable) -> Iterator[pa.RecordBatch]:
-        specs = table.links[0].specs
-        schema = self._schema_of(specs)
-        for batch in table.all_rows():
-            columns = [batch.column(ID)]
-            for spec in specs:
-                column = batch.column(spec.name)
-                if _as_number(spec) != spec:
-                    values = np.ascontiguousarray(column_values(column, spec), np.float32)
-                    column = column_array(_as_number(spec), pa.py_buffer(values), len(column))
-                columns.append(column)
+    def _batches_of(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        specs = {spec.name: spec for spec in self._table.links[0].specs}
+        for batch in self._read(schema.names):
+            columns = [
+                _numbers(array, specs.get(name)) for name, array in zip(schema.names, batch.columns, strict=True)
+            ]
             yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _numbers(array: pa.Array, spec: SlotSpec | None) -> pa.Array:
+    """Return a column with float32 in the place of 16 bits."""
+    if spec is None or _as_number(spec) == spec:
+        return array
+    values = np.ascontiguousarray(column_values(array, spec), np.float32)
+    return column_array(_as_number(spec), pa.py_buffer(values), len(array))
+
+
+def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) -> list[str]:
+    """Return the columns without which a scan cannot be made; one where it needs none, for the number of rows."""
+    if columns is None:
+        return list(schema.names)
+    names = [name for name in schema.names if not _scans(schema, name, columns, condition)]
+    return names or schema.names[:1]
+
+
+def _scans(schema: pa.Schema, without: str, columns: Any, condition: ds.Expression | None) -> bool:
+    """Say whether a scan can be made without a column."""
+    rest = pa.schema([field for field in schema if field.name != without])
+    try:
+        ds.Scanner.from_batches([], schema=rest, columns=columns, filter=condition)
+    except (pa.ArrowInvalid, KeyError):
+        return False
+    return True
 
 
 def has_halves(slots: Iterable[SlotSpec]) -> bool:
@@ -122,16 +167,6 @@ def _both(one: ds.Expression | None, other: ds.Expression | None) -> ds.Expressi
     if one is None or other is None:
         return other if one is None else one
     return one & other
-
-
-def _with_name(table: ChainTable, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield the merged rows as parts have them: with a column that names their table."""
-    names = pa.array([table.links[0].entry.name])
-    for batch in table.all_rows():
-        numbers = pa.array(np.zeros(batch.num_rows, np.int16))
-        columns = {TABLE: pa.DictionaryArray.from_arrays(numbers, names)}
-        columns |= {name: batch.column(name) for name in batch.schema.names}
-        yield pa.RecordBatch.from_arrays([columns[field.name] for field in schema], schema=schema)
 
 
 class _NoFile(io.RawIOBase):
@@ -157,6 +192,7 @@ class _NoFile(io.RawIOBase):
 
     def read(self, _: int = -1) -> NoReturn:
         raise NotImplementedError(
-            "the rows of a delta lie in several checkpoints: query to_table(), to_batches(), or "
-            "scanner() of the dataset, or write it with write_dataset() and query that"
+            "these rows are checked, and those of a delta merged, as they are read, which Arrow does not do by itself: "
+            "query to_table(), to_batches() or scanner() of the dataset, write it with write_dataset() and query that, "
+            "or open a full checkpoint with checked=False"
         )

@@ -99,13 +99,16 @@ class PartReader:
 
     def source(self) -> pa.Buffer | pa.NativeFile:
         """Return what Arrow reads the part from by itself, without checks, but for batches that are compressed."""
-        if self._messages is None:
-            return self._file  # which looks at messages as they are read
+        self.check_messages()
+        return pa.py_buffer(self.mapped) if self._file is None else self._file
+
+    def check_messages(self) -> None:
+        """Refuse a part with batches that are compressed; of one that is not mapped, each when it is read."""
         try:
-            self._messages.check_all()
+            if self._messages is not None:
+                self._messages.check_all()
         except ValueError as error:
             raise self._corrupt("", f"invalid Arrow ({error})", "record batches") from error
-        return pa.py_buffer(self.mapped)
 
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
@@ -185,7 +188,7 @@ class PartReader:
                 count, expected = reader.num_record_batches, len(self.part.batches)
                 raise self._corrupt("", f"{count} batches", f"{expected} batches")
             names = [TABLE, ID, *self._specs]
-            if len(names) < len(reader.schema):
+            if self.mapped is None and len(names) < len(reader.schema):  # of a map Arrow would copy what it includes
                 included = [reader.schema.get_field_index(name) for name in names]
                 options = pa.ipc.IpcReadOptions(included_fields=included)
                 source.seek(0)
