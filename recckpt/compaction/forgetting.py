@@ -132,7 +132,7 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     ]
     names, n_rows = {of.directory: c.directory for c, of in made}, {c.ckpt_id: of.rows for c, of in made}
     removed = list(dict.fromkeys([*names, *removed]))
-    _check_gone(storage, list(dict.fromkeys([*removed, *(c.directory for c in touched)])))
+    _check_gone(storage, fence, list(dict.fromkeys([*removed, *(c.directory for c in touched)])), request)
     finished = {"finished": time_now(), "revised": names, "removed": removed, "rows": n_rows}
     fence.check()
     close_request(storage, request, finished)
@@ -188,10 +188,14 @@ def _is_of_attempt(name: str) -> bool:
     return name in (layout.INTENT, layout.OFFER) or (layout.is_ours(name) and layout.has_rows(name))
 
 
-def _check_gone(storage: Storage, directories: Sequence[str]) -> None:
-    """Raise where a file with rows is left in a directory that was removed; make the removals durable."""
+def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], request: Request) -> None:
+    """Raise where rows of the ids may be left in a directory that was removed; make the removals durable."""
     storage.sync_dir("")
+    fence.look_again()
+    there = {c.directory: c for c in fence.listing.committed}  # such as one that somebody has copied in since
     for directory in directories:
+        if directory in there and not held_in(storage, there[directory], request.table, request.ids).is_any:
+            continue
         left = [name for name in storage.list_files(directory) if layout.is_part(name)]
         if left:
             raise RecckptError(

@@ -50,16 +50,15 @@ def begin(
             f"{storage.url}: checkpoint {ckpt_id!r} is committed already, in {present.directory}/; save under another "
             "id, or pass overwrite=True to supersede it"
         )
-    for directory in layout.attempt_dirs(ckpt_id, fence.epoch):
-        if directory not in listing.directories and not fence.is_spent(directory):
-            intent = Intent(directory, fence.epoch, secrets.token_hex(16), step)
-            try:
-                storage.make_dir(directory)
-                write_intent(storage, intent)
-            except FileExistsError:
-                continue  # another attempt was faster
-            fence.check()  # a later owner has seen this directory, or this writer goes no further
-            return intent, listing.next_seq
+    for directory in fence.free_dirs(ckpt_id):
+        intent = Intent(directory, fence.epoch, secrets.token_hex(16), step)
+        try:
+            storage.make_dir(directory)
+            write_intent(storage, intent)
+        except FileExistsError:
+            continue  # another attempt was faster
+        fence.check()  # a later owner has seen this directory, or this writer goes no further
+        return intent, listing.next_seq
     raise AssertionError("the names of attempts have no end")
 
 

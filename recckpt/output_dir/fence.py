@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime, timezone
 
@@ -75,6 +75,7 @@ class Fence:
         self._takeover = NO_TAKEOVER
         self._lost: WriterFencedError | None = None
         self._is_of_recis = False
+        self._used = set[str]()  # names of directories that this writer has seen or made, those that are gone included
 
     @property
     def epoch(self) -> int:
@@ -96,15 +97,17 @@ class Fence:
         except _UnclaimedError:
             log.warning("%s was emptied or made anew since the last save; it is taken over again", self._storage.url)
             self._known = Manifests()
+            self._used.clear()
             self._take_over()
             return
-        self.listing = list_checkpoints(self._storage, self._known)
+        self.look_again()
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
             self._take_over()
 
     def look_again(self) -> None:
         """List what is committed once more."""
         self.listing = list_checkpoints(self._storage, self._known)
+        self._used.update(self.listing.directories)
 
     def _take_over(self) -> None:
         is_first = self._claim is None
@@ -132,6 +135,7 @@ class Fence:
         self._is_of_recis = is_of_recis(self._storage)
         warn_of_index(self._storage, listing.ckpt_ids)
         self.listing = listing
+        self._used.update(listing.directories)
 
     def _check_forgotten(self) -> None:
         """Raise WriterFencedError where ids were forgotten since this process has read them from here."""
@@ -140,6 +144,13 @@ class Fence:
                 f"{self._storage.url}: `recckpt forget` was called since this process restored from here, so its "
                 "tables may hold the ids: nothing is saved; restart it from the newest checkpoint, which lacks them"
             )
+
+    def free_dirs(self, ckpt_id: str) -> Iterator[str]:
+        """Yield names for the directory of an attempt, best first: no attempt has had, or will have, one of them."""
+        for directory in layout.attempt_dirs(ckpt_id, self.epoch):
+            if directory not in self._used and not self.is_spent(directory):
+                self._used.add(directory)
+                yield directory
 
     def is_spent(self, directory: str) -> bool:
         """Say whether an earlier writer may still write to a directory of this name, though it is gone."""
@@ -226,7 +237,9 @@ def _claim_next(storage: Storage, known: Manifests, above: int, purpose: str) ->
 
 def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
     """Publish what is committed: from now on late commits of older writers are ignored."""
-    names = [directory for directory in listing.directories if not layout.is_offer_dir(directory)]
+    names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
+    forms = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
+    names |= {layout.encode_id(form.ckpt_id) for form in forms}  # the name that its delta may have had
     steps = {directory: layout.parse_step(directory) for directory in names}
     before = NO_TAKEOVER
     with suppress(CorruptCheckpointError):  # then the directories that the list before this one named are lost

@@ -11,10 +11,12 @@ from forgetting import LONG, ForgettingRun, files_with, fill, ids_at
 from spec_reader import read
 from thread_ranks import on_ranks
 
+import recckpt
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.forget import forget
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
+from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
@@ -79,6 +81,40 @@ def test_a_manager_forgets_in_its_tables_and_checkpoints_and_trains_on(root):
     run.manager.forget("item", GONE)
     run.manager.forget("user", GONE)
     assert files_with(root, GONE) == {}
+
+
+def run_with_form(root):
+    """Save three checkpoints, and adopt a form of the second one, whose delta is there too."""
+    run = Managed(root)
+    for ids, value in ((ids_at(*range(100)), 1.0), (ids_at(5, 200), 2.0), (ids_at(50), 3.0)):
+        fill(run.user, ids, value)
+        run.manager.step()
+        if value == 2.0:
+            recckpt.compact(str(root))  # what the next save adopts
+    assert len(list(root.glob("ckpt_2*"))) == 2
+    return run
+
+
+def test_a_form_beside_its_delta_is_revised_under_a_name_that_nothing_has_had(tmp_path):
+    run = run_with_form(tmp_path)
+    before = {path.name for path in tmp_path.glob("ckpt_*")}
+    [done] = run.manager.forget("user", GONE)
+    assert not before & set(done.revised.values())
+    assert is_absent(tmp_path)
+    fill(run.user, ids_at(301), 1.0)
+    run.manager.step()
+    assert (Managed(tmp_path).manager.restore(), verify(str(tmp_path))) == (4, [])
+
+
+def test_what_was_removed_is_judged_by_the_rows_that_are_there_and_not_by_the_name(tmp_path, monkeypatch):
+    def reused(fence, ckpt_id):
+        return (name for name in layout.attempt_dirs(ckpt_id, fence.epoch) if name not in fence.listing.directories)
+
+    run = run_with_form(tmp_path)
+    monkeypatch.setattr(Fence, "free_dirs", reused)
+    [done] = run.manager.forget("user", GONE)
+    assert set(done.removed) & set(done.revised.values())
+    assert is_absent(tmp_path)
 
 
 def test_the_next_save_is_full_and_those_after_it_are_deltas(root):

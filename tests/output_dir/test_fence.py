@@ -10,8 +10,10 @@ import pytest
 import torch
 from builders import tree
 from forge import fence_of, filled, save_tables
+from forgetting import ForgettingRun, fill
 from torch import nn
 
+import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFailedError, WriterFencedError
 from recckpt.format import layout
@@ -321,6 +323,31 @@ def test_a_name_that_an_earlier_writer_may_be_at_work_in_is_never_used_again(sto
         assert [fence.is_spent(name) for name in ("best", "last", "ckpt_3", "ckpt_4")] == [True, False, True, False]
         fence = Fence(storage)
         fence.hold()
+
+
+def test_a_name_that_this_writer_has_used_is_never_used_again(storage):
+    fence, names = Fence(storage), []
+    for _ in range(4):
+        intent, _ = begin(storage, fence, "best", step=None, overwrite=False, base=None)
+        names.append(intent.directory)
+        rotation.remove_leftover(storage, intent.directory, 1)
+        assert storage.list_dirs() == [".recckpt"]
+    assert names == ["best", "best.1", "best.1.1", "best.1.2"]
+
+
+def test_the_name_of_a_delta_that_only_a_form_is_left_of_is_not_used_again_by_the_next_writer(tmp_path):
+    run = ForgettingRun(tmp_path)
+    for number, ckpt_id in enumerate(("best", "last", "more", "end")):
+        fill(run.user, range(100 if number == 0 else 2), float(number))
+        run.saver.save(ckpt_id)
+        if ckpt_id == "last":
+            recckpt.compact(str(tmp_path))  # adopted by the next save; the one after it removes the delta
+    assert not (tmp_path / "last").exists()
+    storage = open_storage(str(tmp_path))
+    assert locate(storage, "last").manifest.form_of
+    fence = Fence(storage)
+    intent, _ = begin(storage, fence, "last", step=None, overwrite=True, base=None)
+    assert intent.directory == f"last.{fence.epoch}"
 
 
 def test_a_writer_that_is_overtaken_while_it_makes_its_directory_goes_no_further(storage):
