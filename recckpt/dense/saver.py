@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # part of the format: torch.save refers to them
 
+from recckpt.dense.by_value import ByValue
 from recckpt.dense.sharded import OwnChunk
 from recckpt.dense.torch_archive import Contents, write_archive
 from recckpt.format import layout, tensor_index
@@ -191,7 +192,7 @@ class Placed:
 def pickled(state: Any, placed: Callable[[Any], Placed | None]) -> bytes:
     """Return the pickle of a state; ``placed`` tells where the tensor lies that an object stands for, if it does."""
     file = io.BytesIO()
-    _Pickler(file, placed).dump(state)
+    _Pickler(file, placed).dump(ByValue().of(state))
     return file.getvalue()
 
 

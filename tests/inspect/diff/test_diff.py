@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from forge import Forge, filled, save_tables
 from paths import ROOT
 
 import recckpt
-from recckpt import CheckpointReader
+from recckpt import CheckpointReader, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import gen_slice
 from recckpt.inspect.diff import diff as diff_module
@@ -217,6 +218,37 @@ def test_damage_is_an_error_that_names_it_and_nothing_is_said_of_the_rest(tmp_pa
     forge.path(forge.parts[0]).write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="101 rows"):
         recckpt.diff(tmp_path / "ckpt_1", tmp_path / "ckpt_2")
+
+
+def one_cycle_run(path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    saver = Saver(model, None, str(path), max_keep=None)
+    saver.register_for_checkpointing("optimizer", optimizer)
+    saver.register_for_checkpointing("scheduler", scheduler)
+
+    def step(ckpt_id):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        saver.save(ckpt_id)
+
+    return saver, step
+
+
+def test_a_run_that_went_on_from_a_checkpoint_equals_one_that_never_stopped(tmp_path):
+    _, step = one_cycle_run(tmp_path / "one")
+    step("a")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    resumed, other_step = one_cycle_run(tmp_path / "other")
+    resumed.load()
+    for go_on in (step, other_step):
+        torch.manual_seed(0)
+        go_on("b")
+    found = recckpt.diff(tmp_path / "one/b", tmp_path / "other/b")
+    assert found.differing == {}
 
 
 @pytest.mark.parametrize("name", ["extra.pt", "io_state_0.pt", "rng_0.pt"])
