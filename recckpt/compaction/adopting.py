@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from recckpt.compaction.read_again import remove_checked
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.format import layout
 from recckpt.output_dir import rotation
@@ -45,8 +46,7 @@ def adopt(path: str | os.PathLike[str]) -> Adopted:
     fence.hold()
     forms = adopt_offers(storage, fence, VISIBLE, rotation.THREADS)
     going = _replaced(fence.listing.committed)
-    rotation.sync_forms(storage, fence.listing, going)
-    removed = fence.remove(going, rotation.THREADS)
+    removed = remove_checked(storage, fence, going, rotation.THREADS)
     fence.check()
     fence.write_index()
     return Adopted(tuple(form.directory for form in forms), tuple(removed))

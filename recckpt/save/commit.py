@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from recckpt.compaction.read_again import remove_checked
 from recckpt.errors import CommitNotDurableError, StateMismatchError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.links import Link, Parent
@@ -141,8 +142,7 @@ def rotate(job: Job, to: Destination) -> None:
                 if directory not in going and (directory, str(error)) not in to.told:
                     to.told.add((directory, str(error)))
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
-            rotation.sync_forms(storage, listing, victims)
-            fence.remove(victims, to.concurrency)
+            remove_checked(storage, fence, victims, to.concurrency)
             for left in rotation.leftovers(storage, listing, fence.epoch):
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
                     rotation.remove_leftover(storage, left.directory, to.concurrency)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from builders import flip_bit
 from delta_runs import rows_of, run_with_chain
 
 import recckpt
@@ -263,6 +264,16 @@ def test_a_delta_alone_names_what_it_lacks(run, tmp_path):
     shutil.copytree(f"{run.url}/ckpt_3", tmp_path / "alone" / "ckpt_3")
     with pytest.raises(CorruptCheckpointError, match="ckpt_2"):
         recckpt.compact(tmp_path / "alone", out=tmp_path / "other")
+
+
+def test_a_form_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, caplog):
+    before = rows_of(run, "ckpt_3")
+    offered = recckpt.compact(run.url).directory
+    flip_bit(next(Path(run.url, offered).glob("sparse/*.arrow")))
+    assert adopt(run.url).removed == ()
+    assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+    assert rows_of(run, "ckpt_3") == before
+    assert "is damaged and removed" in caplog.text
 
 
 def test_a_delta_that_adopting_could_not_remove_stands_on_a_form(run, monkeypatch):

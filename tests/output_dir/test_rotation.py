@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders import Run
+from builders import Run, flip_bit
+from delta_runs import rows_of
 from forge import Forge, filled, save_tables
 from spec_reader import counting
 from spec_writer import write_delta, write_form
@@ -178,7 +179,7 @@ def replaced(local):
     """An output dir with a full checkpoint a, a delta b on it, and a form of b."""
     save(local, "a")
     delta = write_delta(counting(Path(local.url))[0], "b", 3, [({1: (1, 1)}, [])])
-    form = write_form(delta, {1: (1, 1)}).directory
+    form = write_form(delta, {id_: (id_, id_) for id_ in range(3)}).directory
     (form / "OFFER").write_bytes(b"{}")
     return form
 
@@ -217,6 +218,19 @@ def test_a_save_drops_what_a_form_replaces_or_the_form_where_that_is_damaged(loc
     Saver(nn.ModuleDict({"item": filled("item", range(3))}), output_dir=local.url, max_keep=2).save("c")
     assert sorted(attempt_dirs(local)) == ([replaced.name, "c"] if is_whole else ["a", "b", "c"])
     assert "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("pattern", ["sparse/*.arrow", "sparse/*.json"])
+def test_a_form_is_read_once_more_before_what_it_replaces_goes(local, replaced, caplog, pattern):
+    expected = rows_of(local, "a"), rows_of(local, "b")
+    flip_bit(next(replaced.glob(pattern)))
+    saver = Saver(nn.ModuleDict({"item": filled("item", range(3))}), output_dir=local.url, max_keep=2)
+    saver.save("c")
+    assert sorted(attempt_dirs(local)) == ["a", "b", "c"]
+    assert (rows_of(local, "a"), rows_of(local, "b")) == expected
+    assert f"{replaced.name} is damaged and removed; what it was to replace stays" in caplog.text
+    saver.save("d")
+    assert sorted(attempt_dirs(local)) == ["c", "d"]
 
 
 def test_a_delta_that_cannot_be_removed_keeps_what_it_stands_on(local, monkeypatch, caplog):

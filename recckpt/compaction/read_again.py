@@ -1,0 +1,82 @@
+"""A form is read once more before what it replaces goes: its compactor read what it wrote from the page cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+
+from recckpt.compaction.held_ids import OpenedLink, open_link
+from recckpt.dense.file_check import check_file
+from recckpt.dense.tensors import read_index
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.output_dir import rotation
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.verifier import check_part
+from recckpt.storage import Storage
+
+log = logging.getLogger("recckpt")
+
+
+def remove_checked(storage: Storage, fence: Fence, going: Sequence[Checkpoint], concurrency: int) -> list[str]:
+    """Remove checkpoints, as :meth:`Fence.remove`, but what a damaged form stands for; that form goes in its place.
+
+    A form is read whole, once: with it goes, or stays, the delta that it is a form of.
+    """
+    for form in _replacing(fence, going):
+        problem = next(_problems(storage, form, concurrency), None)
+        if problem is None:
+            continue
+        log.error(
+            "%s/%s is damaged and removed; what it was to replace stays: %s", storage.url, form.directory, problem
+        )
+        fence.remove([form], concurrency)
+        fence.look_again()  # deltas on it are read through the delta by now
+        kept = {link.directory for c in fence.listing.committed if _is_of(form, c) for link in c.links}
+        going = [victim for victim in going if victim.directory not in kept]
+    rotation.sync_forms(storage, fence.listing, going)
+    return fence.remove(going, concurrency)
+
+
+def _replacing(fence: Fence, going: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the forms that stay while the delta goes that each is a form of."""
+    gone = {victim.directory for victim in going}
+    deltas = [victim for victim in going if victim.manifest.kind == "delta"]
+    forms = (c for c in fence.listing.committed if c.manifest.form_of and c.directory not in gone)
+    return [form for form in forms if any(_is_of(form, delta) for delta in deltas)]
+
+
+def _is_of(form: Checkpoint, delta: Checkpoint) -> bool:
+    return form.manifest.form_of is not None and form.manifest.form_of.save_id == delta.manifest.save_id
+
+
+def _problems(storage: Storage, form: Checkpoint, concurrency: int) -> Iterator[CorruptCheckpointError]:
+    """Yield what is wrong with any byte of a checkpoint; an OSError of the storage passes through."""
+    try:
+        link = open_link(storage, form)
+    except CorruptCheckpointError as error:
+        yield error
+        return
+    threads = storage.threads(concurrency)
+    manifest, directory = form.manifest, form.directory
+    parts = [part for catalog in link.catalogs for part in catalog.parts]
+    checks = run_all(lambda part: check_part(link.files, directory, manifest.tables, part, _unseen), parts, threads)
+    yield from (error for check in checks for error in check.errors)
+    yield from _problems_of_others(link)
+
+
+def _problems_of_others(link: OpenedLink) -> Iterator[CorruptCheckpointError]:
+    manifest, directory = link.checkpoint.manifest, link.checkpoint.directory
+    for file in (file for file in manifest.files if not layout.is_part(file.name)):
+        yield from check_file(link.files, directory, file, index=None, advance=_unseen)
+    for shard in range(len(manifest.shards)):
+        try:
+            read_index(link.files, directory, manifest, shard)
+        except CorruptCheckpointError as error:
+            yield error
+
+
+def _unseen(*_: object) -> None:
+    """Do nothing with what is read: its checksums are all that matters here."""
