@@ -7,7 +7,6 @@ from typing import Any
 
 from recckpt.cli.absent import absent
 from recckpt.cli.result import Outcome, UsageError, usage_checked
-from recckpt.format import layout
 from recckpt.inspect.verify import Report, find_checkpoints, verify_found
 from recckpt.text import Heading, Line, Table, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
@@ -35,9 +34,10 @@ def verify(args: argparse.Namespace) -> Outcome:
     for report in (report for report in reports if _lacks(report)):
         lines += ["", f"{escaped(report.directory)}: lacks {one_line(' and '.join(_lacks(report)))}"]
     n_problems = sum(len(report.problems) for report in reports)
-    places = [report.directory for report in reports if report.directory != layout.OWNER_DIR]
-    where = f"{len([r for r in damaged if r.directory in places])} of {plural(len(places), 'checkpoint')}"
-    where += f" and in {layout.OWNER_DIR}" if len(places) < len(reports) else ""
+    checkpoints = [report for report in reports if report.is_checkpoint]
+    others = [escaped(report.directory) for report in reports if not report.is_checkpoint]
+    where = f"{len([r for r in checkpoints if r.problems])} of {plural(len(checkpoints), 'checkpoint')}"
+    where += f" and in {', '.join(others)}" if others else ""
     problems = [f"{url}: found {plural(n_problems, 'problem')} in {where}"] if n_problems else []
     data = {"url": url, "deep": args.deep, "checkpoints": [_data(report) for report in reports]}
     return Outcome(data, lines, problems)

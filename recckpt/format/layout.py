@@ -36,7 +36,7 @@ _SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}"
 _UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # the last would make a dir a checkpoint
-_STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(\.[1-9]\d*){0,2}", re.ASCII)
+_STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(?:\.([1-9]\d*)(?:\.[1-9]\d*)?)?", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _FORGET_REQUEST = re.compile(r"([0-9a-f]{32})(\.done)?\.json", re.ASCII)
 _OF_ATTEMPT = re.compile(r"(\.[1-9]\d*){0,2}|\.[0-9a-f]{32}", re.ASCII)
@@ -166,6 +166,12 @@ def parse_step(directory: str) -> int | None:
     """Return the step of a directory for an id that :func:`step_id` gave, None for any other name."""
     found = _STEP_DIR.fullmatch(directory)
     return int(found[1]) if found else None
+
+
+def parse_step_epoch(directory: str) -> int | None:
+    """Return the epoch in the name of a directory for such an id, None where its name has none."""
+    found = _STEP_DIR.fullmatch(directory)
+    return int(found[2]) if found and found[2] else None
 
 
 def io_state(shard: int) -> str:

@@ -12,7 +12,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_intent, read_manifest
-from recckpt.output_dir.claims import last_takeover, read_claim
+from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover, read_claim
 from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.index_file import index_problem, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
@@ -94,9 +94,9 @@ _Removal = Callable[[], object]
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _Removal]]:
     """Yield the leftovers, each with the call that removes it."""
     try:
-        alive = last_takeover(storage).epoch
+        last = last_takeover(storage)
     except CorruptCheckpointError:
-        alive = 0  # then no writer is known to be dead
+        last = NO_TAKEOVER  # then no writer is known to be dead
     offers = {found.directory: found for found in _offers(storage, listing)}
     for directory, reason in listing.fenced.items():
         is_dead = directory not in offers or may_go(offers[directory])  # what is left of a form is an offer again
@@ -108,16 +108,16 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         if directory in offers:
             what, is_dead = _offer(offers[directory]), may_go(offers[directory])
         else:
-            what, is_dead = unfinished(storage, directory, alive, names)
+            what, is_dead = unfinished(storage, directory, last, names)
         yield (
             Leftover(directory, what, is_dead),
             partial(rotation.remove_leftover, storage, directory, rotation.THREADS),
         )
     try:
         requests = pending(storage)
-    except CorruptCheckpointError as error:
-        requests = []
-        yield Leftover(error.path, f"a damaged request to forget ids: {error}", False), lambda: None
+    except (CorruptCheckpointError, OSError) as error:
+        requests, path = [], error.path if isinstance(error, CorruptCheckpointError) else layout.FORGET_DIR
+        yield Leftover(path, f"a damaged request to forget ids: {error}", False), lambda: None
     for request in requests:
         what = f"a request to forget {plural(len(request.ids), 'id')}, not ended: `recckpt forget DIR` goes on"
         yield Leftover(layout.forget_request(request.request), what, False), lambda: None
@@ -140,19 +140,22 @@ def _offer(found: Found) -> str:
     return f"an offer that is not adopted, {age}: {found.problem or 'whole, for the next save to look at'}"
 
 
-def unfinished(storage: Storage, directory: str, alive: int, names: Sequence[str]) -> tuple[str, bool]:
+def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence[str]) -> tuple[str, bool]:
     """Say what a directory without a manifest is, and whether its writer is dead: it is once a later one took over."""
     died_at_once = bool(names) and all(name.startswith(f"{layout.INTENT}.") for name in names)  # before the name was it
-    intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
+    try:
+        intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
+    except (OSError, CorruptCheckpointError) as error:
+        return f"an unfinished save, whose {layout.INTENT} cannot be read: {error}", last.has_seen(directory)
     if intent is not None:
-        return f"an unfinished save, {_whose(storage, intent.epoch)}", intent.epoch < alive
+        return f"an unfinished save, {_whose(storage, intent.epoch)}", intent.epoch < last.epoch
     if not names:
         return "an empty directory, perhaps of a save that has just begun", False
     return f"files without {layout.INTENT}: their writer is unknown", False
 
 
 def _whose(storage: Storage, epoch: int) -> str:
-    with suppress(FileNotFoundError, CorruptCheckpointError, FormatVersionError):
+    with suppress(OSError, CorruptCheckpointError, FormatVersionError):
         claim = read_claim(storage, epoch)
         return f"epoch {epoch}: process {claim.pid} on {claim.host} since {claim.time}"
     return f"epoch {epoch}"

@@ -13,7 +13,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify_chains import Standing, check_counts, check_links, standing_of, standing_of_all
 from recckpt.inspect.verify_checkpoint import Checkup, Job, newer, unreadable
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.checkpoint_dir import has_manifest
+from recckpt.output_dir.checkpoint_dir import has_manifest, read_intent
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
 from recckpt.output_dir.forget_requests import audit, pending
 from recckpt.output_dir.listing import attempt_dirs
@@ -43,12 +43,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in one checkpoint, or in the files that say who owns the output dir."""
+    """What was found in one checkpoint, in the files that say who owns the output dir, or in what a dead save left."""
 
-    directory: str  # of the checkpoint, in its output dir; or that of the files that say who owns the output dir
+    directory: str  # in the output dir
     manifest: Manifest | None  # None where it cannot be read
     problems: tuple[Problem, ...]  # all that is wrong, in the order of the files
     absent_deletes: int = 0  # ids that a delta deletes and that are not there: allowed, and known from a deep check
+    is_checkpoint: bool = True  # False for what no checkpoint is read from
 
 
 def verify(
@@ -109,8 +110,9 @@ def verify_found(
 ) -> list[Report]:
     """Look for damage; arguments as of :func:`verify`.
 
-    A checkpoint that is removed meanwhile, as by rotation, has no report; CheckpointNotFoundError if none is left. If a
-    file that says who owns the output dir is damaged, the last report is of those.
+    A checkpoint that is removed meanwhile, as by rotation, has no report; CheckpointNotFoundError if none is left. Of
+    an output dir the last reports are of the files that say who owns it, if one is damaged, and of attempts whose
+    ``INTENT`` cannot be read.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
@@ -124,8 +126,29 @@ def verify_found(
     reports = [_report(look) for look in looks]
     if not reports:
         raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {', '.join(found.directories)}")
-    owner = [_problem(layout.OWNER_DIR, error) for error in _owner_errors(storage)] if found.is_output_dir else []
-    return [*reports, Report(layout.OWNER_DIR, None, tuple(owner))] if owner else reports
+    return [*reports, *_other_reports(storage)] if found.is_output_dir else reports
+
+
+def _other_reports(storage: Storage) -> Iterator[Report]:
+    owner = tuple(_problem(layout.OWNER_DIR, error) for error in _owner_errors(storage))
+    if owner:
+        yield Report(layout.OWNER_DIR, None, owner, is_checkpoint=False)
+    for directory in attempt_dirs(storage):
+        error = None if _may_have_manifest(storage, directory) else _intent_error(storage, directory)
+        if error is not None:
+            yield Report(directory, None, (_problem(directory, error),), is_checkpoint=False)
+
+
+def _intent_error(storage: Storage, directory: str) -> CorruptCheckpointError | None:
+    """Return what is wrong with the file that says whose attempt a directory is, None where it can be read."""
+    try:
+        read_intent(storage, directory)
+    except OSError as error:
+        expected = "the attempt that was never finished; `recckpt repair --clean` removes it once its writer is dead"
+        return unreadable(layout.join(directory, layout.INTENT), error, expected)
+    except CorruptCheckpointError as error:
+        return error
+    return None
 
 
 def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:

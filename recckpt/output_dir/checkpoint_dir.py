@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
@@ -47,12 +46,17 @@ def encode_intent(intent: Intent) -> bytes:
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
-    """Return whose attempt a directory is, by a file in it, None where that cannot be told."""
+    """Return whose attempt a directory is, by a file in it, None where it has no such file.
+
+    Raises OSError where the file cannot be read, CorruptCheckpointError where it is damaged.
+    """
     name = layout.join(directory, file)
-    with suppress(*NOT_READABLE, CorruptCheckpointError):
-        fields = parse(storage.read(name, _INTENT_BYTES), name)
-        return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))
-    return None
+    try:
+        data = storage.read(name, _INTENT_BYTES)
+    except ABSENT:
+        return None
+    fields = parse(data, name)
+    return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:

@@ -51,6 +51,13 @@ class Takeover:
             "it is ignored"
         )
 
+    def has_seen(self, directory: str) -> bool:
+        """Say by its name whether a directory is of an earlier writer: this one and later ones never make it."""
+        step, epoch = layout.parse_step(directory), layout.parse_step_epoch(directory)
+        if step is None:
+            return directory in self.directories
+        return step <= self.highest_step and (epoch is None or epoch < self.epoch)
+
 
 NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset())  # no owners, or a copied checkpoint: all count
 

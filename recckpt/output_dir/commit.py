@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
@@ -166,7 +167,9 @@ class Lookout:
         name = layout.join(intent.directory, layout.INTENT)
 
         def look() -> None:
-            found = read_intent(self._storage, intent.directory)
+            found = None
+            with suppress(CorruptCheckpointError):  # half of it can be seen
+                found = read_intent(self._storage, intent.directory)
             if found is None or found.save_id != intent.save_id:
                 what = "no such file" if found is None else f"that of save {found.save_id}"
                 problem = f"found {what}, rank 0 has written that of save {intent.save_id}"

@@ -18,7 +18,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFen
 from recckpt.format import layout
 from recckpt.format.json_fields import MAX_COUNT
 from recckpt.output_dir import rotation
-from recckpt.output_dir.checkpoint_dir import Manifests
+from recckpt.output_dir.checkpoint_dir import Intent, Manifests
 from recckpt.output_dir.claims import (
     NO_TAKEOVER,
     Claim,
@@ -76,6 +76,7 @@ class Fence:
         self._lost: WriterFencedError | None = None
         self._is_of_recis = False
         self._used = set[str]()  # names of directories that this writer has seen or made, those that are gone included
+        self._passed_over: set[str] = set()  # directories whose INTENT cannot be read
 
     @property
     def epoch(self) -> int:
@@ -114,7 +115,7 @@ class Fence:
         self._check_forgotten()
         claim = _claim_next(self._storage, self._known, self.epoch, self._purpose)
         listing = list_checkpoints(self._storage, self._known)
-        left = rotation.leftovers(self._storage, listing, claim.epoch - 1)
+        left = self.leftovers(listing, claim.epoch - 1)
         self._takeover = _publish(self._storage, claim, listing)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
@@ -154,10 +155,14 @@ class Fence:
 
     def is_spent(self, directory: str) -> bool:
         """Say whether an earlier writer may still write to a directory of this name, though it is gone."""
-        step = layout.parse_step(directory)
-        if step is None:
-            return directory in self._takeover.directories
-        return directory == layout.step_id(step) and step <= self._takeover.highest_step
+        return self._takeover.has_seen(directory)
+
+    def leftovers(self, listing: Listing, epoch: int) -> list[Intent]:
+        """Return the attempts of writers up to an epoch that never committed or are half removed.
+
+        What cannot be told from its ``INTENT`` is logged once, and stays.
+        """
+        return rotation.leftovers(self._storage, listing, epoch, self._passed_over)
 
     def remove(self, victims: Iterable[Checkpoint], concurrency: int) -> list[str]:
         """Remove checkpoints, in this order, as long as nobody has taken over; return the directories that went.
@@ -260,7 +265,7 @@ def _fenced(storage: Storage, own: Claim, epoch: int) -> WriterFencedError:
     """Return the error that names the writer of ``epoch``, as far as its claim can be read."""
     by, since, writes = f"the writer of epoch {epoch}", None, "process"
     remedy = "stop one of the two, or give each an output dir of its own"
-    with suppress(FileNotFoundError, CorruptCheckpointError, FormatVersionError):
+    with suppress(OSError, CorruptCheckpointError, FormatVersionError):  # it only says who
         claim = read_claim(storage, epoch)
         by, since = f"process {claim.pid} on {claim.host}", claim.time
         if claim.purpose:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from recckpt.format import layout
 from recckpt.storage import NotPlainError, Storage
@@ -30,6 +31,8 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
         return _MISSING if expected else ""
     except NotPlainError as error:
         return error.found.removeprefix("unsafe path: ")
+    except OSError as error:
+        return f"not readable ({error})"
     if found == expected:
         return ""
     if not found.endswith(b"\n"):
@@ -46,12 +49,10 @@ def warn_of_index(
 
     ``look_again`` lists the ids anew, where another process may be saving: what comes of its saves is no problem.
     """
-    try:
-        problem = index_problem(storage, ckpt_ids)
-        if problem not in ("", _MISSING, _STALE) and look_again:
+    problem = index_problem(storage, ckpt_ids)
+    if problem not in ("", _MISSING, _STALE) and look_again:
+        with suppress(OSError):
             problem = index_problem(storage, look_again())
-    except OSError as error:
-        problem = f"not readable ({error})"
     if problem.startswith("naming") and is_of_recis(storage):
         warn_of_recis(storage)
     elif problem and problem != _MISSING and not (look_again and problem == _STALE):

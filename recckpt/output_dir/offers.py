@@ -70,16 +70,18 @@ def find_offers(storage: Storage, listing: Listing) -> list[Found]:
 def look_at(storage: Storage, directory: str, now: float | None) -> Found:
     """Return what is known of an offer; ``now`` is when a file was written that the caller has just written."""
     first = layout.join(directory, layout.OFFER)
+    age_sec = None
     try:
-        named = offer.decode_first(storage.read(first, offer.FIRST_BYTES), first)
         written = storage.modified(first)
+        age_sec = None if now is None or written is None else now - written
+        named = offer.decode_first(storage.read(first, offer.FIRST_BYTES), first)
     except NOT_READABLE:
         return Found(directory, None, False, None, f"it has no file {layout.OFFER}")
-    except RecckptError as error:
-        return Found(directory, None, True, None, str(error))
-    age_sec = None if now is None or written is None else now - written
+    except (RecckptError, OSError) as error:
+        return Found(directory, age_sec, True, None, str(error))
     try:
         said = _read(storage, directory)
+        problem = next(file_problems(storage, directory, said), None)
     except ABSENT:
         return Found(
             directory, age_sec, True, None, f"it has no {layout.OFFER_JSON}: its compactor is at work, or died"
@@ -88,7 +90,6 @@ def look_at(storage: Storage, directory: str, now: float | None) -> Found:
         return Found(directory, age_sec, True, None, str(error))
     if named != (said.of.ckpt_id, said.save_id) or said.directory != directory:
         return Found(directory, age_sec, True, None, f"its files are those of {said.directory}")
-    problem = next(file_problems(storage, directory, said), None)
     return Found(directory, age_sec, True, said, "" if problem is None else str(problem))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.output_dir.checkpoint_dir import Intent, has_manifest, read_intent
 from recckpt.output_dir.listing import Checkpoint, Listing, locate
@@ -123,14 +124,32 @@ def pinned_ids(storage: Storage) -> set[str]:
     return {ckpt_id for ckpt_id in names if ckpt_id is not None}
 
 
-def leftovers(storage: Storage, listing: Listing, epoch: int) -> list[Intent]:
+def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[str] | None = None) -> list[Intent]:
     """Return the attempts that never committed or are half removed, by writers up to ``epoch``.
 
-    Those writers must be dead, or be the caller between two saves.
+    Those writers must be dead, or be the caller between two saves. A directory whose ``INTENT`` cannot be read holds
+    nothing that counts: it is logged, passed over, and not looked at again where it is among ``passed_over``.
     """
-    intents = (read_intent(storage, directory) for directory in listing.uncommitted)
-    found = [intent for intent in intents if intent is not None and intent.epoch <= epoch]
-    return [intent for intent in found if not has_manifest(storage, intent.directory)]
+    passed_over = set() if passed_over is None else passed_over
+    found = []
+    for directory in listing.uncommitted:
+        if directory in passed_over:
+            continue
+        try:
+            intent = read_intent(storage, directory)
+            if intent is not None and intent.epoch <= epoch and not has_manifest(storage, directory):
+                found.append(intent)
+        except (OSError, CorruptCheckpointError) as error:
+            passed_over.add(directory)
+            log.warning(
+                "%s/%s was never finished, and is passed over, since its %s cannot be read (%s); "
+                "`recckpt repair --clean` removes it once its writer is dead",
+                storage.url,
+                directory,
+                layout.INTENT,
+                error,
+            )
+    return found
 
 
 def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:

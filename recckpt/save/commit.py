@@ -143,7 +143,7 @@ def rotate(job: Job, to: Destination) -> None:
                     to.told.add((directory, str(error)))
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             remove_checked(storage, fence, victims, to.concurrency)
-            for left in rotation.leftovers(storage, listing, fence.epoch):
+            for left in fence.leftovers(listing, fence.epoch):
                 if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
             adopt_offers(storage, fence, to.transfers.visible, to.concurrency)

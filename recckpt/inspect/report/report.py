@@ -16,7 +16,7 @@ from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import CheckpointSize, Leftover, RunReport, TableHealth
 from recckpt.inspect.save_times import saves_of
-from recckpt.output_dir.claims import last_takeover
+from recckpt.output_dir.claims import NO_TAKEOVER, last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.open_files import until_whole
 from recckpt.output_dir.rotation import pinned_ids
@@ -109,9 +109,9 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
     for directory, reason in listing.fenced.items():
         yield Leftover(directory, "fenced", reason, True)
     try:
-        alive = last_takeover(storage).epoch
+        last = last_takeover(storage)
     except CorruptCheckpointError:  # which the listing has among the damaged
-        alive = 0
+        last = NO_TAKEOVER
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
         if not any(map(layout.is_ours, names)):
@@ -119,7 +119,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
         if layout.is_offer_dir(directory):
             yield Leftover(directory, "unfinished", "an offer that is not adopted", False)
         else:
-            yield Leftover(directory, "unfinished", *unfinished(storage, directory, alive, names))
+            yield Leftover(directory, "unfinished", *unfinished(storage, directory, last, names))
 
 
 def _size(checkpoint: Checkpoint, is_pinned: bool) -> CheckpointSize:

@@ -94,12 +94,17 @@ class Watcher:
         epoch = max(claimed_epochs(self._storage), default=0)
         if self._writer is None or self._writer.epoch != epoch:
             self._writer = None
-            with suppress(*NOT_READABLE, CorruptCheckpointError, FormatVersionError):
+            with suppress(OSError, CorruptCheckpointError, FormatVersionError):
                 self._writer = read_claim(self._storage, epoch) if epoch else None
         return self._writer
 
     def _attempts(self, listing: Listing) -> list[Intent]:
         names = [name for name in listing.uncommitted if not layout.is_offer_dir(name)]
-        found = {name: self._intents.get(name) or read_intent(self._storage, name) for name in names}
+        found = {name: self._intents.get(name) or self._intent(name) for name in names}
         self._intents = {name: intent for name, intent in found.items() if intent is not None}
         return list(self._intents.values())
+
+    def _intent(self, directory: str) -> Intent | None:
+        with suppress(OSError, CorruptCheckpointError):
+            return read_intent(self._storage, directory)
+        return None
