@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from recckpt.errors import RecckptError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.manager.run_state import Run
@@ -22,6 +23,8 @@ from recckpt.save.save_info import SaveInfo
 from recckpt.saver import Saver
 
 log = logging.getLogger("recckpt")
+
+_LOST_SEC = 5.0  # that a save in the background has to end in, once a rank is known to be missing
 
 
 class Autosave:
@@ -224,7 +227,15 @@ class Autosave:
     def _ranks(self) -> Ranks:
         """Those of now: what fails on one, or one that is missing, fails the save of this step; alone, as it is."""
         ranks = self._ranks_now()
-        return ranks if ranks.size == 1 else self._info.telling(ranks)
+        return ranks if ranks.size == 1 else self._info.telling(ranks, self._failure_before)
+
+    def _failure_before(self) -> RecckptError | None:
+        """Return the error of the save in the background, which a missing rank fails before anything of this step."""
+        try:
+            self.settle(_LOST_SEC)
+        except RecckptError as error:
+            return error
+        return None
 
     @property
     def _info(self) -> SaveInfo:

@@ -75,7 +75,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
     record = manifest.decode(data, path)  # never commit what no reader would accept
-    check_files(storage, directory, record, visible)
+    check_files(storage, fence, directory, record, visible)
     for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
         storage.sync_dir(layout.join(directory, subdirectory))
     if record.parent is not None:
@@ -114,11 +114,15 @@ def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
     raise FileNotFoundError(errno.ENOENT, problem, storage.url)
 
 
-def check_files(storage: Storage, directory: str, record: Manifest, visible: RetryPolicy) -> None:
-    """Look at the size of each file that a manifest lists; OSError where one is not there, or has another size."""
+def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest, visible: RetryPolicy) -> None:
+    """Look at the size of each file that a manifest lists.
+
+    Raises OSError where one is not there, or has another size; WriterFencedError where a later writer may have removed
+    it.
+    """
     late = unlisted(record, listed_files(storage, directory))
     if late:
-        lookout = Lookout(storage, visible, is_patient=len(record.shards) > 1)
+        lookout = Lookout(storage, visible, fence.check, is_patient=len(record.shards) > 1)
         for file in late:
             lookout.check_size(layout.join(directory, file.name), file.n_bytes)
 
@@ -136,10 +140,15 @@ class Lookout:
     """Looks for files that another host may have written: a network file system may show them a little late.
 
     It looks as often, and for as long for all of them, as the policy says; once, where ``is_patient`` is false.
+    ``check_owner`` raises where a later writer owns the output dir, which removes what earlier ones have written: it is
+    called each time that something is missing.
     """
 
-    def __init__(self, storage: Storage, policy: RetryPolicy, *, is_patient: bool = True) -> None:
+    def __init__(
+        self, storage: Storage, policy: RetryPolicy, check_owner: Callable[[], object], *, is_patient: bool = True
+    ) -> None:
         self._storage, self._is_patient, self._retries = storage, is_patient, Retries(policy, storage.url)
+        self._check_owner = check_owner
         self._operation = "looking for what was written"
         if is_patient:
             self._operation = f"looking for up to {policy.deadline_sec:g} s for what was written"
@@ -154,6 +163,7 @@ class Lookout:
                 is_outdated = self._is_patient and error.errno == errno.ESTALE
                 if not (is_outdated or error.errno in _MISSING):
                     raise
+                self._check_owner()
                 problem = f"found no such file, {n_bytes} bytes were written"
                 raise TryAgainError(errno.ENOENT, problem) from error
             if found != n_bytes:
@@ -171,6 +181,7 @@ class Lookout:
             with suppress(CorruptCheckpointError):  # half of it can be seen
                 found = read_intent(self._storage, intent.directory)
             if found is None or found.save_id != intent.save_id:
+                self._check_owner()
                 what = "no such file" if found is None else f"that of save {found.save_id}"
                 problem = f"found {what}, rank 0 has written that of save {intent.save_id}"
                 raise TryAgainError(errno.ENOENT, f"{problem}; the output dir must be the same one on every host")

@@ -208,7 +208,7 @@ class Fence:
             is_there = self._storage.read(own, 1 << 20) == encode_claim(self._claim)
         last = max(claimed_epochs(self._storage), default=0)  # asked last, right before the caller acts on the answer
         if last > self._claim.epoch:
-            return _fenced(self._storage, self._claim, last)
+            return _fenced(self._storage, self._claim.epoch, last)
         if is_there:
             return None
         if not has_claims(self._storage):
@@ -261,7 +261,14 @@ def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
     return takeover
 
 
-def _fenced(storage: Storage, own: Claim, epoch: int) -> WriterFencedError:
+def check_epoch(storage: Storage, epoch: int) -> None:
+    """Raise WriterFencedError where another writer has taken over from that of an epoch, as any rank may ask."""
+    last = max(claimed_epochs(storage), default=0)
+    if last > epoch:
+        raise _fenced(storage, epoch, last)
+
+
+def _fenced(storage: Storage, own: int, epoch: int) -> WriterFencedError:
     """Return the error that names the writer of ``epoch``, as far as its claim can be read."""
     by, since, writes = f"the writer of epoch {epoch}", None, "process"
     remedy = "stop one of the two, or give each an output dir of its own"
@@ -276,7 +283,7 @@ def _fenced(storage: Storage, own: Claim, epoch: int) -> WriterFencedError:
             remedy = "use one Saver for an output dir, or give each one of its own"
     return WriterFencedError(
         f"{storage.url}: taken over by {by}{f' since {since}' if since else ''} (epoch {epoch}, this {writes} has "
-        f"epoch {own.epoch}); this {writes} writes nothing more there: {remedy}",
+        f"epoch {own}); this {writes} writes nothing more there: {remedy}",
         epoch=epoch,
         by=by.rstrip(","),
         since=since,

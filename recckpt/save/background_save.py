@@ -198,7 +198,8 @@ def check_timeout(timeout_sec: float | None) -> None:
 def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
     """Wait on all ranks for the save that is under way, and raise its error where one has not been told. Collective.
 
-    One rank may have been told by :meth:`SaveHandle.wait`, and another not: all raise then.
+    One rank may have been told by :meth:`SaveHandle.wait`, and another not: all raise then. Where it has failed because
+    a rank is missing, each rank raises its own error: the ranks no longer reach each other.
 
     Args:
         settle: waits on this rank.
@@ -207,9 +208,19 @@ def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
     Raises:
         RecckptError: the save failed, or a rank is missing.
     """
-    if ranks.has_lost:
-        settle()  # its error says more than that a rank is missing by now
-    ranks.on_all(settle)
+    failure: Exception | None = None
+    try:
+        settle()
+    except Exception as error:
+        if ranks.has_lost:
+            raise  # names the save that failed; what the ranks did next would fail too, as the save that follows
+        failure = error
+
+    def outcome() -> None:
+        if failure is not None:
+            raise failure
+
+    ranks.on_all(outcome)
 
 
 def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:

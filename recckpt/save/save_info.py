@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time as clock
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from recckpt.errors import RankLostError, SaveFailedError
+from recckpt.errors import RankLostError, RecckptError, SaveFailedError
 from recckpt.parallel.ranks import Ranks
 from recckpt.text import one_line
 
@@ -120,10 +120,16 @@ class SaveInfo:
         """Return the error of this save where a rank failed."""
         return SaveFailedError(self.ckpt_id, rank, cause, step=self.step)
 
-    def telling(self, ranks: Ranks) -> Ranks:
-        """Return the ranks, of which one that fails or is missing is the failure of this save."""
+    def telling(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
+        """Return the ranks, of which one that fails or is missing is the failure of this save.
 
-        def lost(error: RankLostError) -> SaveFailedError:
+        Where one is missing, the error of ``before`` goes first: that of an earlier save.
+        """
+
+        def lost(error: RankLostError) -> RecckptError:
+            earlier = before()
+            if earlier is not None:
+                return earlier
             known = "the rank is lost" if len(error.ranks) == 1 else f"ranks {list(error.ranks)} lost"
             cause, outcome = f"{known}: {error.cause}", str(self.outcome)
             return SaveFailedError(self.ckpt_id, error.rank, cause, step=self.step, outcome=outcome)

@@ -17,6 +17,7 @@ from recckpt.format.reduced import Reduced
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
+from recckpt.output_dir.fence import check_epoch
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
 from recckpt.save.job import Destination, Job
@@ -25,6 +26,7 @@ from recckpt.save.stage import Staged
 from recckpt.sparse.files.reduced_rows import ReducedSource
 from recckpt.sparse.files.table_rows import TableSource
 from recckpt.storage import HashingSink, NewFiles
+from recckpt.storage.retry import is_transient
 from recckpt.storage.staged_upload import Outbox
 from recckpt.text import Progress
 
@@ -130,11 +132,23 @@ class ShardWriter:
 
         Raises:
             OSError: the storage failed.
+            WriterFencedError: another writer has taken over, and may have removed what was written.
         """
+        try:
+            return self._write(staged, progress, info)
+        except OSError as error:
+            if not is_transient(error):  # or the network, which has failed for minutes, would be asked once more
+                self._check_owner()
+            raise
+
+    def _check_owner(self) -> None:
+        check_epoch(self._to.storage, self._intent.epoch)
+
+    def _write(self, staged: Staged, progress: Progress, info: SaveInfo) -> ShardRecord:
         begin = time.perf_counter()
         to = self._to
         if self._rank:
-            Lookout(to.storage, to.transfers.visible).check_intent(self._intent)
+            Lookout(to.storage, to.transfers.visible, self._check_owner).check_intent(self._intent)
         with Outbox(to.storage, to.transfers) as outbox:
             shard, tables, files = self._write_to(outbox, staged, progress)
             staged.let_go()  # what follows may take long, and training copies aside what it changes until then

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from recckpt.errors import RecckptError
 from recckpt.storage.base import NotPlainError
 
 log = logging.getLogger("recckpt")
@@ -93,7 +94,7 @@ class Retries:
             began = self._policy.clock()
             try:
                 return work()
-            except (MemoryError, NotPlainError):
+            except (MemoryError, NotPlainError, RecckptError):
                 raise
             except Exception as error:
                 n_failures += 1

@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from dying_ranks import PHASES, Job
+from dying_ranks import HANG, PHASES, Job
 from paths import SUPPORT
 from rank_processes import run_script
 from sweeps import SWEEP_STRIDE
@@ -52,7 +52,7 @@ def check_survivors(one, found):
             assert "restart" in error["text"]
             if one["n_ranks"] == 2 or one["signal"] == KILL:
                 assert error["rank"] == one["victim"], error
-        assert met["first"]["step"] in (2, 3)
+        assert met["first"]["step"] in ((2,) if one["signal"] == HANG else (2, 3))
         assert met["first"]["time"] - found["died"] <= one["timeout_sec"] + MARGIN_SEC
         assert met["again"]["time"] < one["timeout_sec"] / 2, "it is known by now"
 
@@ -85,6 +85,19 @@ def test_a_rank_that_is_killed_or_falls_silent_is_named_and_nothing_is_committed
             case(2, 0, KILL, "commit", background=True),
             case(2, 1, STOP, "written", background=True),
             case(2, 0, STOP, "staging"),
+        ],
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_whose_storage_hangs_is_named_with_the_save_that_hung_and_the_others_end_at_once(tmp_path):
+    run(
+        tmp_path,
+        [
+            case(2, 1, HANG, "writing", background=True),
+            case(2, 0, HANG, "commit", background=True),
+            case(3, 1, HANG, "writing"),
+            case(3, 2, HANG, "written", background=True),
         ],
     )
 

@@ -54,7 +54,7 @@ OF_CHAINS = {
     ),
     "adopt_whole": (
         Plant(f"{OFFERS}:look_at", "next(file_problems(storage, directory, said), None)", "None"),
-        Plant("recckpt.output_dir.commit:commit", "    check_files(storage, directory, record, visible)\n", ""),
+        Plant("recckpt.output_dir.commit:commit", "    check_files(storage, fence, directory, record, visible)\n", ""),
     ),
     "adopt_young": Plant(f"{OFFERS}:_reasons_against", "elif age_sec >= DAY_SEC:", "elif False:"),
     "adopt_what_counts": Plant(

@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from builders import Run
 from forge import fence_of
 from late_storage import LateStorage
 
+from recckpt.errors import SaveFailedError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir.checkpoint_dir import write_intent
 from recckpt.output_dir.commit import Lookout
+from recckpt.output_dir.fence import Fence, check_epoch
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import NotPlainError
+from recckpt.storage.local import LocalStorage
 
 FILES = [layout.catalog(shard, 2) for shard in range(2)]
 ALONE = layout.catalog(0, 1)
@@ -23,6 +27,10 @@ TIME = "2026-01-01T00:00:00Z"
 @pytest.fixture
 def storage(tmp_path):
     return LateStorage(tmp_path)
+
+
+def nobody():
+    """Say that no other writer has taken over."""
 
 
 def attempt(storage, names=FILES):
@@ -93,7 +101,7 @@ def test_a_link_out_of_the_checkpoint_is_not_waited_for(storage, tmp_path):
 def test_a_rank_waits_for_the_directory_that_the_first_one_has_made(storage):
     intent, _ = attempt(storage)
     storage.late = {"c/INTENT": [None, None, None]}
-    Lookout(storage, storage.visible).check_intent(intent)
+    Lookout(storage, storage.visible, nobody).check_intent(intent)
     assert storage.waited > 0
 
 
@@ -101,10 +109,58 @@ def test_a_rank_that_sees_another_output_dir_says_so(storage):
     intent, _ = attempt(storage)
     storage.late = {"c/INTENT": FOREVER}
     with pytest.raises(FileNotFoundError, match=r"found no such file, .*the same one on every host: '.*/c/INTENT'"):
-        Lookout(storage, storage.visible).check_intent(intent)
+        Lookout(storage, storage.visible, nobody).check_intent(intent)
     assert 0 < storage.waited <= 60
     other = replace(intent, directory="d", save_id="0" * 32)
     storage.make_dir("d")
     write_intent(storage, other)
     with pytest.raises(FileNotFoundError, match=f"found that of save {'0' * 32}, rank 0 has written"):
-        Lookout(storage, storage.visible).check_intent(replace(other, save_id="1" * 32))
+        Lookout(storage, storage.visible, nobody).check_intent(replace(other, save_id="1" * 32))
+
+
+@pytest.mark.parametrize("names", [FILES, [ALONE]])
+def test_an_overtaken_writer_is_told_so_and_does_not_wait_for_what_the_later_one_has_removed(storage, names):
+    fence = fence_of(storage)
+    _, record = attempt(storage, names)
+    Fence(storage).hold()
+    assert not storage.list_files("c")
+    with pytest.raises(WriterFencedError, match="taken over by process"):
+        committing.commit(storage, fence, "c", record, storage.visible)
+    assert storage.waited == 0
+
+
+def test_a_writer_that_is_overtaken_while_it_waits_for_files_is_told_so(storage):
+    fence = fence_of(storage)
+    _, record = attempt(storage)
+    storage.late = {f"c/{FILES[0]}": FOREVER}
+    sleep, later = storage.visible.sleep, Fence(storage)
+    policy = replace(storage.visible, sleep=lambda seconds: (later.hold(), sleep(seconds)))
+    with pytest.raises(WriterFencedError):
+        committing.commit(storage, fence, "c", record, policy)
+    assert 0 < storage.waited < 5
+
+
+def test_a_rank_without_a_claim_is_told_that_the_writer_was_overtaken(storage):
+    fence = fence_of(storage)
+    intent, _ = attempt(storage)
+    Fence(storage).hold()
+    with pytest.raises(WriterFencedError, match=f"this process has epoch {fence.epoch}"):
+        Lookout(storage, storage.visible, lambda: check_epoch(storage, intent.epoch)).check_intent(intent)
+    assert storage.waited == 0
+
+
+def test_a_save_whose_storage_fails_looks_at_the_claim_first(tmp_path, monkeypatch):
+    run, later = Run(tmp_path, interval=10**9).train(1), Run(tmp_path)
+    run.saver.save("first")
+    create = LocalStorage.create
+
+    def overtaken(storage, name):
+        later.saver.save("later")
+        raise FileNotFoundError(2, "gone", name)
+
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: create(*args) if "later" in args[1] else overtaken(*args))
+    with pytest.raises(WriterFencedError):
+        run.saver.save("second")
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(FileNotFoundError(2, "gone")))
+    with pytest.raises(SaveFailedError, match="gone"):
+        later.saver.save("third")

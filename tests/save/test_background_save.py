@@ -11,9 +11,11 @@ from sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver
-from recckpt.errors import SaveFailedError
+from recckpt.errors import RankLostError, SaveFailedError
+from recckpt.parallel.ranks import Connection, Ranks, SoloGroup
 from recckpt.save import save as hallway
-from recckpt.save.background_save import SaveHandle
+from recckpt.save.background_save import SaveHandle, settle_on_all
+from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import HashTable, SparseAdagrad
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.local_files import LocalSink
@@ -353,3 +355,42 @@ def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeyp
         small.save("d")
     with pytest.raises(ValueError, match="min_free_bytes"):
         Saver(saver.model, None, str(tmp_path), min_free_bytes=-1)
+
+
+class _Losing(SoloGroup):
+    """Two ranks, of which the other is lost at some time."""
+
+    size, is_lost = 2, False
+
+    def all_gather(self, value):
+        if self.is_lost:
+            raise RankLostError([1], "its storage hangs")
+        return [value, value]
+
+
+@pytest.fixture
+def losing():
+    """A group, and the ranks of the save that is to follow."""
+    group = _Losing()
+    ranks = Ranks(0, 2, Connection(lambda: group))
+    ranks.gather(None)
+    return group, ranks
+
+
+def test_the_save_that_failed_is_named_where_a_rank_is_lost_meanwhile_and_not_the_one_to_follow(losing):
+    group, ranks = losing
+
+    def settle():
+        group.is_lost = True
+        raise SaveFailedError("first", 1, "the rank is lost")
+
+    with pytest.raises(SaveFailedError, match="saving 'first' failed on rank 1"):
+        settle_on_all(settle, SaveInfo("second").telling(ranks))
+
+
+@pytest.mark.parametrize("before", [None, SaveFailedError("first", 1, "the rank is lost")])
+def test_what_the_ranks_do_together_raises_the_error_of_the_save_that_failed_before(losing, before):
+    group, ranks = losing
+    group.is_lost = True
+    with pytest.raises(SaveFailedError, match=f"saving '{'first' if before else 'second'}' failed on rank 1"):
+        SaveInfo("second").telling(ranks, lambda: before).gather(0)

@@ -31,6 +31,7 @@ from recckpt.storage.local import LocalStorage
 PHASES = ("staging", "writing", "written", "commit", "committed", "rotation")
 N_ROWS = 60
 AT_ONCE = 4
+HANG = 0  # no signal: the thread that is in the store hangs there, and all others go on
 _HANG_SEC = 120.0  # beyond the timeout: what takes longer hangs
 _FORK = multiprocessing.get_context("fork")
 
@@ -120,6 +121,8 @@ def told(error, late, begin=0.0):
 
 def die(number, root):
     (root / "died").write_text(str(time.monotonic()))
+    if number == HANG:
+        threading.Event().wait()
     signal.raise_signal(number)  # this thread: a stop of the process may reach it after what is to be left undone
 
 
