@@ -164,6 +164,15 @@ def check_rooms(needs: Sequence[Need], to: Destination) -> None:
         work_dir.check_room(sum(each.n_bytes for each in needs if each.device == work_dir.device))
 
 
+def has_room(needs: Sequence[Need], to: Destination) -> bool:
+    """Say whether :func:`check_rooms` finds room for a save; another error of the storage is for that to raise."""
+    try:
+        check_rooms(needs, to)
+    except OSError as error:
+        return error.errno != errno.ENOSPC
+    return True
+
+
 def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:
     """Refuse a save that would not fit, where the storage knows its room; others find out when they write.
 

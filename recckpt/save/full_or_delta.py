@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from recckpt.policies.deltas import Chain, Deltas
+from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas
 from recckpt.save.delta_base import Changes
 from recckpt.sparse.files.reduced_rows import Wanted
 from recckpt.sparse.files.table_rows import TableSource
@@ -44,6 +44,7 @@ class Kind:
     replaced: frozenset[str] = frozenset()  # tables of which a delta holds all rows
     why_full: str | None = None  # why it is no delta, where deltas are on
     n_links: int = 1  # of the chain, this one included
+    stand_in: Kind | None = None  # of a full one that the policy asks for: the delta, where there is no room for it
 
     @property
     def name(self) -> str:
@@ -96,9 +97,12 @@ def agreed_kind(told: Sequence[Told | None]) -> Kind:
     replaced = frozenset(name for name, table in tables if table.is_replaced)
     n_changed = sum(table.n_rows if name in replaced else table.n_changed for name, table in tables)
     why_full = first.policy.why_full(first.chain, n_changed, sum(table.n_rows for _, table in tables))
-    if why_full is not None or first.chain is None:
+    if first.chain is None:
         return Kind(why_full=why_full)
-    return Kind(first.base, replaced, n_links=first.chain.n_deltas + 2)
+    delta = Kind(first.base, replaced, n_links=first.chain.n_deltas + 2)
+    if why_full is None:
+        return delta
+    return Kind(why_full=why_full, stand_in=delta if first.chain.n_deltas < MAX_DELTAS else None)
 
 
 def spared_bytes(kind: Kind, told: Told | None) -> int:

@@ -23,7 +23,7 @@ from recckpt.format.manifest import Scalar
 from recckpt.format.tables import ClockDates
 from recckpt.format.training import Lineage, Training
 from recckpt.save.arguments import as_scalars
-from recckpt.save.check import Checked, agreed, check_rooms
+from recckpt.save.check import Checked, agreed, check_rooms, has_room
 from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.full_or_delta import FULL, Kind, Told, agreed_kind, spared_bytes, tell
 from recckpt.save.job import Destination, Job, Live
@@ -150,16 +150,31 @@ def stage_on_all(live: Live, checked: Checked, job: Job, to: Destination) -> Sta
 
     with ExitStack() as closed_on_error:
         staged, of_ranks = agreed(take, info, ranks, told)
-        staged = staged.written_as(agreed_kind(of_ranks))
+        kind = _kind_with_room(agreed_kind(of_ranks), checked, job, to)
+        staged = staged.written_as(kind)
         if of_ranks[0] is not None:
             pairs = zip(checked.needs, of_ranks, strict=True)
-            needs = [need.less(spared_bytes(staged.kind, each)) for need, each in pairs]
+            needs = [need.less(spared_bytes(kind, each)) for need, each in pairs]
             agreed(lambda: check_rooms(needs, to), info, ranks)
         closed_on_error.pop_all()
     info.kind, info.why_full, info.n_links = staged.kind.name, staged.kind.why_full, staged.kind.n_links
     if info.why_full is not None and ranks.rank == 0:
         log.info("%s is saved in full: %s", info.ckpt_id, info.why_full)
     return staged
+
+
+def _kind_with_room(kind: Kind, checked: Checked, job: Job, to: Destination) -> Kind:
+    """Return the delta that stands in for a full save that is due and does not fit; else the kind. Collective."""
+    if kind.stand_in is None or all(job.ranks.gather(has_room(checked.needs, to))):
+        return kind
+    if job.ranks.rank == 0:
+        log.warning(
+            "%s: no room for %s in full, which is due (%s), so it is saved as a delta; make room: the chain grows",
+            to.storage.url,
+            job.info.ckpt_id,
+            kind.why_full,
+        )
+    return kind.stand_in
 
 
 def stage(

@@ -53,5 +53,13 @@ def test_where_rank_0_has_no_base_the_save_is_full_and_where_it_writes_no_deltas
     assert FULL.why_full is None
 
 
+def test_a_full_save_that_the_policy_asks_for_has_a_delta_to_stand_in_for_it_and_one_that_must_be_has_none():
+    due = agreed_kind([told(chain=Chain(3, 3, 100), t=(1, 5), u=(2, 2, True))])
+    assert (due.name, due.stand_in) == ("full", Kind("b", frozenset({"u"}), n_links=5))
+    assert agreed_kind([told(chain=CHAIN, t=(5, 5))]).stand_in == Kind("b", n_links=3)
+    must = [[told(None, t=(0, 5))], [told(chain=Chain(999, 3, 100), t=(0, 5))], [told(chain=CHAIN, t=(0, 5)), None]]
+    assert [agreed_kind(ranks).stand_in for ranks in must] == [None] * 3
+
+
 def test_a_chain_that_is_long_enough_is_ended():
     assert agreed_kind([told(chain=Chain(3, 3, 100), t=(0, 5))]).why_full.startswith("3 deltas since the last full one")
