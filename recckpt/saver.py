@@ -16,6 +16,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.load.conf import Bank
 from recckpt.load.loader import Loader
 from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
 from recckpt.policies.deltas import Deltas
@@ -73,7 +74,8 @@ class Saver(Registration):
         run: what metrics call this job (``recckpt.run``); None for the last name in ``output_dir``.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, two tables share a name, or ``sparse_optim`` trains other tables.
+        TypeError, ValueError: an argument is invalid, two tables share a name, ``sparse_optim`` trains other tables, or
+            ``output_dir`` is the directory of a checkpoint.
         OSError: the output dir cannot be written.
     """
 
@@ -110,7 +112,8 @@ class Saver(Registration):
         choice.check_dtypes(arguments.check_parts(model, sparse_optim))
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
         name = arguments.name_of_run(run, storage.url)
-        storage.prepare()  # last of what may be refused: it makes the output dir
+        storage.prepare()  # late: it makes the output dir
+        refuse_checkpoint(storage)
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
         downloads = transfers.download_dir

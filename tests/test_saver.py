@@ -1,6 +1,7 @@
 """The saver: what of a model goes into a checkpoint, and how it comes back."""
 
 import json
+import re
 from collections import defaultdict
 from itertools import combinations
 
@@ -22,6 +23,7 @@ from recckpt.errors import (
     StateMismatchError,
 )
 from recckpt.sparse import HashTable, JointOptimizer, SparseAdagrad
+from recckpt.storage import open_storage
 
 
 def trained(seed=0, optimizer="adamw", steps=3, **kwargs):
@@ -159,6 +161,22 @@ def test_an_output_dir_that_is_a_file_is_refused_when_the_saver_is_made(tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("left", ["manifest.json", "INTENT"])
+def test_the_directory_of_a_checkpoint_is_refused_as_an_output_dir(url, left):
+    Saver(nn.Linear(1, 1), output_dir=url).save("c")
+    storage = open_storage(f"{url}/c")
+    storage.remove({"manifest.json": "INTENT", "INTENT": "manifest.json"}[left])
+    before = storage.list_files("")
+    with pytest.raises(ValueError, match=re.escape(f"{url}/c is a checkpoint of {url}; give {url}")):
+        Saver(nn.Linear(1, 1), output_dir=f"{url}/c")
+    assert storage.list_files("") == before
+
+
+def test_a_manifest_of_another_program_makes_no_checkpoint_of_an_output_dir(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
+    Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).save("c")
 
 
 def test_an_output_dir_is_made_and_left_empty(tmp_path):

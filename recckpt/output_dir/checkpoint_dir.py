@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
@@ -89,6 +90,18 @@ def has_manifest(storage: Storage, directory: str) -> bool:
         return True
     except ABSENT:
         return False
+
+
+def refuse_checkpoint(storage: Storage) -> None:
+    """Raise ValueError where what is to be an output dir is the directory of a checkpoint, or of a save."""
+    is_attempt = False
+    with suppress(OSError):
+        is_attempt = storage.size(layout.INTENT) >= 0
+    if is_attempt or has_manifest(storage, ""):
+        parent, _, _ = storage.url.rpartition("/")
+        raise ValueError(
+            f"output_dir: {storage.url} is a checkpoint of {parent}; give {parent}, or another directory for a new run"
+        )
 
 
 def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:

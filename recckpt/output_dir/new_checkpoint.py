@@ -9,7 +9,7 @@ from recckpt.errors import CommitNotDurableError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.manifest import Content, FileEntry, Manifest
 from recckpt.output_dir import rotation
-from recckpt.output_dir.checkpoint_dir import read_checked
+from recckpt.output_dir.checkpoint_dir import read_checked, refuse_checkpoint
 from recckpt.output_dir.commit import begin, commit, time_now
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
@@ -41,6 +41,7 @@ def commit_new(
     """Have the files of a checkpoint written, and commit it; return its directory and its manifest.
 
     Raises:
+        ValueError: the output dir is the directory of a checkpoint.
         CheckpointExistsError: the id is committed there already.
         RecckptError: ids are yet to be forgotten there.
         WriterFencedError: another writer took the output dir over.
@@ -49,6 +50,7 @@ def commit_new(
         Exception: what ``write`` raised; what it wrote is removed.
     """
     storage.prepare()
+    refuse_checkpoint(storage)
     check_none_pending(storage, FORGET_FIRST)
     fence = Fence(storage)
     intent, seq = begin(storage, fence, ckpt_id, step=step, overwrite=False, base=None)
