@@ -146,11 +146,12 @@ def _opened(url):
 @pytest.fixture
 def interrupted():
     """Give a block that is interrupted, as by control-C, once it waits for a thread and ``ready`` says yes."""
+    from recckpt.parallel import waiting
 
     @contextmanager
     def block(ready=lambda: True):
         def interrupt(number, frame):
-            if frame.f_code.co_filename == threading.__file__ and ready():
+            if frame.f_code.co_filename in (threading.__file__, waiting.__file__) and ready():
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 raise KeyboardInterrupt
 

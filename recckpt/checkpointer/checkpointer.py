@@ -6,7 +6,7 @@ import os
 import sys
 import weakref
 from abc import abstractmethod
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, cast
 
 from recckpt.checkpointer.barrier import describe
@@ -76,7 +76,8 @@ class Checkpointer(OneProcess):
             CorruptCheckpointError: the file is damaged; tensors of ``state_dict`` may have been filled already.
         """
         with self._turn():
-            wait(self._pending)
+            for outcome in self._pending:
+                outcome.wait()
             return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
 
     @abstractmethod
@@ -157,7 +158,8 @@ class AsyncCheckpointer(Checkpointer):
 
     def _raise_unseen(self) -> None:
         while self._pending:
-            wait(self._pending)  # an interrupt here leaves it pending
+            for outcome in self._pending:
+                outcome.wait()  # an interrupt here leaves it pending
             self._pending.pop().raise_unseen()
 
 

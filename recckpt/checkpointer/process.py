@@ -9,7 +9,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from recckpt.checkpointer.worker import Setup
 from recckpt.checkpointer.writer import PartlyCommittedError, RankInfo, WriterHook, storage_at
 from recckpt.errors import SaveFailedError
 from recckpt.parallel.one_process import OwnFuture
+from recckpt.parallel.waiting import InOrder
 from recckpt.storage import open_storage
 from recckpt.types import positive_number
 
@@ -95,7 +96,7 @@ class CheckpointProcess:
         sendable("subprocess_init_fn", subprocess_init_fn)
         sendable("subprocess_init_args", subprocess_init_args)
         self._setup = sendable("the hook", Setup(rank_info, commit_hook, subprocess_init_fn, subprocess_init_args))
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="recckpt-write")
+        self._writes = InOrder("recckpt-write")
         self._children = [Child(self._setup)]
         self._end = weakref.finalize(self, _end_all, self._children, close_timeout_sec)
 
@@ -137,12 +138,12 @@ class CheckpointProcess:
             else:
                 outcome.set_result(None)
 
-        self._threads.submit(work)
+        self._writes.submit(work)
         return outcome
 
     def close(self) -> None:
         """Wait for the write in flight, then let the process end."""
-        self._threads.shutdown()
+        self._writes.finish()
         self._end()
 
     def _write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> None:

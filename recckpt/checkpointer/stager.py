@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from recckpt.checkpointer.child import Arena
 from recckpt.checkpointer.pack import pack
+from recckpt.parallel.one_process import OwnFuture
+from recckpt.parallel.waiting import InOrder
 
 _ALIGNMENT = 64
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
@@ -66,7 +68,7 @@ class SharedMemoryStager(CheckpointStager):
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._pinned: Pinned | None = None
         self._devices = DeviceCopier()
-        self._waiter: ThreadPoolExecutor | None = None
+        self._waits = InOrder("recckpt-stage")
 
     def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
         """Return a copy of the state; a future where it comes from a CUDA device.
@@ -88,8 +90,7 @@ class SharedMemoryStager(CheckpointStager):
 
     def close(self) -> None:
         """Wait for the devices and let go of the memory; a write that still needs it keeps it."""
-        if self._waiter is not None:
-            self._waiter.shutdown()
+        self._waits.finish()
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._arena = None
@@ -115,13 +116,19 @@ class SharedMemoryStager(CheckpointStager):
                 target.copy_(piece)
         if not from_cuda:
             return staged
-        self._waiter = self._waiter or ThreadPoolExecutor(1, thread_name_prefix="recckpt-stage")
+        copied: OwnFuture[StagedState] = OwnFuture()
+        copied.set_running_or_notify_cancel()
 
-        def when_copied() -> StagedState:
-            wait()
-            return staged
+        def when_copied() -> None:
+            try:
+                wait()
+            except BaseException as error:
+                copied.set_exception(error)
+            else:
+                copied.set_result(staged)
 
-        return self._waiter.submit(when_copied)
+        self._waits.submit(when_copied)
+        return copied
 
 
 class Pinned:

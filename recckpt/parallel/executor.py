@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from functools import partial
 from typing import TypeVar
 
 from recckpt.errors import RecckptError
+from recckpt.parallel.waiting import Latch, aside
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -37,6 +39,18 @@ def run_on(
     """
     if executor is None:
         return [_run_here(work, task, on_done, is_stopped) for task in tasks]
+    is_interrupted = Latch()
+    by = partial(_run_on, executor, work, tasks, on_done, lambda: is_interrupted.is_set() or is_stopped())
+    return aside(by, is_interrupted.set)  # the locks of futures and executors are such as an interrupt may leak
+
+
+def _run_on(
+    executor: Executor,
+    work: Callable[[_T], _R],
+    tasks: Sequence[_T],
+    on_done: Callable[[_T], object],
+    is_stopped: Callable[[], bool],
+) -> list[_R]:
     results: dict[int, _R] = {}
     pending: dict[Future[_R], tuple[int, int]] = {}
     try:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from recckpt.errors import RankLostError
 from recckpt.parallel.attendance import Attendance, Store, moments
+from recckpt.parallel.waiting import Latch, start
 
 GRACE_SEC = 2.0  # twice of it, for those who answer and for the store, is less than the 5 s that a timeout may be late
 _T = TypeVar("_T")
@@ -76,8 +77,10 @@ def within(seconds: float, work: Callable[[], _T]) -> _T | None:
             done.append(work())
         except RuntimeError:  # what torch's stores raise
             return
+        finally:
+            over.set()
 
-    thread = threading.Thread(target=run, name="recckpt-roll-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    over = Latch()
+    start(threading.Thread(target=run, name="recckpt-roll-call", daemon=True))
+    over.wait(seconds)
     return done[0] if done else None

@@ -7,12 +7,14 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from recckpt.errors import ForkedError
+from recckpt.parallel.waiting import Latch
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -71,17 +73,43 @@ class OneProcess(ABC):
         )
 
 
+class _Guard(threading.Condition):
+    """A condition that is entered by its lock itself: no interrupt comes between taking the lock and the block."""
+
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
+
+
 class OwnFuture(Future[_T]):
-    """A future of a thread of this process; in a forked child, where that thread is not, it raises ForkedError."""
+    """A future of a thread of this process; in a forked child, where that thread is not, it raises ForkedError.
+
+    Who waits for it may be interrupted, and the thread goes on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self._condition = _Guard()
+        self._ended = Latch()
         self._made_by = os.getpid()
 
     def check_process(self) -> None:
         """Raise ForkedError in a forked child: not even the lock of a future can be relied on there."""
         if os.getpid() != self._made_by:
             raise ForkedError("this save", self._made_by)
+
+    def set_result(self, result: _T) -> None:
+        """End the work."""
+        super().set_result(result)
+        self._ended.set()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """End the work by an error."""
+        super().set_exception(exception)
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the work has ended, and say whether it has."""
+        return self.done() or self._ended.wait(timeout)
 
     def done(self) -> bool:
         """Say whether the work has ended."""
@@ -90,13 +118,15 @@ class OwnFuture(Future[_T]):
 
     def result(self, timeout: float | None = None) -> _T:
         """Wait for the result, or raise the error."""
-        self.check_process()
-        return super().result(timeout)
+        if not self.wait(timeout):
+            raise futures.TimeoutError
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the error if there is one."""
-        self.check_process()
-        return super().exception(timeout)
+        if not self.wait(timeout):
+            raise futures.TimeoutError
+        return super().exception()
 
 
 def _caller() -> str:

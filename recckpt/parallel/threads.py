@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+from recckpt.parallel.waiting import Latch, Starting
+
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -34,19 +36,18 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
     crew = _Crew(work, items)
     # Plain threads: an executor refuses work while the interpreter waits for a save at its end.
     threads = [threading.Thread(target=crew.run, name=f"recckpt-{n}") for n in range(min(concurrency, len(items)))]
-    started: list[threading.Thread] = []
+    starting: Starting | None = None
     try:
-        for thread in threads:
-            thread.start()
-            started.append(thread)
+        starting = Starting(threads)
+        starting.wait()
         crew.wait()
     except BaseException:  # an interrupt, or no room for a thread
         crew.stop()
         crew.wait()
         raise
     finally:
-        for thread in started:  # whose work is over: a join that is interrupted takes a thread that runs for one
-            thread.join()  # that has ended
+        for thread in starting.started if starting else ():  # whose work is over: a join that is interrupted takes a
+            thread.join()  # thread that runs for one that has ended
     return crew.results()
 
 
@@ -57,7 +58,7 @@ class _Crew(Generic[_T, _R]):
         self._work, self._items = work, items
         self._results: dict[int, _R] = {}
         self._errors: dict[int, BaseException] = {}
-        self._changed = threading.Condition()
+        self._lock, self._over = threading.Lock(), Latch()
         self._next = self._n_running = 0
 
     def run(self) -> None:
@@ -67,26 +68,30 @@ class _Crew(Generic[_T, _R]):
             except BaseException as error:
                 self._errors[number] = error
                 self.stop()
-            with self._changed:
+            with self._lock:
                 self._n_running -= 1
-                self._changed.notify_all()
+                self._end_if_over()
 
     def stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._next = len(self._items)
+            self._end_if_over()
 
     def wait(self) -> None:
         """Wait until all items are done, or one has failed and nothing runs."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._next >= len(self._items) and not self._n_running)
+        self._over.wait()
 
     def results(self) -> list[_R]:
         if self._errors:
             raise self._errors[min(self._errors)]
         return [self._results[number] for number in range(len(self._items))]
 
+    def _end_if_over(self) -> None:
+        if self._next >= len(self._items) and not self._n_running:
+            self._over.set()
+
     def _take(self) -> int | None:
-        with self._changed:
+        with self._lock:
             if self._next >= len(self._items):
                 return None
             self._next, self._n_running = self._next + 1, self._n_running + 1

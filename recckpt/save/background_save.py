@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -17,6 +16,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import give_way
+from recckpt.parallel.waiting import start
 from recckpt.save.save_info import SaveInfo
 from recckpt.text import one_line, plural, quoted, shown, size
 
@@ -71,8 +71,7 @@ class SaveHandle:
         """
         self.committed.check_process()
         check_timeout(timeout_sec)
-        futures.wait([self.committed], timeout_sec)
-        if not self.done():
+        if not self.committed.wait(timeout_sec):
             raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; it goes on")
         _untold.discard(self)
         return self.committed.result()
@@ -144,7 +143,7 @@ class SaveRunner:
         handle.info.let_go()
         self._handle, self._thread, is_started = handle, thread, False
         try:
-            thread.start()
+            start(thread)
             is_started = True
         finally:  # an interrupt, no room for a thread, or the interpreter is about to end
             may_begin.put(is_started)
@@ -164,10 +163,8 @@ class SaveRunner:
         handle, thread = self._handle, self._thread
         if handle is None or thread is None:
             return True
-        if timeout_sec != 0:  # not by join: one that is interrupted takes a thread that runs for one that has ended
-            futures.wait([handle.committed], timeout_sec)
-        if not handle.done():
-            return False
+        if not handle.committed.wait(timeout_sec):  # not by join: one that is interrupted takes a thread that runs for
+            return False  # one that has ended
         thread.join()
         self._handle = self._thread = None
         if handle in _untold:

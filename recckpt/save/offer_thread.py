@@ -12,6 +12,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.executor import StoppedError
 from recckpt.parallel.threads import give_way
+from recckpt.parallel.waiting import Latch, start
 from recckpt.save.delta_base import Changes
 from recckpt.storage import Storage
 
@@ -28,7 +29,7 @@ class OfferThread:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop = Latch()
         self._offered: str | None = None
 
     def begin_if_due(self, storage: Storage, fence: Fence, changes: Changes | None) -> None:
@@ -40,12 +41,12 @@ class OfferThread:
         if reason is not None and self._offered not in fence.listing.uncommitted:  # one that waits is enough
             log.info("%s: compacting in the background: %s", storage.url, reason)
             newest = chain_of(fence.listing, changes.base.save_id)[0]
-            self._stop = threading.Event()
+            self._stop = Latch()
             # A daemon: an interpreter that ends does not wait for it, and what it leaves is no whole offer.
             self._thread = threading.Thread(
                 target=self._run, args=(storage, newest, self._stop), name="recckpt-compact", daemon=True
             )
-            self._thread.start()
+            start(self._thread)
 
     def close(self) -> None:
         """End what is at work, which leaves nothing; an offer may be begun again."""
@@ -58,7 +59,7 @@ class OfferThread:
     def _is_at_work(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _run(self, storage: Storage, checkpoint: Checkpoint, stop: threading.Event) -> None:
+    def _run(self, storage: Storage, checkpoint: Checkpoint, stop: Latch) -> None:
         give_way()
         try:
             done = make_offer(storage, checkpoint, Means(None, 1, _BUDGET_BYTES, stop.is_set, has_bar=False))

@@ -68,7 +68,8 @@ class Clock:
     """Shows how long something has taken, while no bar of a Progress does; a context manager."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._begin, self._over = what, time.perf_counter(), threading.Event()
+        self._what, self._begin, self._at_work = what, time.perf_counter(), threading.Lock()
+        self._at_work.acquire()  # not an Event: an interrupt may leak the lock of one
         self._thread = threading.Thread(target=self._run, name="recckpt-clock", daemon=True) if wanted() else None
 
     def __enter__(self) -> Clock:
@@ -77,14 +78,14 @@ class Clock:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._at_work.release()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
         bar: _Bar | None = None
         pause_sec = DELAY_SEC
-        while not self._over.wait(pause_sec):
+        while not self._at_work.acquire(timeout=pause_sec):
             pause_sec = 1.0
             if not _open:
                 bar = bar or _Bar(bar_format="{desc}", delay=0)

@@ -1,4 +1,6 @@
-"""A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS INTERRUPTS``.
+"""A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS INTERRUPTS HOW``.
+
+HOW is ``waited`` for saves that are waited for, or ``async`` for saves in the background.
 
 It takes so many steps at least, and goes on until so many interrupts have come through.
 
@@ -22,10 +24,11 @@ from recckpt.sparse import HashTable, Normal, SparseAdamW
 class Run:
     """Each phase of a step is tried again until it has been done once."""
 
-    def __init__(self, output_dir: str) -> None:
+    def __init__(self, output_dir: str, *, in_background: bool = False) -> None:
         self.table = HashTable(8, name="t", initializer=Normal())
         self.optim = SparseAdamW([self.table], lr=0.1)
         self.saver = Saver(nn.ModuleList([self.table]), self.optim, output_dir, 2)
+        self.in_background = in_background
         self.step = self.phase = self.tries = 0
         self.loss = torch.empty(0)
 
@@ -52,7 +55,10 @@ class Run:
         self.table.erase(self.ids[:20])
 
     def save(self) -> None:
-        if self.step % 10 == 9:
+        if self.in_background and self.step % 2:
+            self.saver.save_async("newest", step=self.step, overwrite=True)
+            self.saver.is_saving and self.saver.settle(0.001)
+        elif self.step % 10 == 9:
             self.saver.save("newest", step=self.step, overwrite=True)
 
     @property
@@ -96,9 +102,11 @@ def interrupted(run: Run, n_steps: int, n_hits: int) -> int:
     return hits
 
 
-def main(root: str, n_steps: int, n_hits: int) -> None:
-    straight, stormy, resumed = Run(f"{root}/straight"), Run(f"{root}/stormy"), Run(f"{root}/stormy")
+def main(root: str, n_steps: int, n_hits: int, how: str) -> None:
+    straight, stormy = Run(f"{root}/straight"), Run(f"{root}/stormy", in_background=how == "async")
+    resumed = Run(f"{root}/stormy")
     hits = interrupted(stormy, n_steps, n_hits)
+    stormy.saver.save("newest", step=stormy.step, overwrite=True)
     straight.train(stormy.step)
     resumed.saver.load()
     expected = straight.state()
@@ -109,4 +117,4 @@ def main(root: str, n_steps: int, n_hits: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -13,6 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from recckpt.format.buckets import mix64 as _mix64
+from recckpt.parallel.waiting import Latch, start
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 mix64 = njit(inline="always")(_mix64)
@@ -40,13 +41,15 @@ def compiled(function: _Loop) -> _Loop:
                 results.append(compile_for(*args))
             except BaseException as error:
                 errors.append(error)
+            finally:
+                over.set()
 
-        thread = threading.Thread(target=work, name="recckpt-compile")
+        over = Latch()
         try:
-            thread.start()
+            start(threading.Thread(target=work, name="recckpt-compile"))
         except RuntimeError:  # at the end of the interpreter, where a last save may still be made
             return compile_for(*args)
-        thread.join()  # left by an exception, the thread goes on to its end
+        over.wait()  # left by an exception, the thread goes on to its end
         if errors:
             raise errors[0]
         return results[0]
