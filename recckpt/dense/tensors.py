@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -19,6 +20,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.format.tensor_index import EXTRA, MODEL, Chunk, TensorIndex
 from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.storage.base import Files
+from recckpt.storage.read_again import read_twice
 from recckpt.text import nearest
 
 _SLAB_BYTES = 64 << 20  # read at once; more where a single row of a chunk of one dimension has more
@@ -203,6 +205,12 @@ class DenseTensors:
 
     def _read(self, index: TensorIndex, chunk: Chunk, begin: int, end: int) -> Bytes:
         """Return bytes of a chunk, of which the blocks that they lie in are read and checked."""
+        read = partial(self._read_once, index, chunk, begin, end)
+        return read_twice(
+            self._files, layout.join(self._directory, chunk.file), read, partial(self._close_one, chunk.file)
+        )
+
+    def _read_once(self, index: TensorIndex, chunk: Chunk, begin: int, end: int) -> Bytes:
         first, block_bytes = begin // index.block_bytes, index.block_bytes
         start, stop = first * block_bytes, min(-(-end // block_bytes) * block_bytes, chunk.n_bytes)
         file = self._file(chunk.file)
@@ -217,6 +225,11 @@ class DenseTensors:
             if digest != chunk.xxh3[number]:
                 raise tensor_index.damaged(self._directory, chunk, number * block_bytes, digest, chunk.xxh3[number])
         return np.frombuffer(data, np.uint8)[begin - start : end - start]
+
+    def _close_one(self, name: str) -> None:
+        file = self._open.pop(name, None)
+        if file is not None:
+            file.close()
 
     def _file(self, name: str) -> BinaryIO:
         if name not in self._open:

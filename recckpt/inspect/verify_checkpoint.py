@@ -31,6 +31,7 @@ from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, PartTask, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
+from recckpt.storage.read_again import check_twice
 
 log = logging.getLogger("recckpt")
 
@@ -171,7 +172,17 @@ class Checkup:
                     log.debug("%s is not listed in the manifest, and ignored", self._path(name))
 
     def _check_file(self, file: FileEntry, advance: Advance, index: TensorIndex | None = None) -> Errors:
-        found = list(check_file(self._storage, self.directory, file, index=index, advance=advance))
+        counted: list[int] = []  # of a file that is read twice, what is counted is its first time
+
+        def count(n_bytes: int) -> None:
+            if sum(counted) < file.n_bytes:
+                counted.append(n_bytes)
+                advance(n_bytes)
+
+        def check() -> list[CorruptCheckpointError]:
+            return list(check_file(self._storage, self.directory, file, index=index, advance=count))
+
+        found = check_twice(self._storage, self._path(file.name), check, list)
         yield from found
         if not found and file.name.endswith(".pt"):
             with self._storage.open(self._path(file.name)) as content:

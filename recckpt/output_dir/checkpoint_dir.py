@@ -7,6 +7,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
@@ -18,6 +19,7 @@ from recckpt.output_dir.chains import Damage
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
 from recckpt.storage.base import Files
+from recckpt.storage.read_again import read_twice
 
 log = logging.getLogger("recckpt")
 
@@ -52,12 +54,15 @@ def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> 
     Raises OSError where the file cannot be read, CorruptCheckpointError where it is damaged.
     """
     name = layout.join(directory, file)
+
+    def read() -> Intent:
+        fields = parse(storage.read(name, _INTENT_BYTES), name)
+        return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))
+
     try:
-        data = storage.read(name, _INTENT_BYTES)
+        return read_twice(storage, name, read)
     except ABSENT:
         return None
-    fields = parse(data, name)
-    return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:
@@ -65,6 +70,10 @@ def read_manifest(storage: Storage, directory: str) -> Manifest | None:
 
     Raises CorruptCheckpointError where it is damaged or not a file, FormatVersionError where a newer format wrote it.
     """
+    return read_twice(storage, layout.join(directory, layout.MANIFEST), partial(_read_manifest, storage, directory))
+
+
+def _read_manifest(storage: Storage, directory: str) -> Manifest | None:
     path = layout.join(directory, layout.MANIFEST)
     try:
         data = storage.read(path, manifest.MAX_BYTES + 1)
@@ -207,6 +216,10 @@ def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | N
     path = layout.join(directory, entry.name)
     if most is not None and entry.n_bytes > most:  # before it is read
         raise CorruptCheckpointError(path, "its size", found=f"{entry.n_bytes} bytes", expected=f"at most {most}")
+    return read_twice(storage, path, partial(_read_checked, storage, path, entry))
+
+
+def _read_checked(storage: Files, path: str, entry: FileEntry) -> bytes:
     try:
         data = storage.read(path, entry.n_bytes + 1)
     except NOT_READABLE as error:

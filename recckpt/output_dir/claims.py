@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, check_seal, parse, seal
 from recckpt.format.manifest import Manifest
 from recckpt.storage import NotPlainError, Storage, missing
+from recckpt.storage.read_again import read_twice
 
 FORMAT = "recckpt-owner"  # part of the format
 VERSION = 1  # part of the format
@@ -124,6 +125,10 @@ def _head(epoch: int) -> dict[str, str | int]:
 
 
 def _read(storage: Storage, name: str, epoch: int) -> Fields:
+    return read_twice(storage, name, partial(_read_once, storage, name, epoch))
+
+
+def _read_once(storage: Storage, name: str, epoch: int) -> Fields:
     try:
         data = storage.read(name, MAX_BYTES + 1)
     except NotPlainError as error:

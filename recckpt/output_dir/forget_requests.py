@@ -16,6 +16,7 @@ from recckpt.format import forget_audit, forget_request, layout
 from recckpt.format.forget_request import Request
 from recckpt.format.manifest import Manifest
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
+from recckpt.storage.read_again import read_twice
 from recckpt.types import EMBEDDING, SlotSpec
 
 _AUDIT_BYTES = 1 << 30
@@ -84,7 +85,9 @@ def pending(storage: Storage) -> list[Request]:
 
 def _read(storage: Storage, path: str) -> Request | None:
     try:
-        return forget_request.decode(storage.read(path, forget_request.MAX_BYTES), path)
+        return read_twice(
+            storage, path, lambda: forget_request.decode(storage.read(path, forget_request.MAX_BYTES), path)
+        )
     except ABSENT:
         return None  # done meanwhile
     except CorruptCheckpointError as error:

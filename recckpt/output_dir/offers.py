@@ -19,6 +19,7 @@ from recckpt.output_dir.commit import commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.storage import ABSENT, NOT_READABLE, Storage
+from recckpt.storage.read_again import read_twice
 from recckpt.storage.retry import RetryPolicy
 
 log = logging.getLogger("recckpt")
@@ -74,7 +75,7 @@ def look_at(storage: Storage, directory: str, now: float | None) -> Found:
     try:
         written = storage.modified(first)
         age_sec = None if now is None or written is None else now - written
-        named = offer.decode_first(storage.read(first, offer.FIRST_BYTES), first)
+        named = read_twice(storage, first, lambda: offer.decode_first(storage.read(first, offer.FIRST_BYTES), first))
     except NOT_READABLE:
         return Found(directory, None, False, None, f"it has no file {layout.OFFER}")
     except (RecckptError, OSError) as error:
@@ -175,7 +176,7 @@ def _form(said: Offer, delta: Manifest, fence: Fence) -> Manifest:
 
 def _read(storage: Storage, directory: str) -> Offer:
     path = layout.join(directory, layout.OFFER_JSON)
-    return offer.decode(storage.read(path, offer.MAX_BYTES + 1), path)
+    return read_twice(storage, path, lambda: offer.decode(storage.read(path, offer.MAX_BYTES + 1), path))
 
 
 def _contents(tables: Iterable[TableEntry]) -> dict[str, object]:

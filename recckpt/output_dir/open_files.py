@@ -112,6 +112,13 @@ class HeldFiles:
             return self._reached(name, lambda path: self._storage.read(path, max_bytes))
         return bytes(held[:max_bytes])
 
+    def drop_cached(self, name: str) -> bool:
+        """Drop the copy of a file, if it is one; say whether it is not local, as :class:`Storage` does."""
+        is_remote = self._storage.drop_cached(name)
+        if is_remote:
+            self._maps.pop(name, None)
+        return is_remote
+
     def threads(self, asked: int) -> int:
         """Return how many of the ``asked`` threads make it faster."""
         return self._storage.threads(asked)

@@ -166,6 +166,9 @@ class Files(Protocol):
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return at most ``max_bytes`` of a file, from its start."""
 
+    def drop_cached(self, name: str) -> bool:
+        """Drop what is kept of a file; say whether it is not local, so that another read may give other bytes."""
+
     def threads(self, asked: int) -> int:
         """Return how many of the ``asked`` threads make it faster."""
 
@@ -273,6 +276,10 @@ class Storage(ABC):
     @abstractmethod
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a directory and those below it; OSError where files are left in it."""
+
+    def drop_cached(self, name: str) -> bool:
+        """Drop what is kept of a file; say whether it is not local, so that another read may give other bytes."""
+        return False
 
     def why_empty(self) -> str:
         """Say why nothing is found here, "" if there is nothing to add."""

@@ -60,6 +60,13 @@ class RemoteStorage(Storage):
             raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self._url(name))
         return int(found["size"])
 
+    def drop_cached(self, name: str) -> bool:
+        drop = getattr(self._fs, "pop_from_cache", None)  # of fsspec's caches on this host, such as filecache::
+        if drop is not None:
+            with suppress(Exception):  # it is not there
+                drop(self._path(name))
+        return True
+
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._call("removing", name, lambda: self._fs.rm_file(self._path(name)))

@@ -42,6 +42,10 @@ _TRANSIENT_NAMES = frozenset(  # of botocore, aiohttp, azure-core, paramiko and 
     | {"ClientPayloadError", "ClientConnectionError", "ServiceRequestError", "ServiceResponseError"}
     | {"SSHException", "EOFError", "IncompleteRead", "TimeoutError", "FSTimeoutError"}
 )
+_BROKEN_NAMES = frozenset({"FlexibleChecksumError", "ChecksumError", "DataCorruption"})  # of botocore, gcsfs, google
+_BROKEN_CODES = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"})
+_BROKEN_CODES |= {"IncompleteBody", "Md5Mismatch"}
+_BROKEN_TRIES = 4  # of bytes that are broken on the way; what is broken each time is so in the store, or in memory
 _REFUSALS = (FileNotFoundError, FileExistsError, PermissionError)
 _FINAL = (*_REFUSALS, IsADirectoryError, NotADirectoryError, NobodyAnswersError)
 _MOST_LINKS = 16  # of a chain of causes
@@ -101,7 +105,8 @@ class Retries:
                 failure = error
             wait_sec = self._policy.wait_sec(n_failures)
             self._left_sec -= self._policy.clock() - began + wait_sec
-            if not again or self._left_sec < 0 or not is_transient(failure, handled):
+            is_hopeless = n_failures >= _BROKEN_TRIES and is_broken(failure, handled)
+            if not again or is_hopeless or self._left_sec < 0 or not is_transient(failure, handled):
                 raise os_error(failure, operation, self.url) from failure
             log.warning("%s: %s failed, trying again in %.1f s: %r", self.url, operation, wait_sec, failure)
             self._on_retry()
@@ -124,6 +129,8 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
     links = list(_chain(error, handled))
     if isinstance(error, _FINAL) or any(isinstance(link, ssl.SSLCertVerificationError) for link in links):
         return False
+    if any(map(_is_broken, links)):
+        return True
     for link in links:  # the nearest that says something: aiohttp calls a broken answer a 400, behind a lost connection
         status, code = _answer(link)
         if _is_of_the_network(link):
@@ -131,6 +138,11 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
         if status is not None:
             return code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS or (status >= 500 and status != 501)
     return False
+
+
+def is_broken(error: BaseException, handled: BaseException | None = None) -> bool:
+    """Say whether bytes arrived here or in the store that are not those that were sent, by a checksum of theirs."""
+    return any(map(_is_broken, _chain(error, handled)))
 
 
 def is_unreachable(error: BaseException, handled: BaseException | None = None) -> bool:
@@ -202,6 +214,10 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
         if isinstance(status, int) and 100 <= status < 600:
             return status, str(getattr(error, "error_code", ""))
     return None, ""
+
+
+def _is_broken(error: BaseException) -> bool:
+    return _answer(error)[1] in _BROKEN_CODES or any(kind.__name__ in _BROKEN_NAMES for kind in type(error).__mro__)
 
 
 def _is_of_the_network(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS INTERRUPTS HOW``.
+"""A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS HITS HOW``.
 
 HOW is ``waited`` for saves that are waited for, or ``async`` for saves in the background.
 
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 
+import disks
 import numpy as np
 import torch
 from torch import nn
@@ -99,10 +100,12 @@ def interrupted(run: Run, n_steps: int, n_hits: int) -> int:
                 is_over.set()
         except KeyboardInterrupt:
             hits += 1
+            torch.set_grad_enabled(True)  # torch.no_grad() leaves it off where it is interrupted as it begins or ends
     return hits
 
 
 def main(root: str, n_steps: int, n_hits: int, how: str) -> None:
+    disks.leave_to_the_kernel()
     straight, stormy = Run(f"{root}/straight"), Run(f"{root}/stormy", in_background=how == "async")
     resumed = Run(f"{root}/stormy")
     hits = interrupted(stormy, n_steps, n_hits)

@@ -24,6 +24,8 @@ from recckpt.sparse.files.load_target import LinkLoad, LoadTarget
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_fill import Filler
 from recckpt.sparse.table.kernels import first_outside
+from recckpt.storage.local_files import mapped
+from recckpt.storage.read_again import read_twice
 from recckpt.types import SlotSpec
 
 log = logging.getLogger("recckpt")
@@ -191,9 +193,13 @@ class LinkPass:
     def _check_frame(self, part: Part) -> int:
         """Check what lies between the values of a part that is read as a whole, and return the bytes of values read."""
         storage, directory = self._link.storage, self._link.directory
-        mapped = storage.map(layout.join(directory, part.file))
-        if mapped is not None:  # without a map it would all have to be read again
-            PartReader(storage, directory, part, self._slots(part), mapped=mapped).check_frame()
+        path = layout.join(directory, part.file)
+
+        def check() -> None:
+            PartReader(storage, directory, part, self._slots(part), mapped=mapped(storage, path)).check_frame()
+
+        if storage.map(path) is not None:  # without a map it would all have to be read again
+            read_twice(storage, path, check)
         return 0
 
     def _slots(self, part: Part) -> Sequence[SlotSpec]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +24,10 @@ from recckpt.sparse.files.arrow_format import (
 )
 from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files
+from recckpt.storage.read_again import read_twice
 from recckpt.types import SlotSpec
 
+_T = TypeVar("_T")
 _EXTENSION = b"ARROW:extension:name"  # of Arrow
 
 
@@ -83,8 +86,17 @@ class PartReader:
         self.path, self.part = f"{directory}/{part.file}", part
         wanted = None if columns is None else set(columns)
         self._specs = {spec.name: spec for spec in slots if wanted is None or spec.name in wanted}
+        self._storage, self._slots, self._given = storage, slots, mapped
+        self._twice(self._open)
+
+    def _twice(self, read: Callable[[], _T], reopen: Callable[[], object] = lambda: None) -> _T:
+        """Read, and once more where a file that is not local is damaged; bytes of the caller are for it to read."""
+        return read() if self._given is not None else read_twice(self._storage, self.path, read, reopen)
+
+    def _open(self) -> None:
+        storage, part = self._storage, self.part
         try:
-            mapped = storage.map(self.path) if mapped is None else mapped
+            mapped = storage.map(self.path) if self._given is None else self._given
             found = len(mapped) if mapped is not None else storage.size(self.path)
         except NOT_READABLE as error:
             raise missing(self.path, error, f"{part.n_bytes} bytes") from error
@@ -94,7 +106,7 @@ class PartReader:
         self._watched = None if mapped is not None else _WatchedFile(storage.open(self.path))
         self._file = None if mapped is not None else pa.PythonFile(self._watched, "r")
         self._messages: Messages | None = None
-        self._arrow = self._opened(pa.BufferReader(mapped) if self._file is None else self._file, slots)
+        self._arrow = self._opened(pa.BufferReader(mapped) if self._file is None else self._file, self._slots)
         self._names_checked = False
 
     def source(self) -> pa.Buffer | pa.NativeFile:
@@ -112,6 +124,9 @@ class PartReader:
 
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
+        return self._twice(partial(self._read, number), self._open)
+
+    def _read(self, number: int) -> Mapping[str, pa.Array]:
         found = self.unchecked(number)
         for name in (TABLE, ID, *self._specs):
             problem = self.column_problem(number, found, name)

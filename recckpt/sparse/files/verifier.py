@@ -18,6 +18,7 @@ from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import NOT_READABLE, missing, open_storage
 from recckpt.storage.base import Files
 from recckpt.storage.local_files import mapped
+from recckpt.storage.read_again import check_twice
 
 Seen = Callable[[Batch, pa.RecordBatch], object]
 
@@ -53,9 +54,18 @@ def check_part_anywhere(task: PartTask) -> PartCheck:
 
 def check_part(storage: Files, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
     """Hold every byte of a part against its catalog entry; ``seen`` is told each batch whose columns are whole."""
-    path = layout.join(directory, part.file)
+    path, told = layout.join(directory, part.file), set[int]()
+
+    def see_once(batch: Batch, values: pa.RecordBatch) -> None:
+        if id(batch) not in told:
+            told.add(id(batch))
+            seen(batch, values)
+
+    tables = list(tables)
     try:
-        return _checked(storage, directory, tables, part, seen)
+        return check_twice(
+            storage, path, lambda: _checked(storage, directory, tables, part, see_once), lambda done: done.errors
+        )
     except NOT_READABLE as error:
         return PartCheck(path, [missing(path, error, "a file that can be read")])
     except OSError as error:
