@@ -156,7 +156,7 @@ def test_a_checkpointer_that_is_forgotten_ends_its_process_and_prints_an_error_n
     checkpointer = make(commit_hook=Failing())
     _, written = checkpointer.save({"a": 1}, tmp_path, fail="pre")
     process = checkpointer._process
-    process._threads.shutdown()  # the write has ended
+    process._writes.finish()  # the write has ended
     pid = process.pid
     make.made.clear()
     del checkpointer, process, written
