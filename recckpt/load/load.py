@@ -20,6 +20,7 @@ from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
+from recckpt.sparse.average.averaged import AverageTable
 from recckpt.sparse.files.ages import ages_of
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
@@ -184,7 +185,7 @@ def _table_loads(
         TableLoad(
             table=tables[name],
             entry=entries[there],
-            slots={slot: other for slot, other in pairs.items() if slot != ID},
+            slots=_columns(tables[name], {slot: other for slot, other in pairs.items() if slot != ID}),
             with_rows=ID in pairs,
             clear=source.at.entry.hashtable_clear,
             where=source.at.entry.where,
@@ -193,6 +194,11 @@ def _table_loads(
         )
         for (name, there), pairs in slots.items()
     ]
+
+
+def _columns(table: HashTable, slots: dict[str, str]) -> Mapping[str, str]:
+    """Return which columns of a table its slots in a checkpoint fill: an average has others than those it shows."""
+    return table.filled_by(slots) if isinstance(table, AverageTable) else slots
 
 
 def _global_step(items: Iterable[Planned], sources: Sequence[OpenSource]) -> int | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.format.buckets import Slice, gen_slice
+    from recckpt.sparse.average.row_average import RowAverage
     from recckpt.sparse.from_torch import replace_embeddings
     from recckpt.sparse.optim import (
         JointOptimizer,
@@ -29,6 +30,7 @@ _HOMES = {
     "HashTable": "sparse.table.table",
     "ShardedHashTable": "sparse.sharded.table",
     "EmbeddingCollection": "sparse.sharded.table",
+    "RowAverage": "sparse.average.row_average",
     "Slice": "format.buckets",
     "gen_slice": "format.buckets",
     "hash_ids": "sparse.string_ids",
@@ -53,6 +55,7 @@ __all__ = [
     "HashTable",
     "ShardedHashTable",
     "EmbeddingCollection",
+    "RowAverage",
     "Slice",
     "gen_slice",
     "hash_ids",

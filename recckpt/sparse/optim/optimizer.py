@@ -270,6 +270,8 @@ class SparseOptimizer(Optimizer):
                 raise TypeError(f"a sparse optimizer takes recckpt.sparse.HashTable, found a {found}: {_REMEDY}")
             if not table.dtype.is_floating_point:
                 raise ValueError(f"table {table.name!r} of {table.dtype} has no gradients: leave it out")
+            if not table.is_trained:
+                raise ValueError(f"table {table.name!r} is an average, or holds counts: leave it out")
             if table.name in seen:
                 raise ValueError(f"table {table.name!r} is here twice: name every table once")
             seen[table.name] = table

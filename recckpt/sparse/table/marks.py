@@ -183,9 +183,14 @@ class DeltaSource:
         """Rows that were copied aside so far."""
         return self.snapshot.n_kept
 
+    @property
+    def erased(self) -> Int64s:
+        """The ids that were erased, all different; some may be there again."""
+        return distinct(np.empty(0, np.int64), *self._erased)
+
     def deletes(self) -> Int64s:
         """Return the ids that were erased and are not there again, all different, in bucket order."""
-        erased = distinct(np.empty(0, np.int64), *self._erased)
+        erased = self.erased
         if len(erased):
             upserts = IdIndex()
             upserts.reserve(self.n_rows)

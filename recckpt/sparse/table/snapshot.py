@@ -195,7 +195,7 @@ class Snapshot:
         if column == 0:
             self.read_ids(rows, target)
         else:
-            self._slots.read(rows, {self.slots[column - 1].name: target}, for_good=for_good)
+            self.read_slots(rows, {self.slots[column - 1].name: target}, for_good=for_good)
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows; as often as one likes."""
@@ -203,7 +203,11 @@ class Snapshot:
 
     def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
         """Copy rows of some slots into a target each; as often as one likes, as long as none is read for good."""
-        self._slots.read(rows, targets, for_good=False)
+        self.read_slots(rows, targets, for_good=False)
+
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, for_good: bool) -> None:
+        """Copy rows of some slots into a target each; those read for good are not read again."""
+        self._slots.read(rows, targets, for_good=for_good)
 
     def narrow(self, bits: Bytes) -> None:
         """Protect from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""

@@ -15,6 +15,8 @@ from torch import Tensor
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
 from recckpt.policies.admit import Admit, AdmitFunction
+from recckpt.sparse.average.followed import FollowedTable
+from recckpt.sparse.average.models import average_tables_too
 from recckpt.sparse.table.admission import AdmittingTable, Fetched, admission_of, fetched_again
 from recckpt.sparse.table.checks import (
     asked_ids,
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-class HashTable(AdmittingTable, EvictingTable):
+class HashTable(FollowedTable, AdmittingTable, EvictingTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
@@ -125,11 +127,6 @@ class HashTable(AdmittingTable, EvictingTable):
         table.insert(*rows.within(table.slice, table.device))
         table.padding_id = rows.padding_id
         return table
-
-    @property
-    def store(self) -> RowStore:
-        """The rows, and the one door through which they change."""
-        return self._store
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +212,7 @@ class HashTable(AdmittingTable, EvictingTable):
             check_values(self.name, self._spec_of(name), tensor, len(flat))
         check_owned(self.name, self.slice, flat)
         self._date_new_rows()
+        self._note_inserted(flat)
         self._store.insert(flat, values)
 
     @opaque
@@ -297,3 +295,6 @@ class HashTable(AdmittingTable, EvictingTable):
         self._store.adopt(store)
         self.evicted_to = other.evicted_to if isinstance(other, HashTable) else None
         self.note_clock(getattr(other, "clock_dates", None))
+
+
+average_tables_too()

@@ -1,0 +1,163 @@
+"""The rows of an average: what a row was, what it drifts to, and since when."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.sparse.average.mixing import UNKNOWN, mixed, rounded, ticks, weights
+from recckpt.sparse.average.snapshot import OF, SINCE, AverageSnapshot
+from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.row_store import FirstValues, RowStore
+from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.types import EMBEDDING, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+_CLOCK_END = 1 << 61  # far from where int64 ends
+_PIECE = 1 << 16  # rows at a time
+
+
+class AverageStore(RowStore):
+    """Rows of which ``embedding`` is the average at the time ``SINCE``, and ``OF`` the model's row since then.
+
+    What comes through the door of any store, as rows of a load do, has its times as distances to the clock of now, or
+    none: such a row stays as it is until the next update.
+
+    Attributes:
+        clock: the time of now.
+        is_given: whether rows have come otherwise than by an update since the last one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.clock = 0
+        self.is_given = True
+
+    @classmethod
+    def of(cls, store: RowStore) -> AverageStore:
+        """Return an average that begins with the embeddings of a store that is no longer used."""
+        twin, rows = cls(store.device), store.rows
+        rows.columns, rows.initial = {EMBEDDING: rows.columns[EMBEDDING]}, {EMBEDDING: rows.initial[EMBEDDING]}
+        spec = rows.columns[EMBEDDING].spec
+        rows.add_column(SlotSpec(OF, spec.dtype, spec.shape), 0)
+        rows.add_column(SlotSpec(SINCE, "int64", ()), UNKNOWN)
+        twin._rows = rows
+        return twin
+
+    def to(self, device: torch.device) -> AverageStore:
+        """Return a copy with the slots on ``device``."""
+        twin = AverageStore(device)
+        with self.lock:
+            twin._rows, twin.clock = super().to(device).rows, self.clock
+        return twin
+
+    def adopt(self, other: RowStore) -> None:
+        """Replace all rows by those of a store that is no longer used."""
+        with self.lock:
+            super().adopt(other)
+            self.clock, self.is_given = other.clock if isinstance(other, AverageStore) else 0, True
+
+    def insert(self, ids: Int64s, values: Mapping[str, Tensor], embeddings: FirstValues | None = None) -> Int64s:
+        """Set the rows of ``ids``."""
+        with self.lock:
+            return super().insert(ids, self._dated(values), embeddings)
+
+    def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
+        """Set ``rows``."""
+        with self.lock:
+            super().write(rows, self._dated(values), flag)
+
+    def erase(self, ids: Int64s) -> int:
+        """Drop the rows of ``ids``."""
+        with self.lock:
+            self.is_given = True
+            return super().erase(ids)
+
+    def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
+        """Return the rows as they are now, brought up as they are read."""
+        with self.lock:
+            return AverageSnapshot(super().snapshot(name), slots, self.clock)
+
+    def averages(self, columns: Mapping[str, Column], rows: Int64s, unseen: float) -> Tensor:
+        """Return the averages of now; row -1 reads ``unseen``."""
+        column, absent = columns[EMBEDDING], np.flatnonzero(rows < 0)
+        if len(absent) == len(rows):
+            return column.gather_or(rows, unseen)
+        out = rounded(self._averages(columns, np.maximum(rows, 0)), column.dtype)
+        return out.index_fill_(0, torch.from_numpy(absent).to(out.device), unseen) if len(absent) else out
+
+    def update(self, ids: Int64s, values: Tensor, kept: float, first: FirstValues) -> None:
+        """Average rows with those of the model, all different; a new one begins at what ``first`` makes of its id.
+
+        One whose value is that of the last update stays as it is: it goes on drifting there. Not seen before
+        :meth:`advance`.
+        """
+        with self.lock:
+            columns, values = self.columns, values.to(self.device)
+            at = self.find(ids)
+            is_changed = np.ones(len(ids), np.bool_)
+            known = np.flatnonzero(at >= 0)
+            of, since = columns[OF].gather(at[known]), columns[SINCE].gather(at[known]).cpu().numpy()
+            is_changed[known] = (since == UNKNOWN) | ~_equal_rows(of, values[torch.from_numpy(known).to(of.device)])
+            changed = np.flatnonzero(is_changed)
+            ids, at, values = ids[changed], at[changed], values[torch.from_numpy(changed).to(values.device)]
+            before = values.to(torch.float64, copy=True)
+            old, new = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
+            if len(old):
+                before[torch.from_numpy(old).to(before.device)] = self._averages(columns, at[old])
+            if len(new):
+                before[torch.from_numpy(new).to(before.device)] = first(ids[new]).to(before)
+            averages = rounded(mixed(before, values, np.full(len(ids), kept)), values.dtype)
+            times = torch.full((len(ids),), self.clock + ticks(kept))
+            super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
+
+    def drop(self, ids: Int64s) -> None:
+        """Drop the rows of ids that the model has erased."""
+        super().erase(ids)
+
+    def advance(self, kept: float) -> None:
+        """Let the clock go on by an update whose changed rows are there."""
+        with self.lock:
+            if self.clock > _CLOCK_END:
+                self._turn_back()
+            self.clock += ticks(kept)
+            self.is_given = False
+            if ticks(kept):
+                self._replaced()  # each row has moved: a delta holds them all
+
+    def _averages(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
+        """Return the averages of now, in float64."""
+        with self.lock:  # a row and its time are read together
+            averages, of = columns[EMBEDDING].gather(rows), columns[OF].gather(rows)
+            return mixed(averages, of, weights(columns[SINCE].gather(rows).cpu().numpy(), self.clock))
+
+    def _dated(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return values that come from outside with times of this clock."""
+        self.is_given = True
+        if EMBEDDING not in values:
+            return values
+        if SINCE not in values:
+            times = torch.full((len(values[EMBEDDING]),), UNKNOWN)
+        else:
+            times = torch.where(values[SINCE] == UNKNOWN, UNKNOWN, values[SINCE] + self.clock)
+        return {**values, SINCE: times}
+
+    def _turn_back(self) -> None:
+        """Let the clock begin at 0 again; rows so old that they could end below what an int64 holds stay in place."""
+        for begin in range(0, len(self), _PIECE):
+            rows = np.arange(begin, min(begin + _PIECE, len(self)))
+            times = self.columns[SINCE].gather(rows)
+            moved = times.clamp(min=-_CLOCK_END) - self.clock
+            super().write(rows, {SINCE: torch.where(times == UNKNOWN, times, moved)})
+        self.clock = 0
+
+
+def _equal_rows(some: Tensor, others: Tensor) -> npt.NDArray[np.bool_]:
+    """Return which rows are equal bit for bit."""
+    a, b = (tensor.cpu().contiguous().flatten(1).view(torch.uint8).numpy() for tensor in (some, others))
+    equal: npt.NDArray[np.bool_] = (a == b).all(1)
+    return equal

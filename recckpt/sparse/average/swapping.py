@@ -1,0 +1,55 @@
+"""The tables of a model as their averages: for a while, or from now on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recckpt.sparse.average.averaged import AverageTable, average_class
+from recckpt.types import EMBEDDING
+
+if TYPE_CHECKING:
+    from recckpt.sparse.table.table import HashTable
+
+_PIECE = 1 << 16  # rows at a time
+
+
+@contextmanager
+def swapped(pairs: Sequence[tuple[AverageTable, Any]]) -> Iterator[None]:
+    """Let tables be their averages: read, saved and copied as those, without a row that moves."""
+    with ExitStack() as stack:
+        for average, table in pairs:
+            stack.enter_context(_as_its_average(table, average))
+        yield
+
+
+@contextmanager
+def _as_its_average(table: Any, average: AverageTable) -> Iterator[None]:
+    own = {name: getattr(table, name) for name in ("__class__", "_store", "trained_by", "training")}
+    table.__class__ = average_class(type(table))
+    table._store, table.trained_by, table.of = average.store, None, average.of  # no optimizer steps an average
+    table.train(own["training"])
+    try:
+        yield
+    finally:
+        mode = table.mode_asked
+        for name in ("of", "mode_asked"):
+            delattr(table, name)
+        for name, value in own.items():
+            setattr(table, name, value)
+        table.training = mode
+
+
+def apply(average: AverageTable, table: HashTable) -> None:
+    """Give the rows of a table the values of their averages; its other slots stay."""
+    with table.store.lock, average.store.lock:
+        ids = average.ids().numpy()
+        for begin in range(0, len(ids), _PIECE):
+            at = np.arange(begin, min(begin + _PIECE, len(ids)))
+            rows = table.store.find(ids[at])
+            present = np.flatnonzero(rows >= 0)
+            values = average.read(average.store.columns, at[present])
+            table.store.write(rows[present], {EMBEDDING: values})
