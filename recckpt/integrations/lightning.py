@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 except ImportError as error:
     raise ImportError("recckpt.integrations.lightning needs lightning: pip install 'recckpt[lightning]'") from error
 
 from recckpt.dense.state_copy import dump_rng, load_rng
+from recckpt.integrations.lightning_averages import AveragedTables
 from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions
 from recckpt.manager.manager import CheckpointManager
 from recckpt.policies.when import When
@@ -22,7 +23,7 @@ from recckpt.types import is_hashtable
 log = logging.getLogger("recckpt")
 
 
-class RecckptCallback(Callback):
+class RecckptCallback(AveragedTables):
     """Saves a ``LightningModule`` and all that its fit needs to go on; ``fit`` resumes from the newest checkpoint.
 
     Saved are the module, the optimizers and schedulers, the states of the other callbacks, and the loops, with the
@@ -70,7 +71,9 @@ class RecckptCallback(Callback):
         self._sparse_optimizer = optim = self._options.optimizer_of(pl_module)
         if optim is not None:
             _check(trainer, pl_module, optim)
+        self.take_averages(trainer, pl_module)
         self.checkpoints = manager = self._options.manager_of(pl_module, optim)
+        self.register_average(manager)
         for number, dense in enumerate(o for o in parts_of(*trainer.optimizers) if not isinstance(o, SparseOptimizer)):
             manager.register_for_checkpointing(f"optimizer_{number}", dense)
         for number, config in enumerate(trainer.lr_scheduler_configs):
@@ -105,9 +108,9 @@ class RecckptCallback(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Leave tables out of the files of ``ModelCheckpoint``: they cannot be pickled."""
-        weights = checkpoint["state_dict"]
-        for name in [name for name, value in weights.items() if is_hashtable(value)]:
-            del weights[name]
+        for weights in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):  # one of averages
+            for name in [name for name, value in weights.items() if is_hashtable(value)]:
+                del weights[name]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the save that is under way."""
@@ -115,6 +118,7 @@ class RecckptCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Wait for the save that is under way; the exception is raised on."""
+        self.swap_back()
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
 

@@ -19,6 +19,7 @@ from recckpt.types import SlotSpec
 
 PLAIN = "plain data"  # in place of a dtype: state that is not a tensor
 _WRAPPED, _COMPILED = "module.", "_orig_mod"  # what DistributedDataParallel and torch.compile put into names
+_N_AVERAGED = "n_averaged"  # of AveragedModel, which wraps as DistributedDataParallel does
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def names_here(found: Iterable[str], model: Iterable[str]) -> dict[str, str]:
 
 
 def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
-    """Return the prefix to strip from names in a file, and the one to add, where one side alone was wrapped by DDP."""
-    found, model = set(found), set(model)
+    """Return the prefix to strip from names in a file, and the one to add, where one side alone was wrapped."""
+    found, model = {*found} - {_N_AVERAGED}, {*model} - {_N_AVERAGED}
     if found & model:
         return "", ""
     if found and all(name.startswith(_WRAPPED) for name in found):

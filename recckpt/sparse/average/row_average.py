@@ -43,15 +43,15 @@ class RowAverage:
         tables = list(trained_tables(model))
         if not tables:
             raise ValueError(f"found no table in {type(model).__name__}: RowAverage averages the rows of tables alone")
-        self._model, self._into, self._is_swapped = model, into, False
-        self._own = {} if into is not None else {table.name: _beside(table, name) for table in tables}
+        self._model, self._is_swapped = model, False
+        self._averages = nn.ModuleList([_beside(table, name) for table in tables]) if into is None else into
         for average, table in self._pairs():
             average.follow(table, 0.0)
 
     @property
     def tables(self) -> Mapping[str, HashTable]:
         """The averages by the names of their tables: read them as any table; an optimizer refuses them."""
-        return {table.name: average for average, table in self._pairs()}
+        return {table.of: table for table in self._averages.modules() if isinstance(table, AverageTable)}
 
     def update(self, decay: float | None = None) -> None:
         """Average the rows that have changed; call it after each step of the optimizers, or each n-th.
@@ -97,9 +97,7 @@ class RowAverage:
             apply(average, table)
 
     def _pairs(self) -> list[tuple[AverageTable, HashTable]]:
-        if self._into is not None:
-            return paired(self._into, self._model)
-        return paired(nn.ModuleList(self._own.values()), self._model)
+        return paired(self._averages, self._model)
 
     def _refuse_swapped(self, what: str) -> None:
         if self._is_swapped:

@@ -92,7 +92,7 @@ def test_averages_beside_a_model_are_saved_and_restored_with_it_bit_for_bit(tmp_
     for one, other in zip(straight, resumed, strict=True):
         assert torch.equal(one.tables["t"].lookup(ids)[0], other.tables["t"].lookup(ids)[0])
     names = CheckpointReader(str(tmp_path / "halves")).tables
-    assert names == ["t", "t.average", "t.candidates", "t.slow"]
+    assert sorted(names) == ["t", "t.average", "t.candidates", "t.slow"]
 
 
 def test_inside_swap_the_model_reads_and_saves_the_averages_and_trains_on_afterwards(model, tmp_path):
@@ -105,7 +105,7 @@ def test_inside_swap_the_model_reads_and_saves_the_averages_and_trains_on_afterw
     live, known = model.table.lookup(ids)[0], model.table.ids().sort().values
     with average.swap():
         assert oracle.is_that_of(model.table)
-        assert torch.equal(model.table(ids), average.tables.get("t", model.table)(ids)) or True
+        assert torch.equal(model.table(ids), average.tables["t"](ids))
         model.eval()
         assert torch.equal(model.table(ids), model.table.lookup(ids)[0])
         Saver(model, output_dir=str(tmp_path)).save("best")
