@@ -54,14 +54,14 @@ class AveragedTables(Callback):
         self._averaged = None
         if not list(trained_tables(pl_module)):
             return
-        for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+        for number, callback in enumerate(trainer.callbacks):
             if isinstance(callback, StochasticWeightAveraging):
                 raise ValueError(
                     "StochasticWeightAveraging averages parameters alone, so that tables would stay as they are under "
                     "averaged layers: use WeightAveraging(avg_fn=torch.optim.swa_utils.get_swa_avg_fn())"
                 )
             if WeightAveraging is not None and isinstance(callback, WeightAveraging):
-                if number > trainer.callbacks.index(self):  # type: ignore[attr-defined]
+                if number > trainer.callbacks.index(self):
                     raise ValueError(
                         f"{type(callback).__name__} comes after RecckptCallback, which would save the averages of the "
                         "step before: put it first in callbacks=[...]"

@@ -4,6 +4,8 @@ import re
 
 from documents import PAGES
 
+import recckpt
+
 table, page = model.user, PAGES["rows.md"].read_text(encoding="utf-8")
 assert (table.ids().tolist(), table.slots["count"].tolist()) == ([7], [2])
 assert table.candidates.ids().tolist() == [8]
@@ -16,3 +18,9 @@ for capacity, error, size, unit, each in sizes:
     bloom = Bloom(int(capacity.replace(",", "")), float(error))
     assert round(bloom.nbytes / 2 ** (20 if unit == "MiB" else 30), 1) == float(size)
     assert round(bloom.nbytes / bloom.capacity) == int(each)
+
+ids = item["table"].ids()
+assert sorted(filter_out_sparse_param(both)) == ["item"]
+assert not torch.equal(averaged.module["table"].lookup(ids)[0], item["table"].embeddings())
+found = recckpt.CheckpointReader("runs/averaged").lookup("item.average", ids.numpy()).values
+assert torch.equal(torch.from_numpy(found), averaged.module["table"].lookup(ids)[0])
