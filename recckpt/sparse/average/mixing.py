@@ -10,11 +10,14 @@ The clock is an integer: differences of it are exact, so a row saved by its dist
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from recckpt.sparse.table.kernels import compiled
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -22,6 +25,7 @@ Float64s = npt.NDArray[np.float64]
 UNKNOWN = -(1 << 63)  # in place of a time: the row is its average, and what it drifts to is not known
 _TICKS = 1 << 40  # of the clock in a factor of e
 _NOTHING = 750  # exp(-750) is 0.0
+_COMPILED = {torch.float32, torch.float64}
 
 
 def ticks(kept: float) -> int:
@@ -36,14 +40,31 @@ def weights(times: Int64s, clock: int) -> Float64s:
     return np.exp(ages / -_TICKS)
 
 
-def mixed(averages: Tensor, values: Tensor, shares: Float64s) -> Tensor:
-    """Return ``share * average + (1 - share) * value`` for each row, in float64; exact for shares of 0 and 1."""
+def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype) -> Tensor:
+    """Return ``share * average + (1 - share) * value`` for each row, in float64 and rounded once to ``dtype``.
+
+    It is exact for shares of 0 and 1.
+    """
+    if averages.device.type == "cpu" and {averages.dtype, values.dtype, dtype} <= _COMPILED:
+        out = torch.empty(averages.shape, dtype=dtype)
+        rows, others = averages.contiguous().flatten(1), values.contiguous().flatten(1)
+        _mix(rows.numpy(), others.numpy(), shares, out.flatten(1).numpy())
+        return out
     share = torch.from_numpy(shares).to(averages.device).view(-1, *[1] * (averages.dim() - 1))
-    # One operation after the other: a fused one rounds by the place of a row in the tensor.
-    out = averages.to(torch.float64).mul(share).add_(values.to(torch.float64).mul(1 - share))
-    return torch.where(share == 1, averages.to(torch.float64), torch.where(share == 0, values.to(torch.float64), out))
+    wide, other = averages.to(torch.float64), values.to(torch.float64)
+    found = torch.where(share == 1, wide, torch.where(share == 0, other, wide * share + other * (1 - share)))
+    return found.to(dtype) if dtype.is_floating_point else found.round().to(dtype)
 
 
-def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float64 values in the dtype of a table."""
-    return values.to(dtype) if dtype.is_floating_point else values.round().to(dtype)
+@compiled
+def _mix(averages: Any, values: Any, shares: Any, out: Any) -> None:
+    """Mix row by row: what a row comes to does not depend on those beside it."""
+    for i in range(len(shares)):
+        share, rest = shares[i], 1.0 - shares[i]
+        for j in range(out.shape[1]):
+            if share == 1.0:
+                out[i, j] = averages[i, j]
+            elif share == 0.0:
+                out[i, j] = values[i, j]
+            else:
+                out[i, j] = share * averages[i, j] + rest * values[i, j]

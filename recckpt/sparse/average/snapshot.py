@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.sparse.average.mixing import UNKNOWN, mixed, rounded, weights
+from recckpt.sparse.average.mixing import UNKNOWN, mixed, weights
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -69,7 +69,7 @@ class AverageSnapshot(Snapshot):
             if name == EMBEDDING:
                 averages, of = self._tensor(read, EMBEDDING), self._tensor(read, OF)
                 shares = weights(self._tensor(read, SINCE).numpy(), self._clock)
-                found = rounded(mixed(averages, of, shares), averages.dtype)
+                found = mixed(averages, of, shares, averages.dtype)
             elif name == SINCE:
                 times = self._tensor(read, SINCE)
                 found = torch.where(times == UNKNOWN, times, times - self._clock)

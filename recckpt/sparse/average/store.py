@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.sparse.average.mixing import UNKNOWN, mixed, rounded, ticks, weights
+from recckpt.sparse.average.mixing import UNKNOWN, mixed, ticks, weights
 from recckpt.sparse.average.snapshot import OF, SINCE, AverageSnapshot
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.row_store import FirstValues, RowStore
@@ -87,7 +87,7 @@ class AverageStore(RowStore):
         column, absent = columns[EMBEDDING], np.flatnonzero(rows < 0)
         if len(absent) == len(rows):
             return column.gather_or(rows, unseen)
-        out = rounded(self._averages(columns, np.maximum(rows, 0)), column.dtype)
+        out = self._averages(columns, np.maximum(rows, 0), column.dtype)
         return out.index_fill_(0, torch.from_numpy(absent).to(out.device), unseen) if len(absent) else out
 
     def update(self, ids: Int64s, values: Tensor, kept: float, first: FirstValues) -> None:
@@ -99,21 +99,15 @@ class AverageStore(RowStore):
         with self.lock:
             columns, values = self.columns, values.to(self.device)
             at = self.find(ids)
-            is_changed = np.ones(len(ids), np.bool_)
-            known = np.flatnonzero(at >= 0)
-            of, since = columns[OF].gather(at[known]), columns[SINCE].gather(at[known]).cpu().numpy()
-            is_changed[known] = (since == UNKNOWN) | ~_equal_rows(of, values[torch.from_numpy(known).to(of.device)])
-            changed = np.flatnonzero(is_changed)
-            ids, at, values = ids[changed], at[changed], values[torch.from_numpy(changed).to(values.device)]
-            before = values.to(torch.float64, copy=True)
-            old, new = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
+            new, known = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
+            since = columns[SINCE].gather(at[known]).cpu().numpy()
+            is_same = _equal_rows(columns[OF].gather(at[known]), _some(values, known)) & (since != UNKNOWN)
+            old = known[~is_same]
             if len(old):
-                before[torch.from_numpy(old).to(before.device)] = self._averages(columns, at[old])
+                self._set(ids[old], self._averages(columns, at[old], torch.float64), _some(values, old), kept)
             if len(new):
-                before[torch.from_numpy(new).to(before.device)] = first(ids[new]).to(before)
-            averages = rounded(mixed(before, values, np.full(len(ids), kept)), values.dtype)
-            times = torch.full((len(ids),), self.clock + ticks(kept))
-            super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
+                begin = first(ids[new]).to(self.device)
+                self._set(ids[new], begin.to(torch.promote_types(begin.dtype, torch.float32)), _some(values, new), kept)
 
     def drop(self, ids: Int64s) -> None:
         """Drop the rows of ids that the model has erased."""
@@ -129,11 +123,17 @@ class AverageStore(RowStore):
             if ticks(kept):
                 self._replaced()  # each row has moved: a delta holds them all
 
-    def _averages(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
-        """Return the averages of now, in float64."""
+    def _averages(self, columns: Mapping[str, Column], rows: Int64s, dtype: torch.dtype) -> Tensor:
+        """Return the averages of now."""
         with self.lock:  # a row and its time are read together
             averages, of = columns[EMBEDDING].gather(rows), columns[OF].gather(rows)
-            return mixed(averages, of, weights(columns[SINCE].gather(rows).cpu().numpy(), self.clock))
+            return mixed(averages, of, weights(columns[SINCE].gather(rows).cpu().numpy(), self.clock), dtype)
+
+    def _set(self, ids: Int64s, before: Tensor, values: Tensor, kept: float) -> None:
+        """Set rows to the averages of what they were before and their new values, at the time after this update."""
+        averages = mixed(before, values, np.full(len(ids), kept), values.dtype)
+        times = torch.full((len(ids),), self.clock + ticks(kept))
+        super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
 
     def _dated(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return values that come from outside with times of this clock."""
@@ -154,6 +154,11 @@ class AverageStore(RowStore):
             moved = times.clamp(min=-_CLOCK_END) - self.clock
             super().write(rows, {SINCE: torch.where(times == UNKNOWN, times, moved)})
         self.clock = 0
+
+
+def _some(values: Tensor, rows: Int64s) -> Tensor:
+    """Return some rows of a tensor, without a copy where they are all."""
+    return values if len(rows) == len(values) else values[torch.from_numpy(rows).to(values.device)]
 
 
 def _equal_rows(some: Tensor, others: Tensor) -> npt.NDArray[np.bool_]:

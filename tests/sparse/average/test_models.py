@@ -89,13 +89,12 @@ def rows_of(averaged, n=N):
     return table.weight.data[:n] if isinstance(table, nn.Embedding) else table.lookup(torch.arange(n))[0]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("name", "every"), mostly_slow([(name, every) for name in FUNCTIONS for every in (1, 3)], 4))
 def test_the_average_of_a_table_is_that_of_an_embedding(name, every):
     models = pair()
     averages = [AveragedModel(model, **FUNCTIONS[name]()) for model in models]
     optimizers = [optimizers_of(model) for model in models]
-    for step in range(150):
+    for step in range(80):
         for model, average, some in zip(models, averages, optimizers, strict=True):
             trained(model, some, step)
             if step % every == 0:

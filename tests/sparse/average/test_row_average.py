@@ -91,7 +91,7 @@ def test_averages_beside_a_model_are_saved_and_restored_with_it_bit_for_bit(tmp_
     ids = model.table.ids()
     for one, other in zip(straight, resumed, strict=True):
         assert torch.equal(one.tables["t"].lookup(ids)[0], other.tables["t"].lookup(ids)[0])
-    names = CheckpointReader(str(tmp_path / "halves")).tables
+    names = CheckpointReader(str(tmp_path / "halves")).tables()
     assert sorted(names) == ["t", "t.average", "t.candidates", "t.slow"]
 
 
