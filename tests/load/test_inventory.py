@@ -115,6 +115,8 @@ def test_a_damaged_file_is_named(tmp_path):
         (["module.a"], ["module.a"], ("", "")),
         (["module.b", "c"], ["a", "module.b"], ("", "")),
         (["module.a", "b"], ["a"], ("", "")),
+        (["module.a", "n_averaged"], ["a"], ("module.", "")),  # of AveragedModel
+        (["a"], ["module.a", "n_averaged"], ("", "module.")),
         (["module.a"], [], ("", "")),
         ([], ["module.a"], ("", "")),
         (["module.x"], ["a"], ("", "")),  # another model, whose names are as they are in the file, for 'oname'

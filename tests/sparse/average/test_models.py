@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from sweeps import mostly_slow
 from torch import nn
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -89,7 +90,9 @@ def rows_of(averaged, n=N):
     return table.weight.data[:n] if isinstance(table, nn.Embedding) else table.lookup(torch.arange(n))[0]
 
 
-@pytest.mark.parametrize(("name", "every"), mostly_slow([(name, every) for name in FUNCTIONS for every in (1, 3)], 4))
+@mostly_slow("name")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("every", [1, 3])
 def test_the_average_of_a_table_is_that_of_an_embedding(name, every):
     models = pair()
     averages = [AveragedModel(model, **FUNCTIONS[name]()) for model in models]
@@ -273,6 +276,24 @@ def test_an_average_resumed_in_the_middle_is_bit_for_bit_that_of_a_straight_run(
     saver.save("60")
     found = CheckpointReader(str(tmp_path / "halves" / "average")).lookup("t", ids.numpy()).values
     assert torch.equal(torch.from_numpy(found), straight.module.table.lookup(ids)[0])
+
+
+def test_the_averages_of_a_checkpoint_go_into_a_plain_model_and_a_model_into_an_average(tmp_path):
+    model, _ = pair()
+    optimizers, average = optimizers_of(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(5):
+        trained(model, optimizers, step)
+        average.update_parameters(model)
+    ids, plain, other = model.table.ids(), Clicks(HashTable(DIM, name="t")), AveragedModel(pair()[0])
+    Saver(average, output_dir=str(tmp_path / "average")).save("1")
+    Saver(plain, output_dir=str(tmp_path / "average")).load(load_conf={"strict": False})
+    assert torch.equal(plain.table.lookup(ids)[0], average.module.table.lookup(ids)[0])
+    assert torch.equal(plain.top.weight, average.module.top.weight)
+    assert not plain.table.slots
+    Saver(model, optimizers[1], output_dir=str(tmp_path / "model")).save("1")
+    Saver(other, output_dir=str(tmp_path / "model")).load(load_conf={"strict": False})
+    assert torch.equal(other.module.table.lookup(ids)[0], model.table.lookup(ids)[0])
+    assert torch.equal(other.module.top.weight, model.top.weight)
 
 
 def test_state_dicts_take_the_averages_to_a_plain_model_and_back():
