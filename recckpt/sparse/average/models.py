@@ -14,10 +14,14 @@ from recckpt.sparse.average.averaged import AverageTable, as_average
 from recckpt.sparse.average.followed import FollowedTable, for_average
 from recckpt.sparse.average.function import share_kept
 
+_MARK = "_recckpt_averages_tables"
+
 
 def average_tables_too() -> None:
     """Wrap the two methods of ``AveragedModel`` that copy and average: of models without tables nothing changes."""
     make, update = AveragedModel.__init__, AveragedModel.update_parameters
+    if hasattr(update, _MARK):  # a module that is loaded anew
+        return
 
     @functools.wraps(make)
     def make_with_tables(self: AveragedModel, *args: Any, **kwargs: Any) -> None:
@@ -37,6 +41,7 @@ def average_tables_too() -> None:
         for average, table in pairs:
             average.follow(table, kept)
 
+    setattr(update_parameters, _MARK, True)
     AveragedModel.__init__ = make_with_tables  # type: ignore[method-assign]
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 

@@ -22,6 +22,8 @@ from recckpt import CheckpointReader, Saver
 from recckpt.policies.admit import MinCount
 from recckpt.policies.evict import Capacity
 from recckpt.sparse import EmbeddingCollection, HashTable, ShardedHashTable, SparseAdam, SparseSGD
+from recckpt.sparse.average import store
+from recckpt.sparse.average.mixing import ticks
 
 N, DIM = 400, 4
 
@@ -112,15 +114,13 @@ def test_the_average_of_a_table_is_that_of_an_embedding(name, every):
 
 
 def test_what_an_update_touches_are_the_rows_that_have_changed(monkeypatch):
-    from recckpt.sparse.average.store import AverageStore
-
     model, _ = pair()
     optimizers, average = optimizers_of(model), AveragedModel(model, **FUNCTIONS["ema"]())
     model.table(torch.arange(N))
     average.update_parameters(model)
-    touched, update = [], AverageStore.update
+    touched, update = [], store.AverageStore.update
     monkeypatch.setattr(
-        AverageStore, "update", lambda self, ids, *rest: (touched.append(len(ids)), update(self, ids, *rest))
+        store.AverageStore, "update", lambda self, ids, *rest: (touched.append(len(ids)), update(self, ids, *rest))
     )
     for step in range(5):
         trained(model, optimizers, step)
@@ -143,6 +143,21 @@ def test_a_long_rest_and_a_row_that_comes_back_cost_no_digits():
         average.update_parameters(model)
     seen = models[0].table.ids()
     assert (rows_of(averages[0])[seen] - rows_of(averages[1])[seen]).abs().max() < 1e-6
+
+
+def test_a_clock_that_begins_anew_changes_no_average(monkeypatch):
+    ids, expected = torch.arange(4), None
+    for end in (store._CLOCK_END, 10 * ticks(0.9)):
+        monkeypatch.setattr(store, "_CLOCK_END", end)
+        model, _ = pair()
+        average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9))
+        for step in range(60):
+            model.table.insert(ids[[step // 4 % 4]], torch.full((1, DIM), float(step)))
+            average.update_parameters(model)
+        rows = average.module.table.lookup(ids)[0]
+        expected = rows if expected is None else expected
+        assert torch.equal(rows, expected)
+        assert (average.module.table.store.clock < 12 * ticks(0.9)) == (end < 1 << 60)
 
 
 @pytest.mark.parametrize("function", [torch.maximum, torch.minimum, lambda a, b: a + b, lambda a, b: 2 * a - b])
