@@ -153,7 +153,7 @@ class SparseOptimizer(Optimizer):
     @opaque
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the rows that had a gradient since the last step.
+        """Update the rows that had a gradient since the last step, but for those of frozen tables.
 
         Args:
             closure: computes the loss again, with its backward pass, and returns it.
@@ -195,7 +195,7 @@ class SparseOptimizer(Optimizer):
         table = parameter.table
         with table.store.lock:
             self._count_step(parameter)
-            taken = table.row_gradients()
+            taken = table.row_gradients() if table.requires_grad else None
             if taken is None:
                 return
             step, columns = self.state.get(parameter, {}).get("step", 0) + 1, table.store.columns

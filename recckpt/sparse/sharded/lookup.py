@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from recckpt.sparse.sharded.routing import Asked, Route, asked, route
 from recckpt.sparse.table.checks import asked_ids
 from recckpt.sparse.table.gradients import add_by_group
 from recckpt.sparse.table.nn_module import of_held
-from recckpt.sparse.table.opaque import check_proxy
+from recckpt.sparse.table.opaque import check_proxy, opaque
 from recckpt.sparse.table.table import HashTable
 
 Int64s = npt.NDArray[np.int64]
@@ -27,16 +28,22 @@ class RoundTrip:
 
     The rows that go from one rank to another are followed by a few more, the trailer. With rows of a table it says
     whether their owner could read them, with gradients which of the tables the loss has reached at all. Gradients are
-    multiplied with the scale of their table; ``what`` names the lookup in words that are the same on all ranks.
+    multiplied with the scale of their table; ``what`` names the lookup in words that are the same on all ranks;
+    ``inserts`` says of each table whether it inserts and counts.
     """
 
     def __init__(
-        self, tables: Sequence[HashTable], exchange: Exchange, scales: Sequence[float], what: str, *, admit: bool
+        self,
+        tables: Sequence[HashTable],
+        exchange: Exchange,
+        scales: Sequence[float],
+        what: str,
+        inserts: Sequence[bool],
     ) -> None:
         self._tables, self._exchange, self._scales, self._what = tables, exchange, scales, what
         self._shape = tables[0].embedding_shape
         self._like: dict[str, Any] = {"dtype": tables[0].dtype, "device": tables[0].device}
-        self._admit, self._counted = admit, admit and any(table.counts_occurrences for table in tables)
+        self._inserts, self._counted = inserts, any(table.counts_occurrences for table in compress(tables, inserts))
         self._n_trailer = -(-len(tables) // math.prod(self._shape))
         self._route: Route
         self._asked: Asked
@@ -114,8 +121,8 @@ class RoundTrip:
         """Return the rows that the ranks ask for; where they cannot be had, others, and the reason."""
         problem = None
         try:
-            batches = zip(self._tables, self._asked.ids, self._asked.occurrences, strict=True)
-            found = [table.fetch(ids, occurrences, admit=self._admit) for table, ids, occurrences in batches]
+            batches = zip(self._tables, self._asked.ids, self._asked.occurrences, self._inserts, strict=True)
+            found = [table.fetch(ids, occurrences, admit=inserts) for table, ids, occurrences, inserts in batches]
             rows, self._held = [some.rows for some in found], [some.held for some in found]
         except Exception as error:
             problem = error
@@ -137,6 +144,28 @@ class RoundTrip:
     def _cut(self, rows: Tensor, rank: int) -> Sequence[Tensor]:
         """Return what a rank sent, table by table."""
         return torch.split(rows, [*self._asked.counts[rank].tolist(), self._n_trailer])
+
+
+class _RoundTrip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trip: RoundTrip, ids: Mapping[str, Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.trip, rows = trip, trip.rows(ids)
+        is_frozen = (not needed for needed in ctx.needs_input_grad[2:])
+        ctx.mark_non_differentiable(*compress(rows, is_frozen))
+        return rows
+
+    @staticmethod
+    @opaque
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.trip.return_gradients(grads)
+        return (None, None, *(None for _ in grads))
+
+
+def differentiable_rows(trip: RoundTrip, ids: Mapping[str, Tensor], anchors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the rows of a lookup, whose backward pass returns the gradients of those whose anchor requires one."""
+    rows: tuple[Tensor, ...] = _RoundTrip.apply(trip, ids, *anchors)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[Int64s]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
@@ -15,14 +16,13 @@ from recckpt.policies.admit import Admit, AdmitFunction
 from recckpt.policies.evict import Mask
 from recckpt.sparse.sharded.all_to_all import Exchange, agree, exchange_of
 from recckpt.sparse.sharded.eviction import evict_due, first_of_all
-from recckpt.sparse.sharded.lookup import RoundTrip, flat_batches
+from recckpt.sparse.sharded.lookup import RoundTrip, differentiable_rows, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
 from recckpt.sparse.table.bags import Bags, Mode, bags_in, check_mode, pool
 from recckpt.sparse.table.eviction_plan import Policy
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.table import HashTable
-from recckpt.types import flag
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +105,7 @@ class ShardedHashTable(HashTable):
         return f"{super().extra_repr()}, {rank}"
 
     @opaque
-    def forward(self, ids: Tensor, *, admit: bool = True) -> Tensor:
+    def forward(self, ids: Tensor, *, admit: bool | None = None) -> Tensor:
         """Return the embeddings of ``ids``, whichever rank holds them. Collective.
 
         In training mode unseen ids are inserted where they belong, if they are admitted. In eval mode nothing is
@@ -113,15 +113,15 @@ class ShardedHashTable(HashTable):
 
         Args:
             ids: int64, any shape.
-            admit: False inserts and counts nothing; the same on all ranks.
+            admit: as of a plain table; the same on all ranks, as is whether the table is frozen.
 
         Returns:
-            Tensor of shape ``ids.shape + embedding_shape``, differentiable.
+            Tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen.
 
         Raises:
             LookupFailedError: a rank has no int64 ids, is at another lookup, or failed; all ranks raise it.
         """
-        return look_up_together([self], {self.name: ids}, admit=flag("admit", admit))[0]
+        return look_up_together([self], {self.name: ids}, admit=admit)[0]
 
     def _of_ranks(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
         return agree(self.exchange, what, [number] * self.exchange.size, problem)
@@ -129,8 +129,8 @@ class ShardedHashTable(HashTable):
     def _first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
         return first_of_all(self.exchange, by, ids, n)
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        look_up_together([self], {self.name: error}, admit=True)  # the others wait for the ids of this rank
+    def _refuse(self, error: Exception, admit: bool | None) -> NoReturn:
+        look_up_together([self], {self.name: error}, admit=admit)  # the others wait for the ids of this rank
         raise error
 
     def _exposed(self, grads: Tensor) -> Tensor:
@@ -146,18 +146,27 @@ class EmbeddingCollection(nn.Module):
         tables: in the same order on all ranks.
 
     Raises:
+        TypeError: there is something else than sharded tables.
         ValueError: two tables share a name.
     """
 
     def __init__(self, tables: Iterable[ShardedHashTable]) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(tables)
+        given = list(tables)
+        other = next((table for table in given if not isinstance(table, ShardedHashTable)), None)
+        if other is not None:
+            found = f"the {type(other).__name__} {getattr(other, 'name', other)!r:.100}"
+            raise TypeError(
+                f"a collection takes recckpt.sparse.ShardedHashTable, found {found}: make it one, which with one rank "
+                "is a plain table; several plain ones go into an nn.ModuleDict, and are called one by one"
+            )
+        self.tables = nn.ModuleList(given)
         names = [table.name for table in self._sharded]
         if len({*names}) < len(names):
             raise ValueError(f"tables need names of their own, found {names}")
 
     @opaque
-    def forward(self, ids: Mapping[str, Tensor], *, admit: bool = True) -> dict[str, Tensor]:
+    def forward(self, ids: Mapping[str, Tensor], *, admit: bool | None = None) -> dict[str, Tensor]:
         """Return the embeddings for each table. Collective.
 
         Args:
@@ -165,7 +174,7 @@ class EmbeddingCollection(nn.Module):
             admit: as of a table, for all of them.
 
         Returns:
-            Table name -> tensor of shape ``ids.shape + embedding_shape``, differentiable.
+            Table name -> tensor of shape ``ids.shape + embedding_shape``, differentiable but for frozen tables.
 
         Raises:
             LookupFailedError: the ids of a rank do not fit, or it is at another lookup; all ranks raise it.
@@ -180,7 +189,7 @@ class EmbeddingCollection(nn.Module):
         for tables in groups.values():
             names = [table.name for table in tables]
             own = {name: given[name] for name in (*names, *unknown) if name in given}
-            rows |= zip(names, look_up_together(tables, own, admit=flag("admit", admit)), strict=True)
+            rows |= zip(names, look_up_together(tables, own, admit=admit), strict=True)
         return rows
 
     @opaque
@@ -191,7 +200,7 @@ class EmbeddingCollection(nn.Module):
         mode: Mode = "sum",
         weights: Mapping[str, Any] | None = None,
         padding_id: int | None = None,
-        admit: bool = True,
+        admit: bool | None = None,
     ) -> dict[str, Tensor]:
         """Return the rows of each bag, pooled, for each table, by the messages of one lookup. Collective.
 
@@ -235,61 +244,43 @@ class EmbeddingCollection(nn.Module):
         return list(self.tables)  # type: ignore[arg-type]  # nn.ModuleList forgets what it holds
 
 
-def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any], *, admit: bool) -> list[Tensor]:
+def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any], *, admit: bool | None) -> list[Tensor]:
     """Return the embeddings for each table, by the messages of one lookup. Collective.
 
     Args:
         tables: all of one shape, dtype, device and group; the same on all ranks.
         ids: table name -> int64, any shape; or the error of why this rank has none.
-        admit: whether new rows are inserted, and anything is counted.
+        admit: as of a table, for all of them.
 
     Raises:
         LookupFailedError: as the lookup in one table.
     """
     first, exchange = tables[0], tables[0].exchange
+    inserts = [table.inserts(admit) for table in tables]
     if exchange.size == 1:
         flat_batches(tables, ids)
         return [HashTable.forward(table, ids[table.name], admit=admit) for table in tables]
-    if admit:
-        ids = evict_due(tables, ids)
+    ids = evict_due(list(compress(tables, inserts)), ids)
     has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
     scales = [1 / exchange.size if table.gradients == "mean" else 1.0 for table in tables]
-    trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, admit), admit=admit)
-    rows = _differentiable(trip, ids) if has_grad else trip.rows(ids)
+    trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, inserts), inserts)
+    rows = differentiable_rows(trip, ids, [table.anchor for table in tables]) if has_grad else trip.rows(ids)
     return [some.view(*ids[table.name].shape, *first.embedding_shape) for some, table in zip(rows, tables, strict=True)]
 
 
-def _described(tables: Sequence[ShardedHashTable], has_grad: bool, admit: bool) -> str:
+def _described(tables: Sequence[ShardedHashTable], has_grad: bool, inserts: Sequence[bool]) -> str:
     """Return a lookup in words that are equal on two ranks if it is."""
-    modes = (f"{table.name!r} ({', '.join(_mode(table, admit))})" for table in tables)
+    modes = (f"{table.name!r} ({', '.join(_mode(table, does))})" for table, does in zip(tables, inserts, strict=True))
     shape = f"{str(tables[0].dtype).removeprefix('torch.')} {tables[0].embedding_shape}"
     return f"{', '.join(modes)} of {shape} {'with' if has_grad else 'without'} gradients"
 
 
-def _mode(table: ShardedHashTable, admit: bool) -> Iterator[str]:
+def _mode(table: ShardedHashTable, inserts: bool) -> Iterator[str]:
     yield "training" if table.training else "eval"
+    if not table.requires_grad:
+        yield "frozen"
     yield table.gradients
     if table.track:
         yield f"track={'+'.join(table.track)}"
-    if not admit or table.admit is not None:
-        yield f"admit={table.admit if admit else False}"
-
-
-class _RoundTrip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, trip: RoundTrip, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.trip = trip
-        return trip.rows(ids)
-
-    @staticmethod
-    @opaque
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ctx.trip.return_gradients(grads)
-        return None, None, None
-
-
-def _differentiable(trip: RoundTrip, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
-    rows: tuple[Tensor, ...] = _RoundTrip.apply(anchor, trip, ids)  # type: ignore[no-untyped-call]
-    return rows
+    if not inserts or table.admit is not None:
+        yield f"admit={table.admit if inserts else False}"

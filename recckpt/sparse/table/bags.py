@@ -57,7 +57,7 @@ class PooledTable(TableModule):
         weights: Any = None,
         padding_id: int | None = None,
         include_last_offset: bool = False,
-        admit: bool = True,
+        admit: bool | None = None,
     ) -> Tensor:
         """Return the rows of each bag of ids, pooled, as ``nn.EmbeddingBag`` does; an empty bag gives zeros.
 
@@ -90,11 +90,11 @@ class PooledTable(TableModule):
             bags = _bags_of(self.name, ids, ends, weights).without(_padding(self, padding_id))
             check_mode(self, mode, bags.weights)
         except (TypeError, ValueError) as error:
-            self._refuse(error)
+            self._refuse(error, admit)
         return pool(self(bags.ids, admit=admit), bags, mode)
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        """Raise the error of arguments that are wrong."""
+    def _refuse(self, error: Exception, admit: bool | None) -> NoReturn:
+        """Raise the error of arguments that are wrong, in place of a look-up with this ``admit``."""
         raise error
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
+_PROBES = count()
 MAX_VALUES = 1 << 18  # of a row: a megabyte in float32, where embeddings have hundreds
 _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
 
@@ -100,6 +102,30 @@ def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
             f"table {table!r} holds {slice_} only; {len(strangers)} of {len(ids)} ids lie outside, the first "
             f"is {strangers[0]}: send ids to the rank that owns them"
         )
+
+
+def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Callable[[Tensor], Tensor]) -> torch.device:
+    """Return where ``fn``, which torch applies to a whole model, takes tensors; refuse what rows cannot follow."""
+    probe = torch.full((4,), next(_PROBES) % 100 + 1, dtype=dtype, device=device)  # unlike the last one
+    moved = fn(probe)
+    if moved.dtype != dtype:
+        raise TypeError(
+            f"table {table!r} keeps its dtype {dtype}, cannot become {moved.dtype}: make the "
+            "table with dtype=..., and convert the dense modules one by one"
+        )
+    checked_device(table, moved.device)
+    if not torch.equal(moved.cpu(), probe.cpu()):
+        raise ValueError(
+            f"table {table!r}: to_empty() would leave its rows without values: call it on the dense modules "
+            "one by one, and table.to(device) here"
+        )
+    if moved.device.type == "cpu" and moved.is_shared():
+        raise ValueError(
+            f"table {table!r}: share_memory() cannot share its rows, which grow in the memory of this process: call it "
+            "on the dense modules one by one; a ShardedHashTable has its rows on several processes, and "
+            "recckpt.CheckpointReader gives them to others"
+        )
+    return moved.device
 
 
 def checked_count(table: str, n_rows: Any) -> int:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recckpt import types
-from recckpt.sparse.table.checks import checked_device
+from recckpt.sparse.table.anchor import AnchoredModule
+from recckpt.sparse.table.checks import checked_move
 from recckpt.sparse.table.gradients import Gradients, RowGradients
 from recckpt.sparse.table.initializers import Initializer
 from recckpt.sparse.table.opaque import opaque
@@ -28,10 +28,9 @@ Int64s = npt.NDArray[np.int64]
 Give = Callable[[Int64s, Tensor], object]
 Read = Callable[[], tuple[Tensor, Int64s | None]]
 
-_PROBES = count()
 
 
-class TableModule(nn.Module):
+class TableModule(AnchoredModule):
     """A module whose state is a store of rows, which stands in state dicts as itself and whose rows have gradients."""
 
     name: str
@@ -115,22 +114,10 @@ class TableModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Follow ``model.to(device)``; the dtype stays, since it is part of the table's identity."""
-        probe = torch.full((4,), next(_PROBES) % 100 + 1, dtype=self.dtype, device=self.device)  # unlike the last one
-        moved = fn(probe)
-        if moved.dtype != self.dtype:
-            raise TypeError(
-                f"table {self.name!r} keeps its dtype {self.dtype}, cannot become {moved.dtype}: make the "
-                "table with dtype=..., and convert the dense modules one by one"
-            )
-        checked_device(self.name, moved.device)
-        if not torch.equal(moved.cpu(), probe.cpu()):
-            raise ValueError(
-                f"table {self.name!r}: to_empty() would leave its rows without values: call it on the dense modules "
-                "one by one, and table.to(device) here"
-            )
+        device = checked_move(self.name, self.dtype, self.device, fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if moved.device != self.device:
-            self._store = self._store.to(moved.device)
+        if device != self.device:
+            self._store = self._store.to(device)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -154,7 +141,12 @@ class TableModule(nn.Module):
 
     @opaque
     def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
-        """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape)."""
+        """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape).
+
+        As of a parameter, nothing is added that was frozen since the look-up.
+        """
+        if not self.requires_grad:
+            return
         if self.padding_id is not None:
             kept = np.flatnonzero(ids != self.padding_id)
             ids, grads = ids[kept], grads[torch.from_numpy(kept).to(grads.device)]
@@ -257,11 +249,10 @@ def of_held(ids: Int64s, grads: Tensor, held: Int64s | None) -> tuple[Int64s, Te
     return (ids, grads) if held is None else (ids[held], grads.index_select(0, torch.from_numpy(held).to(grads.device)))
 
 
-def lookup_with_grad(read: Read, give: Give, ids: Int64s) -> Tensor:
+def lookup_with_grad(anchor: Tensor, read: Read, give: Give, ids: Int64s) -> Tensor:
     """Return the embeddings of ``ids``, which ``read`` gives, and where those are that have rows; None for all.
 
-    A backward pass through the embeddings gives the gradients of those to ``give``.
+    A backward pass through the embeddings gives the gradients of those to ``give``, if ``anchor`` requires a gradient.
     """
-    anchor = torch.empty(0, requires_grad=True)  # gives the function an input to differentiate
     out: Tensor = _Lookup.apply(anchor, read, give, ids)  # type: ignore[no-untyped-call]
     return out

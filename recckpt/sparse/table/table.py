@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.recomputation import is_in_backward
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
-from recckpt.types import EMBEDDING, SlotSpec, check_table_name, flag
+from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -100,6 +101,7 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         self.initializer = as_initializer(initializer, dtype, spec.shape)
         self._store = RowStore(checked_device(name, device))
         self._store.add_column(spec)
+        self._add_anchor(dtype, self.device)
         self._begin_tracking(track)
         self._begin_evicting(evict, evict_every, budget_ms)
         self._gradients = Gradients()
@@ -109,8 +111,8 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
     def from_embedding(cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Any) -> Self:
         """Return a table with the rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``, which trains on as that would.
 
-        ``padding_idx`` becomes ``padding_id``, whose row is not trained, and left out of bags. A sharded table takes
-        the rows that its rank owns.
+        ``padding_idx`` becomes ``padding_id``, whose row is not trained, and left out of bags. A frozen weight gives a
+        frozen table. A sharded table takes the rows that its rank owns.
 
         Args:
             module: its weight is copied.
@@ -119,13 +121,13 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
             options: further arguments of the table.
 
         Raises:
-            TypeError, ValueError: no such module; one that is frozen, or has an option, hooks, parametrizations or a
-                ``forward`` that tables do not have; or ids that do not fit.
+            TypeError, ValueError: no such module; one that has an option, hooks, parametrizations or a ``forward`` that
+                tables do not have; or ids that do not fit.
         """
         rows = torch_rows(module, name, ids)
         table = cls(rows.weight.shape[1], name=name, **{**rows.options, **options})
         table.insert(*rows.within(table.slice, table.device))
-        table.padding_id = rows.padding_id
+        table.padding_id, table.requires_grad = rows.padding_id, rows.requires_grad
         return table
 
     @property
@@ -140,7 +142,7 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         return True  # an empty table is still a table
 
     @opaque
-    def forward(self, ids: Tensor, *, admit: bool = True) -> Tensor:
+    def forward(self, ids: Tensor, *, admit: bool | None = None) -> Tensor:
         """Return the embeddings of ``ids``.
 
         In training mode unseen ids are inserted with the initializer, if they are admitted; those that are not read the
@@ -150,22 +152,24 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         Args:
             ids: int64 or int32, any shape.
             admit: False inserts nothing, and counts nothing, in training mode too; an unseen id reads as in eval mode.
+                True inserts and counts in training mode in a frozen table too. None for True unless it is frozen.
 
         Returns:
-            Tensor of shape ``ids.shape + embedding_shape``, differentiable; the gradients of an id that
-            occurs several times add up.
+            Tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen; the gradients of
+            an id that occurs several times add up.
 
         Raises:
             ValueError: an unseen id lies outside the slice of this table, or there are more ids than its capacity.
         """
-        flat, admit = asked_ids(ids), flag("admit", admit)
-        if admit:
+        flat, inserts = asked_ids(ids), self.inserts(admit)
+        if inserts:
             self.evict_due()
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
-            out = lookup_with_grad(lambda: self.fetch(owned, admit=admit), self.add_gradients, owned)
+            fetch = partial(self.fetch, owned, admit=inserts)
+            out = lookup_with_grad(self.anchor, fetch, self.add_gradients, owned)
         else:
-            out = self.fetch(flat, admit=admit).rows
+            out = self.fetch(flat, admit=inserts).rows
         return out.view(*ids.shape, *out.shape[1:])
 
     def fetch(self, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:

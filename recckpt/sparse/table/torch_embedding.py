@@ -30,11 +30,13 @@ class TorchRows:
         ids: of the rows, int64, all different, on the CPU.
         weight: shape (ids, dim).
         padding_id: of the row that is not trained, None where there is none.
+        requires_grad: False where the weight is frozen.
     """
 
     ids: Tensor
     weight: Tensor
     padding_id: int | None
+    requires_grad: bool
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,11 +70,11 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
         found = f"{len(given)} ids, {n_different} of them different"
         raise ValueError(f"table {name!r}: found {found}, expected a different one for each of {len(weight)} rows")
     padding = module.padding_idx
-    return TorchRows(given, weight, None if padding is None else int(given[padding]))
+    return TorchRows(given, weight, None if padding is None else int(given[padding]), module.weight.requires_grad)
 
 
 def _check_plain(module: Embedding, name: str) -> None:
-    """Refuse a module that does something else than those of torch, or does not train: a table would not do that."""
+    """Refuse a module that does something else than those of torch: a table would not do that."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     hooks = [hook for hook in _HOOKS if getattr(module, hook, None) or getattr(module.weight, hook, None)]
     found = ""
@@ -82,7 +84,5 @@ def _check_plain(module: Embedding, name: str) -> None:
         found = f"hooks ({', '.join(hook.strip('_') for hook in hooks)})"
     elif getattr(module, "parametrizations", None):
         found = "parametrizations"
-    elif not module.weight.requires_grad:
-        found = "a frozen weight (requires_grad=False)"
     if found:
         raise ValueError(f"table {name!r}: found {found}, which a table does not have: keep this module as it is")

@@ -738,7 +738,7 @@ def test_an_optimizer_that_is_copied_with_its_table_goes_on_training_the_copy():
         (lambda model: [model], "a Model"),
         (lambda model: nn.ModuleDict({"t": model.table}), "a str"),
         (lambda model: [{"params": model.parameters()}], r"\['params'\]"),
-        (lambda model: model.table.parameters(), "none"),
+        (lambda model: model.table.parameters(), "a Parameter"),
     ],
 )
 def test_what_is_no_table_is_refused_with_the_way_to_the_tables_of_a_model(make, found):

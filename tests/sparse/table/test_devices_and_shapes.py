@@ -50,5 +50,8 @@ def test_a_table_is_neither_moved_to_meta_nor_emptied_and_stays_as_it_was(n_rows
             model.to_empty(device="meta")
         with pytest.raises(ValueError, match=r"'t': to_empty\(\) would leave its rows without values"):
             model.to_empty(device="cpu")
+        with pytest.raises(ValueError, match=r"'t': share_memory\(\) cannot share its rows.*ShardedHashTable"):
+            model.share_memory()
     assert torch.equal(table.embeddings(), before)
-    assert model.to("cpu").share_memory() is model
+    assert not table.anchor.is_shared()
+    assert model.to("cpu") is model

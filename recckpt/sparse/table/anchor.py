@@ -1,0 +1,57 @@
+"""The parameter that stands for the rows of a table wherever torch walks parameters, such as to freeze a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from recckpt.types import flag
+
+
+class AnchoredModule(nn.Module):
+    """A module without dense parameters whose rows are frozen and thawed as parameters are.
+
+    Attributes:
+        anchor: empty, and the input of torch's graph from which the rows come. It never has a gradient: those of the
+            rows are kept by id. A walk over the parameters of a model finds it under the name of the table.
+    """
+
+    anchor: nn.Parameter
+
+    def _add_anchor(self, dtype: torch.dtype, device: torch.device) -> None:
+        is_float = dtype.is_floating_point  # others cannot require a gradient
+        with torch.inference_mode(False):  # a table that is made there can be trained later
+            self.anchor = nn.Parameter(torch.empty(0, dtype=dtype if is_float else torch.float32, device=device))
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the rows are trained; False for a frozen table, which training leaves as it is.
+
+        Set it, call ``requires_grad_`` of the table or of a model around it, or set that of all its parameters.
+        """
+        return self.anchor.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.anchor.requires_grad_(requires_grad)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the anchor, but not where ``recurse`` is False.
+
+        So DistributedDataParallel and FSDP ask each module for what they are to manage, and would wait for a gradient
+        of the anchor. A walk from a module above does not call this, and finds it.
+        """
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the anchor."""
+        return (parameter for _, parameter in super().named_parameters(recurse=recurse))
+
+    def inserts(self, admit: bool | None) -> bool:
+        """Return whether a training look-up with this ``admit`` inserts and counts: by default in a trained table."""
+        return self.requires_grad if admit is None else flag("admit", admit)
