@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recckpt.types import flag
 
@@ -42,8 +45,8 @@ class AnchoredModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the anchor, but not where ``recurse`` is False.
 
-        So DistributedDataParallel and FSDP ask each module for what they are to manage, and would wait for a gradient
-        of the anchor. A walk from a module above does not call this, and finds it.
+        So FSDP asks each module for what it is to manage, and would wait for a gradient of the anchor. A walk from a
+        module above does not call this, and finds it.
         """
         if recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
@@ -55,3 +58,25 @@ class AnchoredModule(nn.Module):
     def inserts(self, admit: bool | None) -> bool:
         """Return whether a training look-up with this ``admit`` inserts and counts: by default in a trained table."""
         return self.requires_grad if admit is None else flag("admit", admit)
+
+
+def _leave_anchors_out(init: Callable[..., None]) -> Callable[..., None]:
+    """Let DistributedDataParallel manage the other parameters of a model.
+
+    It looks at all names before it asks the modules: tables may lie on the CPU beside dense layers on a GPU, and with
+    nothing but anchors it would crash. The list of what it ignores is read from the outermost module alone.
+    """
+
+    @functools.wraps(init)
+    def leaving_out(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        anchors = {id(each.anchor) for each in module.modules() if isinstance(each, AnchoredModule)}
+        if anchors:
+            names = {name for name, parameter in module.named_parameters() if id(parameter) in anchors}
+            others: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+            self._set_params_and_buffers_to_ignore_for_model(module, names.union(others))  # type: ignore[no-untyped-call]
+        init(self, module, *args, **kwargs)
+
+    return leaving_out
+
+
+DistributedDataParallel.__init__ = _leave_anchors_out(DistributedDataParallel.__init__)  # type: ignore[method-assign]

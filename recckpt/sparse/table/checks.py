@@ -119,7 +119,7 @@ def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Calla
             f"table {table!r}: to_empty() would leave its rows without values: call it on the dense modules "
             "one by one, and table.to(device) here"
         )
-    if moved.device.type == "cpu" and moved.is_shared():
+    if moved.device.type == "cpu" and moved.is_shared():  # type: ignore[no-untyped-call]
         raise ValueError(
             f"table {table!r}: share_memory() cannot share its rows, which grow in the memory of this process: call it "
             "on the dense modules one by one; a ShardedHashTable has its rows on several processes, and "

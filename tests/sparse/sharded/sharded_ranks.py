@@ -7,12 +7,13 @@ import torch
 import torch._dynamo  # of which every rank would import its own
 import torch.distributed as dist
 from rank_processes import fork_ranks
+from torch.distributed.fsdp import fully_shard
 
 from recckpt import Saver, filter_out_sparse_param
 from recckpt.errors import LookupFailedError
 from recckpt.policies.admit import MinCount, Probability
 from recckpt.policies.bloom import Bloom
-from recckpt.sparse import EmbeddingCollection, Normal, ShardedHashTable, SparseAdam, SparseSGD
+from recckpt.sparse import EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, SparseSGD
 
 START = Normal(0.0, 0.1, seed=3)
 
@@ -183,7 +184,50 @@ def admit_together(rank, size, root):
     return model.rows(), other.rows()
 
 
-SCENES = [admit_together, beside_ddp, fail_and_go_on, send_all_and_nothing, share_between_two, count_together]
+class Towers(torch.nn.Module):
+    """Tables of which a step may leave one out, and which may be frozen."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.user, self.item = (make(2, name=name, initializer=START) for name in ("user", "item"))
+        self.top = torch.nn.Linear(2, 1)
+
+    def forward(self, ids, names):
+        tables = [getattr(self, name) for name in names]
+        return self.top(sum(table(ids) + table.bag(ids[:, None]) for table in tables)).sum()
+
+
+def freeze_what_is_wrapped(rank, size, root):
+    """Which tables moved in each step: all of them there, one left out, one frozen after the model was wrapped."""
+    found = {}
+    for make in (HashTable, ShardedHashTable):
+        for wrap in (torch.nn.parallel.DistributedDataParallel, fully_shard):
+            model = Towers(make)
+            call, tables = wrap(model), {"user": model.user, "item": model.item}
+            optims = SparseSGD(tables, lr=0.1), torch.optim.Adam(model.parameters(), lr=0.1)
+            moved = []
+            for names, frozen in ((["user", "item"], ""), (["user"], ""), (["user", "item"], "item"), (["item"], "")):
+                for name, table in tables.items():
+                    table.requires_grad_(name != frozen)
+                before = {name: table.embeddings() for name, table in tables.items()}
+                call(torch.arange(5) + rank, names).backward()
+                for optim in optims:
+                    optim.step()
+                    optim.zero_grad()
+                moved.append([name for name in tables if not torch.equal(tables[name].embeddings(), before[name])])
+            found[make.__name__, wrap.__name__] = moved
+    return found
+
+
+SCENES = [
+    admit_together,
+    beside_ddp,
+    count_together,
+    fail_and_go_on,
+    freeze_what_is_wrapped,
+    send_all_and_nothing,
+    share_between_two,
+]
 
 
 def play(rank, size, root):

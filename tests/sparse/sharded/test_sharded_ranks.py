@@ -75,6 +75,13 @@ def test_beside_ddp_they_learn_what_one_rank_learns_from_all_batches(scene, alon
             torch.testing.assert_close(torch.tensor(found), parameter.detach())
 
 
+def test_tables_of_wrapped_models_are_left_out_of_steps_frozen_and_thawed(scene):
+    for rank in scene("freeze_what_is_wrapped"):
+        assert len(rank) == 4
+        for moved in rank.values():
+            assert moved == [["user", "item"], ["user"], ["user"], ["item"]]
+
+
 def test_what_they_save_is_a_table_that_one_rank_loads(scene, root, size, alone):
     from sharded_ranks import rows_of
 

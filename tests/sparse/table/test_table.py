@@ -434,6 +434,8 @@ def test_ddp_takes_a_model_with_a_table(tmp_path):
         assert state["module.table.users"] is model.module.table
         model.load_state_dict(copy.deepcopy(state))
         assert len(model.module.table) == 11
+        with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):  # of tables alone it crashed
+            nn.parallel.DistributedDataParallel(nn.Sequential(filled()))
     finally:
         dist.destroy_process_group()
 
