@@ -24,7 +24,9 @@ from recckpt.sparse.average.averaged import AverageTable
 from recckpt.sparse.files.ages import ages_of
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
+from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.split import load_dense
+from recckpt.sparse.table.admission import AdmittingTable
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
 from recckpt.types import HashTable
@@ -80,6 +82,7 @@ def load(
     loaded = _apply(live, other, rows, progress, concurrency)
     others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
     settings.after_load(" and ".join(planned.sources), other.extra, others, is_told=live.shard == 0)
+    _forget_admitted(live.tables.values(), planned.items, sources)
     report = LoadReport(
         tuple(_as_taken(item, loaded) for item in planned.items),
         planned.sources,
@@ -121,6 +124,21 @@ def _apply(
     if other.generators:
         load_rng(other.generators)
     return loaded
+
+
+def _forget_admitted(tables: Iterable[HashTable], items: Iterable[Planned], sources: Sequence[OpenSource]) -> None:
+    """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint."""
+    offers: dict[str, set[int]] = {}
+    for item in items:
+        if item.offer is not None and item.name.is_slot and item.name.slot == ID:
+            offers.setdefault(item.name.table, set()).add(item.offer)
+    entries = [source.at.entry for source in sources]
+    whole = {n for n, entry in enumerate(entries) if entry.hashtable_clear and entry.where == RowFilter()}
+    for table in tables:
+        if isinstance(table, AdmittingTable) and table.candidates is not None:
+            rows, counts = (offers.get(name, set()) for name in (table.name, table.candidates.name))
+            if rows != counts or not rows <= whole:
+                table.forget_admitted()
 
 
 @contextmanager

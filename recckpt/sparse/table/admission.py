@@ -80,9 +80,14 @@ class Admission:
             rows = torch.cat([rows, first]).index_select(0, torch.from_numpy(places).to(rows.device))
             if self.candidates is not None:
                 self.candidates.add(new_ids[is_out], occurred[is_out])
-                self.candidates.forget(new_ids[is_in])
+            self.forget(new_ids[is_in])
             self.refusals.note(ids, ~is_held if len(refused) else None)
         return Fetched(rows, held if len(refused) else None)
+
+    def forget(self, ids: Int64s) -> None:
+        """Drop what was counted of ids, which have rows now or are gone, where it is counted by id."""
+        if self.candidates is not None:
+            self.candidates.forget(ids)
 
     def _decided(self, table: HashTable, ids: Int64s, counts: Int64s) -> Bools:
         """Return which of different ids get rows, as the policy says."""
@@ -128,6 +133,21 @@ class AdmittingTable(TrackedTable):
     def counts_occurrences(self) -> bool:
         """Whether a look-up of this moment has to know how often each id occurs."""
         return super().counts_occurrences or (self.training and self.candidates is not None)
+
+    def forget_admitted(self) -> None:
+        """Drop the counts of ids that others than the policy have given rows, as a load that merges does."""
+        if self._admission is not None and self._admission.candidates is not None:
+            with self._store.lock:
+                waiting = self._admission.candidates.waiting()
+                self._admission.forget(waiting[self._store.find(waiting) >= 0])
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.forget_admitted()
+
+    def _forget_counts(self, ids: Int64s) -> None:
+        if self._admission is not None:
+            self._admission.forget(ids)
 
     def _own_tables(self) -> list[TableModule]:
         return [self] if self.candidates is None else [self, self.candidates]

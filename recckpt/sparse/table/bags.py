@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from recckpt.sparse.table.checks import checked_padding
+from recckpt.sparse.table.nested import NestedRows, rows_of_nested, weights_alike
 from recckpt.sparse.table.nn_module import TableModule
 from recckpt.sparse.table.opaque import check_has_values, check_proxy, opaque
 
@@ -158,30 +159,25 @@ def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
     """Return the bags of an object that knows its own, a nested tensor or one of TorchRec's."""
     is_tensor = isinstance(ids, Tensor)
     check_proxy(ids)
-    if is_tensor and ids.layout != torch.jagged:
-        raise ValueError(f"table {table!r}: found a nested tensor of {ids.layout}, expected layout=torch.jagged")
     if not is_tensor and hasattr(ids, "keys"):
         raise TypeError(
             f"table {table!r}: found a {type(ids).__name__} of several features, expected one of them: ids[{table!r}]; "
             "EmbeddingCollection.bag takes it whole"
         )
-    if not all(callable(getattr(ids, name, None)) for name in ("values", "lengths", "offsets")):
+    if not is_tensor and not all(callable(getattr(ids, name, None)) for name in ("values", "lengths", "offsets")):
         raise TypeError(
             f"table {table!r}: found ids of {type(ids).__name__}, expected an int64 or int32 tensor, or an object with "
             "values(), lengths() and offsets(); convert lists with torch.as_tensor, strings with hash_ids"
         )
-    if is_tensor and ids.dim() != 2:
-        raise ValueError(f"table {table!r}: found nested ids of {ids.dim()} dimensions, expected 2: (bags, ids)")
-    if is_tensor and ids.lengths() is not None:  # with gaps
-        ids = ids.contiguous()
+    rows = rows_of_nested(table, "ids", ids) if is_tensor else NestedRows(ids.values(), ids.lengths())
+    flat = _checked_ids(table, rows.values)
+    if flat.dim() != 1:
+        raise ValueError(f"table {table!r}: found values() of shape {tuple(flat.shape)}, expected one dimension")
+    starts = _starts(table, rows.lengths, len(flat))
     if weights is None and not is_tensor:
         weights = getattr(ids, "weights_or_none", lambda: None)()
     elif isinstance(weights, Tensor) and weights.is_nested:
-        weights = weights.values()
-    flat = _checked_ids(table, ids.values())
-    if flat.dim() != 1:
-        raise ValueError(f"table {table!r}: found values() of shape {tuple(flat.shape)}, expected one dimension")
-    starts = ids.offsets()[:-1] if is_tensor else _starts(table, ids.lengths(), len(flat))
+        weights = weights_alike(table, weights, rows.lengths)
     return Bags(flat, starts, _checked_weights(table, weights, tuple(flat.shape)))
 
 

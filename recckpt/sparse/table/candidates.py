@@ -38,6 +38,9 @@ class Candidates(Protocol):
     def add(self, ids: Int64s, occurrences: Int64s) -> None:
         """Count ids, all different, that stay without a row."""
 
+    def waiting(self) -> Int64s:
+        """Return the ids that are counted, where they are known."""
+
     def forget(self, ids: Int64s) -> None:
         """Drop the counts of ids that have rows now, where that can be told from the counts of others."""
 
@@ -58,6 +61,10 @@ class ExactCandidates:
         store = self.table.store
         with store.lock:
             store.insert(ids, {EMBEDDING: torch.from_numpy(self.counts(ids, occurrences)).view(-1, 1)})
+
+    def waiting(self) -> Int64s:
+        """Return the ids of the rows."""
+        return self.table.ids().numpy()
 
     def forget(self, ids: Int64s) -> None:
         """Drop the rows."""
@@ -88,6 +95,10 @@ class BloomCandidates:
         with store.lock:
             blocks, cells, _ = self._counted(ids, occurrences)
             store.insert(blocks, {EMBEDDING: torch.from_numpy(cells)})
+
+    def waiting(self) -> Int64s:
+        """Return nothing: cells do not say of which ids they are."""
+        return np.empty(0, np.int64)
 
     def forget(self, ids: Int64s) -> None:
         """Leave the cells as they are: others may be counted in them."""

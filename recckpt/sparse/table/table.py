@@ -217,7 +217,9 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         check_owned(self.name, self.slice, flat)
         self._date_new_rows()
         self._note_inserted(flat)
-        self._store.insert(flat, values)
+        with self._store.lock:
+            self._store.insert(flat, values)
+            self._forget_counts(flat)
 
     @opaque
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,8 +242,7 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         """
         flat = flat_ids(ids)
         with self._store.lock:
-            if self._admission is not None and self._admission.candidates is not None:
-                self._admission.candidates.forget(flat)
+            self._forget_counts(flat)
             return self._erase(flat)
 
     @opaque

@@ -328,3 +328,43 @@ def test_counts_of_another_filter_or_of_none_are_no_counts_of_this_one(tmp_path,
     CheckpointManager(saver, 1).restore(load_conf={"strict": False})
     assert rows_of(model.table) == rows_of(first)
     assert model.table.candidates is None or len(model.table.candidates) == 0
+
+
+def test_an_id_that_is_inserted_waits_no_longer():
+    table = HashTable(1, name="t", track="count", admit=MinCount(3))
+    table(ids_of(1, 1, 2))
+    table.insert(ids_of(1), torch.ones(1, 1))
+    assert waiting(table) == {2: 1}
+    table.erase(ids_of(1))
+    table(ids_of(1))
+    assert waiting(table) == {1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("keys", [["table.user"], ["table.user.candidates"]])
+def test_half_of_a_state_dict_leaves_no_counts_of_ids_with_rows(keys):
+    model, other = Model(MinCount(3)), Model(MinCount(3))
+    model.table(ids_of(1, 1, 1, 2, 3))
+    other.table(ids_of(2, 2, 2, 1, 4))
+    state = model.state_dict()
+    other.load_state_dict({key: state[key] for key in keys}, strict=False)
+    assert waiting(other.table) == ({4: 1} if keys == ["table.user"] else {3: 1})
+
+
+@pytest.mark.parametrize(
+    ("load", "rows", "counts"),
+    [
+        ({"load": ["user"]}, {1}, {4: 1}),
+        ({"load": ["user"], "hashtable_clear": False}, {1, 2}, {4: 1}),
+        ({"load": ["user.candidates"]}, {2}, {3: 1}),
+        ({"load": ["sparse"]}, {1}, {2: 1, 3: 1}),
+        ({"load": ["sparse"], "hashtable_clear": False}, {1, 2}, {3: 1, 4: 1}),
+    ],
+)
+def test_a_load_leaves_no_counts_of_ids_with_rows(tmp_path, load, rows, counts):
+    model, other = Model(MinCount(3)), Model(MinCount(3))
+    model.table(ids_of(1, 1, 1, 2, 3))
+    other.table(ids_of(2, 2, 2, 1, 4))
+    Saver(model, None, str(tmp_path / "run")).save("ckpt")
+    Saver(other, None, str(tmp_path / "other")).load(tmp_path / "run" / "ckpt", load_conf=load)
+    assert set(other.table.ids().tolist()) == rows
+    assert waiting(other.table) == counts

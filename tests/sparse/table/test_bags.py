@@ -128,6 +128,40 @@ def test_all_ways_to_give_bags_mean_the_same(dtype):
     assert torch.equal(table.bag(nested, weights=as_nested), expected)
 
 
+def narrow(tensor, starts, lengths):
+    """Return a nested tensor of pieces of the rows of another, with holes between them."""
+    starts, lengths = torch.tensor(starts), torch.tensor(lengths)
+    return torch.nested.narrow(tensor, 1, starts, lengths, layout=torch.jagged)
+
+
+def test_holes_in_ids_and_weights_are_no_ids_and_no_weights():
+    table, bag = pair()
+    ids, factors = torch.arange(8).view(2, 4), torch.rand(2, 4)
+    ours, theirs = factors.clone().requires_grad_(), factors.clone().requires_grad_()
+    expected = bag(
+        torch.tensor([1, 2, 4, 5, 6]), torch.tensor([0, 2]), per_sample_weights=theirs.flatten()[[1, 2, 4, 5, 6]]
+    )
+    found = table.bag(narrow(ids, [1, 0], [2, 3]), weights=narrow(ours, [1, 0], [2, 3]))
+    check_equal(table, bag, found, expected)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    whole = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([4, 5, 6])], layout=torch.jagged)
+    assert torch.equal(table.bag(whole, weights=narrow(factors, [1, 0], [2, 3])), expected)
+    flat_weights = factors.flatten()[[1, 2, 4, 5, 6]]
+    assert torch.equal(table.bag(narrow(ids, [1, 0], [2, 3]), weights=flat_weights), expected)
+
+
+def jagged(values, **structure):
+    return torch.nested.nested_tensor_from_jagged(
+        values, **{name: torch.tensor(some) for name, some in structure.items()}
+    )
+
+
+def test_values_outside_of_all_rows_are_left_out_where_lengths_say_so():
+    table, _ = pair()
+    found = table.bag(jagged(torch.arange(8), offsets=[1, 3, 5], lengths=[2, 1]))
+    assert torch.equal(found, table.bag(torch.tensor([1, 2, 3]), torch.tensor([0, 2])))
+
+
 def test_training_adds_rows_and_eval_adds_none():
     table = HashTable(2, name="t", initializer=Constant(2.0))
     assert table.bag(torch.tensor([[7, 8]]), mode="mean").tolist() == [[2, 2]]
@@ -165,6 +199,7 @@ def test_training_through_bags_is_that_of_torch():
 
 
 IDS = torch.tensor([1, 2, 3])
+ROWS = jagged(IDS, lengths=[1, 2])
 PAIRS = torch.nested.nested_tensor([torch.ones(n, 2, dtype=torch.int64) for n in (1, 2)], layout=torch.jagged)
 
 
@@ -194,6 +229,21 @@ PAIRS = torch.nested.nested_tensor([torch.ones(n, 2, dtype=torch.int64) for n in
         ((PAIRS,), {}, "found nested ids of 3 dimensions"),
         ((PAIRS.transpose(1, 2),), {}, "found nested ids of 3 dimensions"),
         ((Jagged(IDS[:, None], torch.tensor([3])),), {}, r"found values\(\) of shape \(3, 1\), expected one dimension"),
+        ((jagged(IDS, offsets=[0, 1, 2]),), {}, r"3 values and offsets \[0, 1, 2\].* in nested ids, .* the last 3"),
+        ((jagged(IDS, offsets=[1, 2, 3]),), {}, "in nested ids, expected the first 0"),
+        ((jagged(IDS, offsets=[0, 2, 1, 3]),), {}, "each at least the one before"),
+        ((jagged(IDS, lengths=[1, 1]),), {}, "in nested ids, .* the last 3"),
+        ((jagged(IDS, offsets=[0, 1, 3], lengths=[1, 3]),), {}, "found 3 values and offsets"),
+        ((ROWS,), {"weights": jagged(torch.ones(3), lengths=[2, 1])}, "found 2 weights in row 0, expected 1"),
+        ((ROWS,), {"weights": jagged(torch.ones(3), lengths=[1, 1, 1])}, "found 1 weights in row 1, expected 2"),
+        ((ROWS,), {"weights": jagged(torch.ones(3), lengths=[1, 2, 0])}, "found 3 rows of weights, expected 2"),
+        ((ROWS,), {"weights": jagged(torch.ones(4), offsets=[0, 1, 3])}, "in nested weights, .* the last 4"),
+        ((ROWS,), {"weights": torch.nested.nested_tensor([torch.ones(3)])}, "nested weights of torch.strided"),
+        (
+            (Jagged(IDS, torch.tensor([1, 2])),),
+            {"weights": jagged(torch.ones(3), lengths=[2, 1])},
+            "found 2 weights in",
+        ),
         ((IDS,), {"lengths": torch.tensor([3]), "include_last_offset": True}, "include_last_offset without offsets"),
         ((IDS[None],), {"include_last_offset": True}, "include_last_offset without offsets"),
     ],
