@@ -69,7 +69,10 @@ def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
 
 def checked_ids(ids: Any) -> Ids:
     """Return ids in order, each once; TypeError or ValueError where they are not int64, none, or too many."""
-    found = np.asarray(list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids)
+    given = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
+    if isinstance(given, list) and bool in set(map(type, given)):  # which numpy takes for 1 beside other numbers
+        raise TypeError("expected ids that are int64, found bool")
+    found = np.asarray(given)
     if found.ndim != 1 or not found.size:
         raise ValueError(f"expected ids to forget, one at least, found {'none' if not found.size else found.shape}")
     if found.dtype == np.dtype(object) or (found.dtype.kind == "u" and int(found.max()) >= 2**63):

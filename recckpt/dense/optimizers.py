@@ -92,13 +92,18 @@ class NamedOptimizer:
 
     @property
     def names(self) -> list[tuple[str, ...]]:
-        """The names of its parameters, on all ranks: of a tied one first that by which its state is saved."""
-        return [names for group in self._group_names() for names in group]
+        """The names of its parameters, on all ranks: of a tied one first that by which its state is saved.
+
+        Empty parameters have no state: those that stand for the rows of tables.
+        """
+        groups = zip(self._group_names(), self.optimizer.param_groups, strict=True)
+        pairs = (pair for names, group in groups for pair in zip(names, group["params"], strict=True))
+        return [names for names, parameter in pairs if parameter.numel()]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Its parameters by name: of those that are spread over ranks, the ones that this rank has the state of."""
-        return {name: parameter for name, parameter in self._flat() if self._is_own(parameter)}
+        return {name: some for name, some in self._flat() if some.numel() and self._is_own(some)}
 
     def _state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
@@ -113,7 +118,7 @@ class NamedOptimizer:
     def _flat(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) in the order of torch's indices."""
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        yield from zip((names[0] for names in self.names), parameters, strict=True)
+        yield from zip((names[0] for group in self._group_names() for names in group), parameters, strict=True)
 
     def _group_names(self) -> list[list[tuple[str, ...]]]:
         known: dict[int, tuple[str, ...]] = {}

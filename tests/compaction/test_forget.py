@@ -335,6 +335,7 @@ WRONG = [
     (lambda root: forget(str(root), "user", [1.5]), TypeError, "int64, found float64"),
     (lambda root: forget(str(root), "user", ["1"]), TypeError, "int64, found"),
     (lambda root: forget(str(root), "user", [True]), TypeError, "int64, found bool"),
+    (lambda root: forget(str(root), "user", [True, 7]), TypeError, "int64, found bool"),
     (lambda root: forget(str(root), "user", [2**64]), ValueError, "int64"),
     (lambda root: forget(str(root), "user", [2**63]), ValueError, "int64"),
     (lambda root: forget(str(root), "user", np.ones((2, 2), np.int64)), ValueError, r"found \(2, 2\)"),

@@ -72,7 +72,8 @@ def test_wrong_arguments_are_refused_by_name(tmp_path):
         for default in ("x", [1, 2], float("nan"), None, 0.5, 2**63, -(2**64), [[0] * 3] * 2):
             with pytest.raises(ValueError, match="expected a number or a row of int64"):
                 reader.lookup("item", [1], default=default)
-        for ids in (5, [1.0], ["1"], [2**63], [None], np.array([0.5]), np.array([[1]])):
+        bools = [True, 2], (False,), torch.tensor([True]), np.array([True])
+        for ids in (5, [1.0], ["1"], [2**63], [None], np.array([0.5]), np.array([[1]]), *bools):
             with pytest.raises(TypeError, match="ids must be a sequence of int64"):
                 reader.lookup("item", ids)
 

@@ -84,7 +84,7 @@ def test_a_model_goes_on_with_tables_in_place_of_its_embeddings(tmp_path):
     assert [*tables] == ["user", "deep.tags"]
     assert model.user is model.also_user is tables["user"]
     assert filter_out_sparse_param(model).keys() == tables.keys()
-    assert [name for name, _ in model.named_parameters()] == ["top.weight", "top.bias"]
+    assert [name for name, some in model.named_parameters() if some.numel()] == ["top.weight", "top.bias"]
     for found, optim in (
         (model, [SparseSGD(list(tables.values()), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)]),
         (twin, [torch.optim.SGD(twin.parameters(), lr=0.1)]),
@@ -188,16 +188,26 @@ def with_weight_hook(module):
         (hooked(nn.Embedding(2, 2), "register_full_backward_pre_hook"), "hooks .backward_pre_hooks"),
         (with_weight_hook(nn.Embedding(2, 2)), "hooks .backward_hooks"),
         (nn.utils.parametrizations.weight_norm(nn.Embedding(2, 2)), "parametrizations"),
-        (nn.EmbeddingBag(2, 2).requires_grad_(False), "a frozen weight"),
     ],
 )
-def test_a_module_that_does_more_than_those_of_torch_or_does_not_train_is_refused(module, said):
+def test_a_module_that_does_more_than_those_of_torch_is_refused(module, said):
     model = nn.ModuleDict({"plain": nn.Embedding(2, 2), "inner": module})
     with pytest.raises(ValueError, match=f"table 'inner': found {said}.*keep this module as it is"):
         replace_embeddings(model)
     assert model["inner"] is module
     assert isinstance(model["plain"], nn.Embedding)
     assert [*replace_embeddings(model, ["plain"])] == ["plain"]
+
+
+def test_a_frozen_weight_becomes_a_frozen_table():
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(2, 2).requires_grad_(False), "plain": nn.Embedding(2, 2)})
+    before = model["bag"].weight.clone()
+    tables = replace_embeddings(model)
+    assert [table.requires_grad for table in tables.values()] == [False, True]
+    optimizer = SparseSGD(tables, lr=1.0)
+    (model["bag"](torch.tensor([[0, 1]])) + model["plain"](torch.tensor([0]))).sum().backward()
+    optimizer.step()
+    assert torch.equal(tables["bag"].embeddings(), before)
 
 
 class Named(nn.Embedding):

@@ -62,7 +62,7 @@ def index_tables(chain: Sequence[OpenLink], tables: Sequence[str]) -> None:
 
 
 def as_ids(ids: Any) -> Int64s:
-    """Return ids as an array; refuses floats and strings, which numpy would convert.
+    """Return ids as an array; refuses floats and strings, which numpy would convert, and True, which is a 1 to Python.
 
     Raises:
         TypeError: they are not int64 numbers in one dimension.
@@ -70,7 +70,10 @@ def as_ids(ids: Any) -> Int64s:
     if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:
         return ids
     try:
-        return np.fromiter((index(id_) for id_ in ids), np.int64)
+        given = ids if isinstance(ids, list) else list(ids)
+        if bool in set(map(type, given)) or str(getattr(ids, "dtype", "")) in ("bool", "torch.bool"):
+            raise TypeError("True and False are no ids")
+        return np.fromiter(map(index, given), np.int64, len(given))
     except (TypeError, OverflowError) as error:
         raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error
 

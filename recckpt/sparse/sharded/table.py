@@ -153,9 +153,9 @@ class EmbeddingCollection(nn.Module):
     def __init__(self, tables: Iterable[ShardedHashTable]) -> None:
         super().__init__()
         given = list(tables)
-        other = next((table for table in given if not isinstance(table, ShardedHashTable)), None)
-        if other is not None:
-            found = f"the {type(other).__name__} {getattr(other, 'name', other)!r:.100}"
+        others: list[Any] = [table for table in given if not isinstance(table, ShardedHashTable)]
+        if others:
+            found = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
             raise TypeError(
                 f"a collection takes recckpt.sparse.ShardedHashTable, found {found}: make it one, which with one rank "
                 "is a plain table; several plain ones go into an nn.ModuleDict, and are called one by one"

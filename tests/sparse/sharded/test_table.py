@@ -404,6 +404,14 @@ def test_a_collection_needs_names_of_their_own():
         EmbeddingCollection([ShardedHashTable(2, name="a"), ShardedHashTable(3, name="a")])
 
 
+@pytest.mark.parametrize("tables", [[HashTable(2, name="t")], {"t": ShardedHashTable(2, name="t")}, [None]])
+def test_a_collection_of_something_else_than_sharded_tables_is_refused_by_name(tables):
+    with pytest.raises(
+        TypeError, match=r"ShardedHashTable, found the (HashTable 't'|str 't'|NoneType None): make it one"
+    ):
+        EmbeddingCollection(tables)
+
+
 def test_a_collection_on_one_rank_checks_the_names_too():
     tables = EmbeddingCollection([ShardedHashTable(2, name="a"), ShardedHashTable(2, name="b")])
     assert tables({"b": ids_of(1), "a": ids_of()})["b"].shape == (1, 2)

@@ -327,3 +327,25 @@ def test_the_anchor_is_empty_has_no_gradient_and_leaves_sums_over_parameters_as_
     assert list(model.table.named_parameters(recurse=False)) == []
     assert [name for name, _ in model.table.named_parameters("here")] == ["here.anchor"]
     assert list(model.table.parameters()) == list(model.table.parameters(recurse=False)) == [model.table.anchor]
+
+
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(True, False), (False, True), (True, True)])
+def test_an_optimizer_of_all_parameters_and_one_without_anchors_resume_from_each_other(
+    tmp_path, caplog, saved_with, loaded_with
+):
+    def made(with_anchors):
+        model = plain(None)
+        optimizer = torch.optim.Adam([some for some in model.parameters() if with_anchors or some.numel()], lr=0.1)
+        saver = Saver(model, None, str(tmp_path))
+        saver.register_for_checkpointing("dense_optim", optimizer)
+        return model, optimizer, saver
+
+    model, optimizer, saver = made(saved_with)
+    train(model, optimizer, ids_of(1, 2))
+    saver.save("ckpt")
+    other, resumed, loader = made(loaded_with)
+    loader.load("ckpt")
+    for state, expected in zip(resumed.state.values(), optimizer.state.values(), strict=True):
+        torch.testing.assert_close(state, expected)
+    assert "from scratch" not in caplog.text
+    assert other.top.weight in resumed.state
