@@ -19,8 +19,13 @@ for capacity, error, size, unit, each in sizes:
     assert round(bloom.nbytes / 2 ** (20 if unit == "MiB" else 30), 1) == float(size)
     assert round(bloom.nbytes / bloom.capacity) == int(each)
 
-ids = item["table"].ids()
+ids = scorer["table"].ids()
 assert sorted(filter_out_sparse_param(both)) == ["item"]
-assert not torch.equal(averaged.module["table"].lookup(ids)[0], item["table"].embeddings())
+assert not torch.equal(averaged.module["table"].lookup(ids)[0], scorer["table"].embeddings())
 found = recckpt.CheckpointReader("runs/averaged").lookup("item.average", ids.numpy()).values
 assert torch.equal(torch.from_numpy(found), averaged.module["table"].lookup(ids)[0])
+
+assert not rows.requires_grad
+assert rows[1].tolist() == [0] * 16
+assert item.requires_grad
+assert 1_000_000 in item.ids().tolist()
