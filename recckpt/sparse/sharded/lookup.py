@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
 from recckpt.sparse.sharded.routing import Asked, Route, asked, route
+from recckpt.sparse.table.anchor import captured
 from recckpt.sparse.table.checks import asked_ids
 from recckpt.sparse.table.gradients import add_by_group
 from recckpt.sparse.table.nn_module import of_held
@@ -157,9 +158,10 @@ class _RoundTrip(torch.autograd.Function):
 
     @staticmethod
     @opaque
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ctx.trip.return_gradients(grads)
-        return (None, None, *(None for _ in grads))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_anchors = [node and captured(node) for node, _ in ctx.next_functions]
+        ctx.trip.return_gradients([g if anchor is None else None for g, anchor in zip(grads, of_anchors, strict=True)])
+        return (None, None, *of_anchors)
 
 
 def differentiable_rows(trip: RoundTrip, ids: Mapping[str, Tensor], anchors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recckpt.types import flag
+
+
+_will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 
 class AnchoredModule(nn.Module):
@@ -58,6 +61,20 @@ class AnchoredModule(nn.Module):
     def inserts(self, admit: bool | None) -> bool:
         """Return whether a training look-up with this ``admit`` inserts and counts: by default in a trained table."""
         return self.requires_grad if admit is None else flag("admit", admit)
+
+
+def captured(node: Any) -> Tensor | None:
+    """Return the empty gradient of an anchor that ``torch.autograd.grad`` asks for, which adds up nothing; else None.
+
+    Args:
+        node: of the anchor, in the graph whose backward pass is under way.
+    """
+    try:
+        _will_execute(node)
+    except RuntimeError as error:  # which says so of leaves alone
+        if "autograd.grad" in str(error):
+            return torch.empty_like(node.variable)
+    return None
 
 
 def _leave_anchors_out(init: Callable[..., None]) -> Callable[..., None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recckpt import types
-from recckpt.sparse.table.anchor import AnchoredModule
+from recckpt.sparse.table.anchor import AnchoredModule, captured
 from recckpt.sparse.table.checks import checked_move
 from recckpt.sparse.table.gradients import Gradients, RowGradients
 from recckpt.sparse.table.initializers import Initializer
@@ -239,9 +239,11 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @opaque
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.give(*of_held(ctx.ids, grad, ctx.held))
-        return None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_anchor = captured(ctx.next_functions[0][0])
+        if of_anchor is None:
+            ctx.give(*of_held(ctx.ids, grad, ctx.held))
+        return of_anchor, None, None, None
 
 
 def of_held(ids: Int64s, grads: Tensor, held: Int64s | None) -> tuple[Int64s, Tensor]:

@@ -349,3 +349,17 @@ def test_an_optimizer_of_all_parameters_and_one_without_anchors_resume_from_each
         torch.testing.assert_close(state, expected)
     assert "from scratch" not in caplog.text
     assert other.top.weight in resumed.state
+
+
+@pytest.mark.parametrize(("size", "make"), [*((1, make) for make in KINDS), *((2, make) for make in KINDS[2:])])
+def test_gradients_that_are_asked_for_leave_those_of_the_rows_alone(size, make):
+    def on_rank(exchange):
+        model = make(exchange if size > 1 else None)
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(model(ids_of(1, 2)), parameters)
+        assert [grad.shape for grad in grads] == [parameter.shape for parameter in parameters]
+        waits = model.table.grad is not None
+        model(ids_of(1, 2)).backward(inputs=[model.table.anchor])
+        return waits, model.table.grad is not None, model.top.weight.grad is None, model.table.anchor.grad is None
+
+    assert on_ranks(size, on_rank) == [(False, True, True, True)] * size
