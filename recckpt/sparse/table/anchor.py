@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recckpt.types import flag
 
-
 _will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 

@@ -29,7 +29,6 @@ Give = Callable[[Int64s, Tensor], object]
 Read = Callable[[], tuple[Tensor, Int64s | None]]
 
 
-
 class TableModule(AnchoredModule):
     """A module whose state is a store of rows, which stands in state dicts as itself and whose rows have gradients."""
 
