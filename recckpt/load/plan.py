@@ -221,11 +221,8 @@ class Match:
             problems.warn(entry, f"{label} lacks {said}")
         objects = [name.text for name in left if name.is_object]
         if entry.is_own and objects:
-            problems.warn(
-                entry,
-                f"{label} has the state of what is not registered: {first_few(objects)}; register it before it is "
-                "loaded, or saves to come lack it",
-            )
+            remedy = "register it before it is loaded, or saves to come lack it"
+            problems.warn(entry, f"{label} has the state of what is not registered: {first_few(objects)}; {remedy}")
 
     def _is_explicit(self, name: Name) -> bool:
         """Say whether somebody asked for just this; of a whole table the embedding is what must be there."""

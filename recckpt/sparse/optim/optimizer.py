@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 
 from recckpt import types
 from recckpt.sparse.optim.accumulation import Accumulation, is_stepped_by_accelerate
-from recckpt.sparse.optim.param_groups import Group, TableParameter, match, options
+from recckpt.sparse.optim.param_groups import REMEDY, Group, TableParameter, as_list, match, options
 from recckpt.sparse.table.gradients import RowGradients
 from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, positive_int
 
 Int64s = npt.NDArray[np.int64]
-_REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
 made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # those of this process that are alive, by id
 Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Group]
 
@@ -48,12 +47,10 @@ class SparseOptimizer(Optimizer):
         self._tables: dict[str, HashTable] = {}
         self._mark = object()  # on its tables; copied with them
         self._accumulation = Accumulation(1)
-        self._under_way: dict[
-            TableParameter, tuple[int, Int64s]
-        ] = {}  # steps and whether they are done, where one has begun
-        given = _as_list(tables)
+        self._under_way: dict[TableParameter, tuple[int, Int64s]] = {}  # steps begun, and whether they are done
+        given = as_list(tables)
         if not given:
-            raise ValueError(f"a sparse optimizer needs a table, found none: {_REMEDY}")
+            raise ValueError(f"a sparse optimizer needs a table, found none: {REMEDY}")
         super().__init__(given if isinstance(given[0], dict) else [{"tables": given}], options(defaults))
         made[id(self)] = self
 
@@ -75,8 +72,8 @@ class SparseOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict) or "tables" not in param_group:
             found = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
-            raise TypeError(f"a group is a dict with the key 'tables', found {found}: {_REMEDY}")
-        tables = _as_list(param_group["tables"])
+            raise TypeError(f"a group is a dict with the key 'tables', found {found}: {REMEDY}")
+        tables = as_list(param_group["tables"])
         self._check_tables(tables)
         group = {**self.defaults, **options(param_group, "tables")}
         self._check(group)
@@ -93,7 +90,7 @@ class SparseOptimizer(Optimizer):
         Raises:
             TypeError, ValueError: as of :meth:`add_param_group`; nothing has been added.
         """
-        tables, first = _as_list(params), self.param_groups[0]
+        tables, first = as_list(params), self.param_groups[0]
         self._check_tables(tables)
         for key, added in self._taken_over(tables, first).items():
             first[key] += added
@@ -267,7 +264,7 @@ class SparseOptimizer(Optimizer):
         for table in tables:
             if not isinstance(table, HashTable):
                 found = type(table).__name__
-                raise TypeError(f"a sparse optimizer takes recckpt.sparse.HashTable, found a {found}: {_REMEDY}")
+                raise TypeError(f"a sparse optimizer takes recckpt.sparse.HashTable, found a {found}: {REMEDY}")
             if not table.dtype.is_floating_point:
                 raise ValueError(f"table {table.name!r} of {table.dtype} has no gradients: leave it out")
             if not table.is_trained:
@@ -297,11 +294,3 @@ class SparseOptimizer(Optimizer):
 def slot_dtype(table: HashTable) -> torch.dtype:
     """Return the dtype of moments and arithmetic: float32, or float64 for a table of it."""
     return torch.promote_types(table.dtype, torch.float32)
-
-
-def _as_list(tables: Any) -> list[Any]:
-    if isinstance(tables, HashTable):
-        return [tables]
-    if not isinstance(tables, Iterable):
-        raise TypeError(f"a sparse optimizer takes tables, found a {type(tables).__name__}: {_REMEDY}")
-    return list(tables.values() if isinstance(tables, Mapping) else tables)

@@ -14,6 +14,7 @@ from recckpt.errors import StateMismatchError
 from recckpt.sparse.table.table import HashTable
 
 Group = dict[str, Any]
+REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
 
 
 class TableParameter(Tensor):
@@ -123,3 +124,12 @@ def _is_well_formed(saved: Any) -> bool:
 
 def _is_step(state: Any) -> bool:
     return isinstance(state, Mapping) and type(state.get("step")) is int and state["step"] >= 0
+
+
+def as_list(tables: Any) -> list[Any]:
+    """Return tables that are given one by one, in a list or by name; TypeError where they are something else."""
+    if isinstance(tables, HashTable):
+        return [tables]
+    if not isinstance(tables, Iterable):
+        raise TypeError(f"a sparse optimizer takes tables, found a {type(tables).__name__}: {REMEDY}")
+    return list(tables.values() if isinstance(tables, Mapping) else tables)

@@ -114,6 +114,17 @@ class SlottedTable(PooledTable):
             self.initializer = initializer
         self._gradients.clear()
 
+    def _specs_of(self, slots: Mapping[str, Tensor], n_rows: int) -> list[SlotSpec]:
+        """Return what slots with so many rows are, or raise ValueError where they cannot be those of this table."""
+        specs = []
+        for name, tensor in slots.items():
+            check_slot_name(self.name, name)
+            spec = SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]))
+            self._check_spec(spec)
+            check_values(self.name, spec, tensor, n_rows)
+            specs.append(spec)
+        return specs
+
     @opaque
     def set_slot(self, name: str, ids: Tensor, values: Tensor) -> None:
         """Set one slot of rows that are there; the last of equal ids wins.

@@ -22,7 +22,6 @@ from recckpt.sparse.table.admission import AdmittingTable, Fetched, admission_of
 from recckpt.sparse.table.checks import (
     asked_ids,
     check_owned,
-    check_slot_name,
     check_values,
     checked_count,
     checked_device,
@@ -287,15 +286,10 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
             ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
         check_owned(self.name, self.slice, flat_ids(ids))
         check_values(self.name, self._spec, embeddings, len(ids))
-        for name, tensor in slots.items():
-            check_slot_name(self.name, name)
-            spec = SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]))
-            self._check_spec(spec)
-            check_values(self.name, spec, tensor, len(ids))
-        store = self._store.emptied()
-        for name, tensor in slots.items():
-            if name not in store.columns:
-                store.add_column(SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:])))
+        specs, store = self._specs_of(slots, len(ids)), self._store.emptied()
+        for spec in specs:
+            if spec.name not in store.columns:
+                store.add_column(spec)
         store.insert(flat_ids(ids), {EMBEDDING: embeddings, **slots})
         self._store.adopt(store)
         self.evicted_to = other.evicted_to if isinstance(other, HashTable) else None
