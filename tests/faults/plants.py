@@ -92,7 +92,7 @@ PLANTS = {
         "recckpt.format.json_fields:check_seal", "if digest != int(found[2], 16):", "if False:"
     ),
     "checksums of files are not compared": Plant(
-        "recckpt.output_dir.checkpoint_dir:read_checked", "if found != entry.xxh3:", "if False:"
+        "recckpt.output_dir.checkpoint_dir:_read_checked", "if found != entry.xxh3:", "if False:"
     ),
     "checksums of columns are not compared": Plant(
         "recckpt.sparse.files.part_reader:PartReader.column_problem", "if digest != expected:", "if False:"

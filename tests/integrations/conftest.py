@@ -6,6 +6,10 @@ NEEDS = {
     "test_lightning.py": "lightning",
     "test_transformers.py": "transformers",
     "test_accelerate.py": "accelerate",
+    "test_clipping_accelerate.py": "accelerate",
+    "test_clipping_lightning.py": "lightning",
+    "test_clipping_transformers.py": "transformers",
+    "test_lightning_averages.py": "lightning",
     "test_torchrec.py": "torchrec",
     "test_usearch.py": "usearch",
 }

@@ -317,8 +317,9 @@ def test_a_delta_needs_room_for_what_has_changed_and_not_for_all(tmp_path, monke
     training.train(range(10))
     assert training.saver.save("b").kind == "delta"
     training.train(range(300))
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: full.n_bytes // 4)
     with pytest.raises(SaveFailedError, match="make room"):
-        training.saver.save("c")
+        training.saver.save("c")  # neither the full save that is due nor a delta in its place
     assert not (tmp_path / "deltas" / "c").exists()
     monkeypatch.undo()
     assert training.save("c").kind == "full"

@@ -77,7 +77,9 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
         # Where nothing is compiled, the import of what compiles would take seconds. A compiler does not get to see
         # sys.modules: it would go through all of it, at each call that it compiles.
         if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
-            return run(*args, **kwargs)
+            if _is_tracing() or _is_transformed() or _n_modes() or _is_pre_dispatch():  # not by run: look-ups are short
+                _check_modes()
+            return function(*args, **kwargs)
         if _is_exporting():
             _refuse_program("torch.export")
         if not uncompiled:
