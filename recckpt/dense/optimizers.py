@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from recckpt.dense.keyed_optimizer import KeyedOptimizer, is_keyed
@@ -98,12 +99,12 @@ class NamedOptimizer:
         """
         groups = zip(self._group_names(), self.optimizer.param_groups, strict=True)
         pairs = (pair for names, group in groups for pair in zip(names, group["params"], strict=True))
-        return [names for names, parameter in pairs if parameter.numel()]
+        return [names for names, parameter in pairs if has_values(parameter)]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Its parameters by name: of those that are spread over ranks, the ones that this rank has the state of."""
-        return {name: some for name, some in self._flat() if some.numel() and self._is_own(some)}
+        return {name: some for name, some in self._flat() if has_values(some) and self._is_own(some)}
 
     def _state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
@@ -224,3 +225,8 @@ class ZeroOptimizer(NamedOptimizer):
                 f"{type(self.optimizer).__name__} has no state before its first steps with overlap_with_ddp=True"
             )
         return local
+
+
+def has_values(parameter: Tensor) -> bool:
+    """Say whether a parameter has values, as that of a table has not; ``ShardedTensor`` does not know its ``numel``."""
+    return is_lazy(parameter) or 0 not in parameter.size()

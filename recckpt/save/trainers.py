@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recckpt.dense.optimizer_class import lineage_of, updater
+from recckpt.dense.optimizers import has_values
 from recckpt.dense.registered import Registry
 from recckpt.format.training import Unsaved
 from recckpt.save.choice import Choice
@@ -181,7 +181,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _values_of(optimizer: Optimizer) -> Iterator[int]:
     """Yield the parameters that have values, by id: one without marks a module that has no parameters of its own."""
-    return (id(parameter) for parameter in _parameters(optimizer) if is_lazy(parameter) or parameter.numel())
+    return (id(parameter) for parameter in _parameters(optimizer) if has_values(parameter))
 
 
 def _is_idle(optimizer: Optimizer) -> bool:
