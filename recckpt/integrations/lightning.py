@@ -40,6 +40,7 @@ class RecckptCallback(AveragedTables):
         sparse_optimizer: that of the tables, or a function that returns it, given the module.
         saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3, "deltas": True}``.
         manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"async_save": True}``.
+        restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
 
     Attributes:
         checkpoints: the manager, from the beginning of ``fit`` on.
@@ -55,8 +56,9 @@ class RecckptCallback(AveragedTables):
         sparse_optimizer: GivenOptimizer = None,
         saver: Mapping[str, Any] = NONE,
         manager: Mapping[str, Any] = NONE,
+        restore: Mapping[str, Any] = NONE,
     ) -> None:
-        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager)
+        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore)
         self._sparse_optimizer: SparseOptimizer | None = None
         self._stepped = 0
         self._rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
@@ -84,7 +86,7 @@ class RecckptCallback(AveragedTables):
         if trainer.precision_plugin.state_dict():  # of a scaler
             manager.register_for_checkpointing("precision", trainer.precision_plugin)
         manager.register_for_checkpointing("loops", trainer.fit_loop, per_rank=trainer.world_size > 1)
-        self._rng = dump_rng() if manager.restore() else NONE
+        self._rng = dump_rng() if manager.restore(**self._options.restore) else NONE
         self._stepped = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

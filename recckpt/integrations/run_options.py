@@ -27,6 +27,7 @@ class RunOptions:
     sparse_optimizer: GivenOptimizer
     saver: Mapping[str, Any]
     manager: Mapping[str, Any]
+    restore: Mapping[str, Any]
 
     def optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
         """Return the optimizer of the tables."""

@@ -69,6 +69,7 @@ class RecckptCallback(TrainerCallback):
         sparse_optimizer: that of the tables, or a function that returns it, given the model.
         saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3, "deltas": True}``.
         manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"async_save": True}``.
+        restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
 
     Attributes:
         checkpoints: the manager, from the beginning of training on.
@@ -84,8 +85,9 @@ class RecckptCallback(TrainerCallback):
         sparse_optimizer: GivenOptimizer = None,
         saver: Mapping[str, Any] = NONE,
         manager: Mapping[str, Any] = NONE,
+        restore: Mapping[str, Any] = NONE,
     ) -> None:
-        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager)
+        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore)
         self._tables: _TablesBeside | None = None
         self._state = _State()
         self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
@@ -136,7 +138,8 @@ class RecckptCallback(TrainerCallback):
             manager.register_for_checkpointing("grad_scaler", optimizer.scaler)
         manager.register_for_checkpointing(_TRAINER_STATE, self._state)
         if state.global_step:
-            manager.restore(state.global_step, rng=False)  # the trainer sets it where the seen data ends
+            # The trainer sets the generators where the seen data ends.
+            manager.restore(state.global_step, rng=False, **self._options.restore)
         elif list_checkpoints(manager.saver.storage).current:
             raise ValueError(
                 f"{self._options.output_dir} holds checkpoints, and training begins at step 0: call "

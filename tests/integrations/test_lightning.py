@@ -23,12 +23,12 @@ N_IDS = 50
 
 
 class Clicks(pl.LightningModule):
-    def __init__(self, automatic=True):
+    def __init__(self, automatic=True, lr=0.01):
         super().__init__()
         self.automatic_optimization = automatic
         self.strict_loading = False  # or Lightning refuses its own files, which have no tables
         self.table, self.top = HashTable(4, name="t"), nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 1))
-        self.sparse_optim = SparseAdamW([self.table], lr=0.01)
+        self.lr, self.sparse_optim = lr, SparseAdamW([self.table], lr=lr)
         self.seen = []
 
     def training_step(self, batch, _):
@@ -43,7 +43,7 @@ class Clicks(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optim = torch.optim.Adam(self.top.parameters(), lr=0.01)
+        optim = torch.optim.Adam(self.top.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.StepLR(optim, 7, 0.5)
         return [optim], [{"scheduler": schedule, "interval": "step"}]
 
@@ -54,10 +54,14 @@ def clicks(loader):
     return loader(data, batch_size=4, shuffle=True)
 
 
-def fit(tmp_path, name, steps, *, automatic=True, callbacks=(), loader=StatefulDataLoader, path=None, **options):
+def fit(
+    tmp_path, name, steps, *, lr=0.01, automatic=True, callbacks=(), loader=StatefulDataLoader, path=None, **options
+):
     torch.manual_seed(0)
-    module = Clicks(automatic)
-    callback = RecckptCallback(str(tmp_path / name), 5, sparse_optimizer=lambda module: module.sparse_optim)
+    module, restore = Clicks(automatic, lr), options.pop("restore", {})
+    callback = RecckptCallback(
+        str(tmp_path / name), 5, sparse_optimizer=lambda module: module.sparse_optim, restore=restore
+    )
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 100, **options}
     options["default_root_dir"] = str(tmp_path / "lightning")
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -77,6 +81,14 @@ def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, automa
     ids = torch.arange(N_IDS)
     assert torch.equal(whole.eval().table(ids), resumed.eval().table(ids))
     assert all(map(torch.equal, whole.top.parameters(), resumed.top.parameters()))
+
+
+@pytest.mark.parametrize(("hyper_parameters", "lr"), [("load", 0.01), ("keep", 0.04)])
+def test_a_resumed_run_has_the_learning_rates_that_it_asks_for(tmp_path, hyper_parameters, lr):
+    fit(tmp_path, "runs", 5)
+    module, trainer = fit(tmp_path, "runs", 6, lr=0.04, restore={"hyper_parameters": hyper_parameters})
+    assert module.sparse_optim.param_groups[0]["lr"] == pytest.approx(lr)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(lr)
 
 
 class Batches(pl.Callback):

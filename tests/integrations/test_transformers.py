@@ -52,15 +52,17 @@ class Killed(TrainerCallback):
         return control
 
 
-def fit(tmp_path, name, *, killed=0, resume=True, **options):
+def fit(tmp_path, name, *, killed=0, resume=True, restore=None, lr=0.001, **options):
     torch.manual_seed(0)
     model = Model()
     given = {"max_steps": 40, "save_strategy": "no", "logging_steps": 10, "per_device_train_batch_size": 4, **options}
     args = TrainingArguments(str(tmp_path / "hf"), report_to=[], disable_tqdm=True, use_cpu=True, **given)
-    callback = RecckptCallback(str(tmp_path / name), 5, sparse_optimizer=lambda model: SparseAdamW([model.table]))
+    sparse = SparseAdamW([model.table], lr=lr)
+    callback = RecckptCallback(str(tmp_path / name), 5, sparse_optimizer=sparse, restore=restore or {})
     callbacks = [callback, Killed(killed)] if killed else [callback]
     trainer = Trainer(model, args, train_dataset=Clicks(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)
+    trainer.sparse = sparse
     return trainer
 
 
@@ -77,6 +79,23 @@ def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, monkey
     assert not list(tmp_path.glob("recckpt-resume-*")), "the point that was resumed from is left"
     losses = [[line.get("loss") for line in trainer.state.log_history] for trainer in (whole, resumed)]
     assert losses[0][-2] == pytest.approx(losses[1][-2])
+
+
+@pytest.mark.parametrize(("hyper_parameters", "lr"), [("load", 0.001), ("keep", 0.004)])
+def test_a_resumed_run_has_the_learning_rates_that_it_asks_for(tmp_path, hyper_parameters, lr):
+    constant = {"lr_scheduler_type": "constant"}
+    fit(tmp_path, "runs", killed=5, learning_rate=0.001, **constant)
+    resumed = fit(
+        tmp_path,
+        "runs",
+        killed=6,
+        lr=0.004,
+        learning_rate=0.004,
+        restore={"hyper_parameters": hyper_parameters},
+        **constant,
+    )
+    assert resumed.sparse.param_groups[0]["lr"] == pytest.approx(lr)
+    assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(lr)
 
 
 def test_a_run_that_would_begin_anew_over_its_own_checkpoints_is_refused(tmp_path):
