@@ -41,6 +41,20 @@ class TableParameter(Tensor):
     def grad(self, grad: Tensor | None) -> None:
         self.table.grad = grad
 
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the table is trained; setting it freezes or thaws the table."""
+        return self.table.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.table.requires_grad = requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
+        """Freeze or thaw the table, and return this."""
+        self.table.requires_grad = requires_grad
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
         twin = memo[id(self)] = TableParameter(copy.deepcopy(self.table, memo))
         return twin

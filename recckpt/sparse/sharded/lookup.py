@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
 from recckpt.sparse.sharded.routing import Asked, Route, asked, route
-from recckpt.sparse.table.anchor import captured
+from recckpt.sparse.table.anchor import captured, is_reached
 from recckpt.sparse.table.checks import asked_ids
 from recckpt.sparse.table.gradients import add_by_group
 from recckpt.sparse.table.nn_module import of_held
@@ -159,8 +159,10 @@ class _RoundTrip(torch.autograd.Function):
     @staticmethod
     @opaque
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        of_anchors = [node and captured(node) for node, _ in ctx.next_functions]
-        ctx.trip.return_gradients([g if anchor is None else None for g, anchor in zip(grads, of_anchors, strict=True)])
+        nodes = [node for node, _ in ctx.next_functions]  # None where a table is frozen
+        of_anchors = [node and captured(node) for node in nodes]
+        adds_up = (node and anchor is None and is_reached(node) for node, anchor in zip(nodes, of_anchors, strict=True))
+        ctx.trip.return_gradients([g if adds else None for g, adds in zip(grads, adds_up, strict=True)])
         return (None, None, *of_anchors)
 
 

@@ -76,6 +76,18 @@ def captured(node: Any) -> Tensor | None:
     return None
 
 
+def is_reached(node: Any) -> bool:
+    """Return whether the backward pass under way, which may be one for some ``inputs`` alone, goes on to an anchor.
+
+    Args:
+        node: as of :func:`captured`.
+    """
+    try:
+        return _will_execute(node)
+    except RuntimeError:  # it is asked for, or no engine runs this
+        return True
+
+
 def _leave_anchors_out(init: Callable[..., None]) -> Callable[..., None]:
     """Let DistributedDataParallel manage the other parameters of a model.
 

@@ -363,3 +363,30 @@ def test_gradients_that_are_asked_for_leave_those_of_the_rows_alone(size, make):
         return waits, model.table.grad is not None, model.top.weight.grad is None, model.table.anchor.grad is None
 
     assert on_ranks(size, on_rank) == [(False, True, True, True)] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_of_tables_that_are_looked_up_together_only_those_asked_for_get_gradients(size):
+    def on_rank(exchange):
+        group = exchange if size > 1 else None
+        user, item = tables = [ShardedHashTable(2, name=name, group=group) for name in ("user", "item")]
+        rows = EmbeddingCollection(tables)({"user": ids_of(1, 2), "item": ids_of(1, 2)})
+        loss = (rows["user"] * rows["item"]).sum()
+        torch.autograd.grad(loss, [user.anchor], retain_graph=True)
+        none = [table.grad is None for table in tables]
+        loss.backward(inputs=[user.anchor])
+        return none, user.grad is None, item.grad is None
+
+    assert on_ranks(size, on_rank) == [([True, True], False, True)] * size
+
+
+def test_what_walks_the_parameters_of_optimizers_freezes_tables_too():  # as Lightning's toggle_optimizer
+    table = HashTable(2, name="user")
+    (parameter,) = SparseSGD([table], lr=0.1).param_groups[0]["params"]
+    assert parameter.requires_grad
+    parameter.requires_grad = False
+    assert not table.requires_grad
+    assert parameter.requires_grad_() is parameter
+    assert table.requires_grad
+    table.requires_grad_(False)
+    assert not parameter.requires_grad
