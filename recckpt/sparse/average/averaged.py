@@ -70,6 +70,7 @@ class AverageTable(Table):
         """Take part in an update that keeps this share of the average, after a step of the table."""
         if self._follower is None or self._follower.table() is not table:
             self._follower = Follower(table, self._store)
+        self.padding_id = table.padding_id
         self._follower.update(table, self._store, kept)
 
     def train(self, mode: bool = True) -> Self:
@@ -123,7 +124,8 @@ class AverageTable(Table):
     def _begin(self) -> None:
         """Turn from a table, or a copy of one, into an average that begins with its rows."""
         self._store, self._gradients = AverageStore.of(self._store), Gradients()
-        self._plan, self._admission, self.track, self.trained_by = Plan(), None, (), None
+        self._plan, self._admission, self.trained_by = Plan(), None, None
+        self.track, self._clock_dates = (), None
         self._averages, self._followers, self.of = (), (), self.name
         self.train(False)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from recckpt.sparse.table.table import HashTable
 
 _PIECE = 1 << 16  # rows at a time
+_SWAPPED = ("__class__", "_store", "trained_by", "training", "track", "_clock_dates")
 
 
 @contextmanager
@@ -28,9 +29,10 @@ def swapped(pairs: Sequence[tuple[AverageTable, Any]]) -> Iterator[None]:
 
 @contextmanager
 def _as_its_average(table: Any, average: AverageTable) -> Iterator[None]:
-    own = {name: getattr(table, name) for name in ("__class__", "_store", "trained_by", "training")}
+    own = {name: getattr(table, name) for name in _SWAPPED}
     table.__class__ = average_class(type(table))
     table._store, table.trained_by, table.of = average.store, None, average.of  # no optimizer steps an average
+    table.track, table._clock_dates = (), None
     table.train(own["training"])
     try:
         yield

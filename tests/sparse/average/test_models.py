@@ -21,7 +21,7 @@ from torch.optim.swa_utils import (
 from recckpt import CheckpointReader, Saver
 from recckpt.policies.admit import MinCount
 from recckpt.policies.evict import Capacity
-from recckpt.sparse import EmbeddingCollection, HashTable, ShardedHashTable, SparseAdam, SparseSGD
+from recckpt.sparse import EmbeddingCollection, HashTable, RowAverage, ShardedHashTable, SparseAdam, SparseSGD
 from recckpt.sparse.average import store
 from recckpt.sparse.average.mixing import ticks
 
@@ -233,6 +233,22 @@ def test_look_ups_of_an_average_insert_count_and_evict_nothing_even_in_training_
     assert len(own) == 1
     with pytest.raises(ValueError, match="is an average"):
         SparseAdam([own], lr=0.1)
+
+
+def test_the_step_and_the_event_time_of_a_run_reach_averages_of_tables_that_the_clock_has_dated():
+    torch.manual_seed(0)
+    model = Clicks(HashTable(DIM, name="t", track=("step", "time")))
+    SparseAdam([model.table], lr=0.1)
+    model(torch.tensor([1, 2]))
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    average.module.table.event_time = 5.0
+    beside = RowAverage(model, 0.9)
+    with beside.swap():
+        model.table.step, model.table.event_time = 7, 5.0
+        model(torch.tensor([1, 2]))
+    model.table.event_time = 6.0
+    assert model.table.slots["last_time"].tolist() == [6.0, 6.0]
 
 
 def test_all_tables_of_a_collection_are_averaged_and_saved_rows_are_the_averages(tmp_path):

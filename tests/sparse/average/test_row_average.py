@@ -127,6 +127,14 @@ def test_inside_swap_the_model_reads_and_saves_the_averages_and_trains_on_afterw
     assert oracle.is_that_of(average.tables["t"])
 
 
+def test_an_id_that_stands_for_none_stays_out_of_the_bags_of_an_average(model):
+    model.table.insert(torch.arange(3), torch.ones(3, DIM))
+    average = RowAverage(model, DECAY)
+    model.table.padding_id = 0
+    average.update()
+    assert torch.equal(average.tables["t"].bag(torch.tensor([[0, 1, 2]])), torch.full((1, DIM), 2.0))
+
+
 def test_apply_gives_the_model_the_averages_and_keeps_the_moments(model):
     optimizer, average = SparseAdam([model.table], lr=0.5), RowAverage(model, DECAY)
     for step in range(5):
