@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
@@ -27,6 +28,7 @@ ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and th
 }
 MAX_COUNT = 1 << 53  # of steps, look-ups, rows: beyond, floats do not count by ones
 MAX_TABLE_NAME_BYTES = 1024
+_BYTES = re.compile(r"(\d{1,19}(?:\.\d{1,19})?) ?([kmgtp]i?)?b", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, order=True)
@@ -137,13 +139,11 @@ def byte_count(name: str, value: Any) -> int:
     Raises:
         ValueError: it is neither, or not from 1 to 2**63 - 1 bytes.
     """
-    match = (
-        re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtp]i?)?b", value.strip(), re.IGNORECASE) if type(value) is str else None
-    )
+    match = _BYTES.fullmatch(value.strip()) if type(value) is str else None
     number = value if type(value) is int else 0
     if match:
         prefix = (match[2] or "").lower()
-        number = int(float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " kmgtp".index(prefix[:1] or " "))
+        number = int(Fraction(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " kmgtp".index(prefix[:1] or " "))
     if not 1 <= number < 1 << 63:
         raise ValueError(
             f"{name} must be a number of bytes of at least 1, such as 500_000_000 or '2 TB', found {value!r:.100}"

@@ -59,7 +59,23 @@ def test_a_metric_or_mode_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize(
-    "n_bytes", [0, -1, 2.5, True, None, "", "2", "2 XB", "-2 TB", "nan GB", "9e9 B", "90000000 TB"]
+    "n_bytes",
+    [
+        0,
+        -1,
+        2.5,
+        True,
+        None,
+        "",
+        "2",
+        "2 XB",
+        "-2 TB",
+        "nan GB",
+        "9e9 B",
+        "90000000 TB",
+        "9" * 400 + " B",
+        f"{1 << 63} B",
+    ],
 )
 def test_a_size_that_is_none_is_refused(n_bytes):
     with pytest.raises(ValueError, match="KeepBytes: n_bytes must be a number of bytes of at least 1"):
