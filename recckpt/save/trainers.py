@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -74,13 +75,16 @@ class Trainers:
         """Return what a save leaves out, which has asked these optimizers for their state; where wanted, say it."""
         if self._is_for_serving:
             return Unsaved()
-        dense = [(lineage_of(one)[0], names) for one, names in self._left() if id(one) not in asked]
+        dense = defaultdict[str, list[str]](list)  # class -> parameters: each may have an optimizer of its own
+        for one, names in self._left():
+            if id(one) not in asked:
+                dense[lineage_of(one)[0]] += names
         trained, piled = self._tables_left(tables)
         if is_told:
-            for kind, names in dense:
-                self._say((kind, *names), _said_of_dense(kind, names))
+            for kind, names in dense.items():
+                self._say_of_dense(kind, names)
             self._say_of_tables(trained, piled)
-        return Unsaved(tuple(dict.fromkeys(kind for kind, _ in dense)), trained, piled)
+        return Unsaved(tuple(dense), trained, piled)
 
     def check_restore(self, *, is_told: bool) -> None:
         """Say before a restore what can be known by then: optimizers of dense parameters are seen when they step."""
@@ -132,6 +136,12 @@ class Trainers:
         idle = [one for one in (*self._registered, *_alive(self._stepped)) if _is_idle(one)]
         own = {id(parameter) for parameter in self._model.parameters()} if idle else set()
         return list(dict.fromkeys(lineage_of(one)[0] for one in idle if own & set(map(id, _parameters(one)))))
+
+    def _say_of_dense(self, kind: str, names: Sequence[str]) -> None:
+        new = [name for name in dict.fromkeys(names) if (kind, name) not in self._told]
+        self._told.update((kind, name) for name in new)
+        if new:
+            log.warning("%s", _said_of_dense(kind, new))
 
     def _say_of_tables(self, trained: Sequence[str], piled: Sequence[str]) -> None:
         idle = self._idle()

@@ -77,6 +77,23 @@ def test_a_dense_optimizer_that_is_not_registered_is_said_once_and_kept_in_the_c
     assert len(said()) == 1
 
 
+def test_optimizers_of_one_parameter_each_are_said_in_one_line(tmp_path, model, said):
+    """As they are where each steps in the backward pass as soon as its gradient is there."""
+    sparse = SparseAdam([model.user])
+    each = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.dense.parameters()]
+    saver = Saver(model, sparse, tmp_path)
+    for name, steps in {"a": 1, "b": 2, "c": 2}.items():
+        step(model, sparse, *each[:steps])
+        record = saver.save(name)
+    assert record.training.unsaved == Unsaved(optimizers=("SGD",))
+    lines = [f"SGD trains 1 parameter of the model ('dense.{name}'), and no" for name in ("weight", "bias")]
+    only(said(), *lines)
+    other = Saver(model, sparse, tmp_path / "other")
+    step(model, sparse, *each)
+    other.save("a")
+    only(said(), *lines, "SGD trains 2 parameters of the model ('dense.weight', 'dense.bias'), and no")
+
+
 def test_a_sparse_optimizer_that_the_saver_was_not_given_is_said_at_the_first_save(tmp_path, model, said):
     sparse = SparseSGD([model.user])
     saver = Saver(model, output_dir=tmp_path)
