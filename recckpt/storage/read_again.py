@@ -7,7 +7,7 @@ from collections.abc import Callable, Sized
 from typing import TypeVar
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
-from recckpt.storage.base import Files
+from recckpt.storage.base import NOT_READABLE, Files
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ def read_twice(files: Files, path: str, read: Callable[[], _T], reopen: Callable
     try:
         return read()
     except (CorruptCheckpointError, FormatVersionError) as error:
-        if isinstance(error.__cause__, OSError) or not files.drop_cached(path):  # it is missing, or local
+        if isinstance(error.__cause__, NOT_READABLE) or not files.drop_cached(path):  # it is missing, or local
             raise
     try:
         reopen()

@@ -6,7 +6,8 @@ import pytest
 from builders import Run, flip_bit, state_of
 from fsspec.implementations.memory import MemoryFileSystem
 
-from recckpt.inspect.reader import CheckpointReader
+from recckpt.inspect.reader import CheckpointReader, dataset
+from recckpt.inspect.sql import connect, scan
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import newest_first
 from recckpt.storage import open_storage
@@ -84,6 +85,35 @@ def test_verify_and_readers_read_once_more_too(memory_url, flips, file):
         flips["model.pt"] = 1
         assert reader.read_tensor("top.weight").shape == (1, 8)
     assert (flips["g0.00.arrow"], flips["model.pt"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        lambda url: connect(url).sql("select sum(id), sum(list_sum(embedding)) from item").fetchall(),
+        lambda url: scan(url, "item").select("embedding").collect().height,
+        lambda url: dataset(url, "item").to_table(columns=["embedding"]).num_rows,
+    ],
+    ids=["sql", "scan", "dataset"],
+)
+def test_queries_read_once_more_too(memory_url, monkeypatch, query):
+    """Whatever is read of a part: its ends when it is opened, values later."""
+    Run(memory_url).train(10)
+    expected, read, sizes = query(memory_url), RangedFile._read, []
+
+    def flipped(file, size):
+        data = bytearray(read(file, size))
+        sizes.append(len(data))
+        if len(sizes) == at and data:
+            data[len(data) // 2] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(RangedFile, "_read", flipped)
+    at = 0
+    query(memory_url)
+    for at in range(1, len(sizes) + 1):
+        sizes.clear()
+        assert query(memory_url) == expected, at
 
 
 def test_a_local_file_is_read_once(tmp_path, caplog):

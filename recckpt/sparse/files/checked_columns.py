@@ -49,8 +49,7 @@ class CheckedColumns:
         def read(at: tuple[Part, int]) -> pa.RecordBatch:
             part, number = at
             with readers.of(part) as reader:
-                found = reader.unchecked(number)
-                self._check(reader, number, found, [each for each in names if each != TABLE])
+                found = self._checked_batch(reader, number, [each for each in names if each != TABLE])
             columns = dict(zip(found.schema.names, found.columns, strict=True))
             if TABLE in names:  # the catalog, which is checked, says whose rows these are
                 columns[TABLE] = table_column(table.entry.name, len(found))
@@ -63,16 +62,13 @@ class CheckedColumns:
         for catalog in self._table.catalogs:
             yield from catalog.parts_of(self._table.entry.name, "rows")
 
-    def _check(self, reader: PartReader, number: int, found: pa.RecordBatch, names: Collection[str]) -> None:
-        for name in names:
-            key = (reader.part.file, number, name)
-            if key in self._checked:
-                continue
-            problem = reader.column_problem(number, found, name)
-            if problem:
-                raise problem
-            if reader.mapped is not None:
-                self._checked.add(key)
+    def _checked_batch(self, reader: PartReader, number: int, names: Collection[str]) -> pa.RecordBatch:
+        """Return a batch whose columns are checked, now or before."""
+        new = [name for name in names if (reader.part.file, number, name) not in self._checked]
+        found = reader.checked(number, new)
+        if reader.mapped is not None:
+            self._checked.update((reader.part.file, number, name) for name in new)
+        return found
 
 
 def columns_schema(slots: Sequence[SlotSpec], names: Iterable[str]) -> pa.Schema:

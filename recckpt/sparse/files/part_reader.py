@@ -124,15 +124,20 @@ class PartReader:
 
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
-        return self._twice(partial(self._read, number), self._open)
+        found = self.checked(number, (TABLE, ID, *self._specs))
+        return {name: found.column(name) for name in (ID, *self._specs)}
 
-    def _read(self, number: int) -> Mapping[str, pa.Array]:
+    def checked(self, number: int, names: Iterable[str]) -> pa.RecordBatch:
+        """Return a batch, of which these columns are checked."""
+        return self._twice(partial(self._checked, number, tuple(names)), self._open)
+
+    def _checked(self, number: int, names: Iterable[str]) -> pa.RecordBatch:
         found = self.unchecked(number)
-        for name in (TABLE, ID, *self._specs):
+        for name in names:
             problem = self.column_problem(number, found, name)
             if problem:
                 raise problem
-        return {name: found.column(name) for name in (ID, *self._specs)}
+        return found
 
     def unchecked(self, number: int) -> pa.RecordBatch:
         """Return a batch of the right number of rows whose values are not checked yet."""
