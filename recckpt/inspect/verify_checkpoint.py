@@ -180,13 +180,19 @@ class Checkup:
                 advance(n_bytes)
 
         def check() -> list[CorruptCheckpointError]:
-            return list(check_file(self._storage, self.directory, file, index=index, advance=count))
+            errors = list(check_file(self._storage, self.directory, file, index=index, advance=count))
+            return errors or list(self._check_loadable(file))
 
-        found = check_twice(self._storage, self._path(file.name), check, list)
-        yield from found
-        if not found and file.name.endswith(".pt"):
-            with self._storage.open(self._path(file.name)) as content:
-                check_loadable(content, self._path(file.name))
+        yield from check_twice(self._storage, self._path(file.name), check, list)
+
+    def _check_loadable(self, file: FileEntry) -> Errors:
+        if file.name.endswith(".pt"):
+            path = self._path(file.name)
+            try:
+                with self._storage.open(path) as content:
+                    check_loadable(content, path)
+            except CorruptCheckpointError as error:
+                yield error
 
     @property
     def _with_index(self) -> list[int]:

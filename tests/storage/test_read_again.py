@@ -93,11 +93,12 @@ def test_verify_and_readers_read_once_more_too(memory_url, flips, file):
         lambda url: connect(url).sql("select sum(id), sum(list_sum(embedding)) from item").fetchall(),
         lambda url: scan(url, "item").select("embedding").collect().height,
         lambda url: dataset(url, "item").to_table(columns=["embedding"]).num_rows,
+        verify,
     ],
-    ids=["sql", "scan", "dataset"],
+    ids=["sql", "scan", "dataset", "verify"],
 )
-def test_queries_read_once_more_too(memory_url, monkeypatch, query):
-    """Whatever is read of a part: its ends when it is opened, values later."""
+def test_whatever_a_query_or_verify_reads_in_ranges_is_read_once_more_too(memory_url, monkeypatch, query):
+    """The ends of a part when it is opened, values later; what is in an archive after its checksum."""
     Run(memory_url).train(10)
     expected, read, sizes = query(memory_url), RangedFile._read, []
 
