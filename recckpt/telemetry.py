@@ -8,6 +8,7 @@ user's, is logged once and fails nothing.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -64,6 +65,7 @@ class _Tools:
             for name, about in _HISTOGRAMS.items()
         }
         self.gauges = {name: meter.create_gauge(_PREFIX + name, *about) for name, about in _GAUGES.items()}
+        os.register_at_fork(after_in_child=self._forget)
         name, unit, description = _UNDER_WAY
         meter.create_observable_gauge(_PREFIX + name, [lambda _: self._seconds_under_way()], unit, description)
 
@@ -77,6 +79,11 @@ class _Tools:
                 self.histograms[name].record(value, of_run)
             else:
                 self.gauges[name].set(value, of_run)
+
+    def _forget(self) -> None:
+        """Leave saves to the process that makes them: of those under way at a fork, no child hears how they end."""
+        self.open.clear()
+        self.runs.clear()
 
     def _seconds_under_way(self) -> Iterator[Observation]:
         """Give for each run how long its save has gone on, the oldest where several savers share the name."""

@@ -13,6 +13,7 @@ import torch
 import warm_python
 from builders import Run
 from gate import Gate
+from in_fork import in_fork
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -219,9 +220,11 @@ def test_a_save_under_way_shows_for_how_long_it_has_gone_on(tmp_path, told, monk
     handle = saver.save_async("a")
     assert gate.reached.wait(60)
     first, second = (told.metrics["recckpt.save.under_way"][()] for _ in range(2))
+    of_child = in_fork(lambda: told.metrics_of_runs.get("recckpt.save.under_way"))  # an exporter goes on in a child
     gate.opened.set()
     handle.wait()
     assert 0 < first < second
+    assert of_child == "None", "the save is not of the child, which never hears of its end"
     assert told.metrics["recckpt.save.under_way"] == {(): 0}
 
 
