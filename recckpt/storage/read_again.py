@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sized
+from functools import cache
 from typing import TypeVar
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
@@ -33,7 +34,7 @@ def read_twice(files: Files, path: str, read: Callable[[], _T], reopen: Callable
         reopen()
         found = read()
     except (CorruptCheckpointError, FormatVersionError):
-        _log_damage(files, path)
+        _log_damage(files.url, path)
         raise
     _log_flip(files, path)
     return found
@@ -46,14 +47,16 @@ def check_twice(files: Files, path: str, check: Callable[[], _T], errors_of: Cal
         return found
     again = check()
     if errors_of(again):
-        _log_damage(files, path)
+        _log_damage(files.url, path)
     else:
         _log_flip(files, path)
     return again
 
 
-def _log_damage(files: Files, path: str) -> None:
-    log.warning("%s/%s was read twice, and is damaged in the storage itself", files.url, path)
+@cache
+def _log_damage(url: str, path: str) -> None:
+    """Say once of a file what does not change: each save and each look at the output dir may meet it."""
+    log.warning("%s/%s was read twice, and is damaged in the storage itself", url, path)
 
 
 def _log_flip(files: Files, path: str) -> None:

@@ -73,6 +73,19 @@ def test_what_is_damaged_in_the_storage_itself_is_damage_after_one_more_read(mem
     assert said(caplog, f"ckpt_20/{file} was read twice, and is damaged in the storage itself")
 
 
+def test_what_stays_damaged_is_said_once(memory_url, caplog):
+    run = Run(memory_url, max_keep=None).train(20)
+    path = next(name for name in MemoryFileSystem.store if name.endswith("ckpt_10/manifest.json"))
+    MemoryFileSystem.store[path].seek(100)
+    MemoryFileSystem.store[path].write(b"?")
+    run = Run(memory_url, max_keep=None)
+    run.manager.restore()
+    run.train(30)
+    for _ in range(3):
+        assert len(newest_first(open_storage(memory_url))) == 4
+    assert len(said(caplog, "ckpt_10/manifest.json was read twice")) == 1
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_verify_and_readers_read_once_more_too(memory_url, flips, file):
     Run(memory_url).train(10)
