@@ -13,6 +13,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
 from recckpt.sparse.files.chain_table import open_table
+from recckpt.sparse.files.merged_rows import check_count
 from recckpt.text import nearest
 from recckpt.types import SlotSpec
 
@@ -35,11 +36,14 @@ def slot_named(name: str, manifest: Manifest) -> tuple[TableEntry, SlotSpec] | N
 
 def whole_slot(now: OpenCheckpoint, entry: TableEntry, slot: SlotSpec) -> npt.NDArray[Any]:
     """Return the values of all rows, bfloat16 as bit patterns; all slots of a table come in one order of the rows."""
+    table = open_table(now.links, entry.name, [] if slot.name == ID else [slot.name])
+    check_count(table.links[0], min(entry.rows, sum(link.entry.held for link in table.links)))  # before it takes memory
     values = np.empty((entry.rows, *slot.shape), NUMPY_DTYPES[slot.dtype])
     begin = 0
-    for batch in open_table(now.links, entry.name, [] if slot.name == ID else [slot.name]).all_rows():
+    for batch in table.all_rows():
         end = begin + batch.num_rows
-        column = np.frombuffer(column_buffer(batch.column(slot.name)), values.dtype)
-        values[begin:end] = column.reshape(-1, *slot.shape)
+        if end <= entry.rows:  # or the table says in the end that there are too many
+            column = np.frombuffer(column_buffer(batch.column(slot.name)), values.dtype)
+            values[begin:end] = column.reshape(-1, *slot.shape)
         begin = end
     return values

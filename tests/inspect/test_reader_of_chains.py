@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pytest
-from forge import filled, save_tables
+from forge import filled, save_tables, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
@@ -337,3 +337,14 @@ def test_the_files_of_a_chain_share_the_maps_that_a_process_has(delta, monkeypat
         links = reader._now.links
         assert [len(link.files._maps) for link in links] == [1, 1]  # of two, at most
         assert rows_in(reader.table("t")) == CHANGED
+
+
+@pytest.mark.parametrize("rows", [4, 6, 10**15])
+def test_a_whole_slot_of_a_delta_that_says_other_rows_than_it_has_is_damaged(delta, rows):
+    """Before a slot of so many rows takes its memory, or is too small for those that come."""
+    path = delta.directory / "manifest.json"
+    text = path.read_text()
+    body = text[: text.rindex(',\n  "manifest_xxh3"')].replace('"rows": 5', f'"rows": {rows}')
+    path.write_bytes(sealed((body + "\n}\n").encode()))
+    with CheckpointReader(delta.directory) as reader, pytest.raises(CorruptCheckpointError, match=rf"expected {rows}, by the"):
+        reader.read_tensor("t@embedding")
