@@ -346,5 +346,8 @@ def test_a_whole_slot_of_a_delta_that_says_other_rows_than_it_has_is_damaged(del
     text = path.read_text()
     body = text[: text.rindex(',\n  "manifest_xxh3"')].replace('"rows": 5', f'"rows": {rows}')
     path.write_bytes(sealed((body + "\n}\n").encode()))
-    with CheckpointReader(delta.directory) as reader, pytest.raises(CorruptCheckpointError, match=rf"expected {rows}, by the"):
+    with (
+        CheckpointReader(delta.directory) as reader,
+        pytest.raises(CorruptCheckpointError, match=rf"expected {rows}, by the"),
+    ):
         reader.read_tensor("t@embedding")
