@@ -42,7 +42,7 @@ class TableParameter(Tensor):
         self.table.grad = grad
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether the table is trained; setting it freezes or thaws the table."""
         return self.table.requires_grad
 
