@@ -85,8 +85,9 @@ class RecckptCallback(AveragedTables):
                 manager.register_for_checkpointing(f"callback {callback.state_key}", callback)
         if trainer.precision_plugin.state_dict():  # of a scaler
             manager.register_for_checkpointing("precision", trainer.precision_plugin)
-        manager.register_for_checkpointing("loops", trainer.fit_loop, per_rank=trainer.world_size > 1)
-        self._rng = dump_rng() if manager.restore(**self._options.restore) else NONE
+        manager.register_for_checkpointing("loops", _Loops(trainer), per_rank=trainer.world_size > 1)
+        is_resumed = manager.restore(**self._options.restore)
+        self._rng = dump_rng() if is_resumed and not _is_epoch_over(trainer) else NONE
         self._stepped = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -123,6 +124,31 @@ class RecckptCallback(AveragedTables):
         self.swap_back()
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
+
+
+class _Loops:
+    """The loops of a fit, with the positions of its loaders while they are within an epoch.
+
+    Lightning resumes behind the last batch of an epoch with the next epoch, and would give it loaders that are at their
+    end: it would have no batch.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
+        if _is_epoch_over(self._trainer):
+            state["state_dict"].pop("combined_loader", None)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trainer.fit_loop.load_state_dict(state)
+
+
+def _is_epoch_over(trainer: Trainer) -> bool:
+    """Say whether the last batch was that of an epoch, so that loaders begin anew with the next one."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 class _StepOfBoth(JointOptimizer):

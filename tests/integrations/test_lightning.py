@@ -55,12 +55,12 @@ def clicks(loader):
 
 
 def fit(
-    tmp_path, name, steps, *, lr=0.01, automatic=True, callbacks=(), loader=StatefulDataLoader, path=None, **options
+    tmp_path, name, steps, *, automatic=True, callbacks=(), loader=StatefulDataLoader, path=None, interval=5, **options
 ):
     torch.manual_seed(0)
-    module, restore = Clicks(automatic, lr), options.pop("restore", {})
+    module, restore = Clicks(automatic, options.pop("lr", 0.01)), options.pop("restore", {})
     callback = RecckptCallback(
-        str(tmp_path / name), 5, sparse_optimizer=lambda module: module.sparse_optim, restore=restore
+        str(tmp_path / name), interval, sparse_optimizer=lambda module: module.sparse_optim, restore=restore
     )
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 100, **options}
     options["default_root_dir"] = str(tmp_path / "lightning")
@@ -151,3 +151,12 @@ def test_nothing_that_trains_is_said_to_be_missing(tmp_path, caplog, automatic):
     (manifest,) = (tmp_path / "run").glob("ckpt_*/manifest.json")
     assert not [record for record in caplog.records if "trains" in record.getMessage()]
     assert json.loads(manifest.read_text())["training"] == {"optimizers": {"optimizer_0": ["Adam"]}}
+
+
+@pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])
+def test_a_run_that_was_saved_at_the_end_of_an_epoch_goes_on_with_all_batches_of_the_next(tmp_path, loader):
+    fit(tmp_path, "ended", 32, loader=loader, interval=16)
+    resumed, trainer = fit(tmp_path, "ended", 48, loader=loader, interval=16)
+    assert (trainer.global_step, trainer.current_epoch) == (48, 3)
+    seen = sorted(number for batch in resumed.seen for number in batch)
+    assert seen == sorted(clicks(loader).dataset.tensors[0].tolist())
