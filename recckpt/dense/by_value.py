@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
 
+MAPPINGS = (dict, OrderedDict, Counter)  # of whose values a state may be made, the safe loader of torch knows them
 _WITHOUT_IDENTITY = frozenset({type(None), bool, int, float})  # which pickle writes anew each time
 
 
@@ -23,8 +24,8 @@ class ByValue:
         Containers and tensors, which have an identity of their own, come once for each place that they are in.
         """
         kind = type(value)
-        if kind in (dict, OrderedDict):
-            return kind((self.of(key), self.of(item)) for key, item in value.items())
+        if kind in MAPPINGS:
+            return kind({self.of(key): self.of(item) for key, item in value.items()})
         if kind in (list, tuple):
             is_plain = _WITHOUT_IDENTITY.issuperset(map(type, value))
             return kind([*value] if is_plain else [self.of(item) for item in value])

@@ -29,6 +29,7 @@ _GLOBALS = frozenset(  # part of the format: what a pickle of dense tensors and 
         "torch Size",
         "torch device",
         "collections OrderedDict",
+        "collections Counter",
         "_codecs encode",
         "__builtin__ set",
         "__builtin__ complex",

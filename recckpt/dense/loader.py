@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 
+from recckpt.dense.by_value import MAPPINGS
 from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, may_be_sharded, own_boxes
 from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
 from recckpt.errors import CorruptCheckpointError
@@ -111,8 +111,8 @@ def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
     if isinstance(saved, Tensor):
         fits = may_be_sharded() and is_sharded(like) and like.shape == saved.shape
         return as_live(saved, like, reader, saved.dtype) if fits else saved
-    if type(saved) in (dict, OrderedDict):
-        return type(saved)((key, fitted(item, _below(like, key), reader)) for key, item in saved.items())
+    if type(saved) in MAPPINGS:
+        return type(saved)({key: fitted(item, _below(like, key), reader) for key, item in saved.items()})
     if type(saved) in (list, tuple):
         return type(saved)(fitted(item, _below(like, i), reader) for i, item in enumerate(saved))
     return saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from recckpt.dense.by_value import MAPPINGS
 from recckpt.dense.state_copy import Copy, Place, portable
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.tensor_index import EXTRA, MODEL
@@ -250,8 +251,8 @@ class ShardedTensors:
         if is_sharded(value):
             self._tensors[f"{EXTRA}/{name}"] = value
             return {STAND_IN: name}
-        if type(value) in (dict, OrderedDict):
-            return type(value)((key, self._stood_in(f"{name}[{key!r}]", item)) for key, item in value.items())
+        if type(value) in MAPPINGS:
+            return type(value)({key: self._stood_in(f"{name}[{key!r}]", item) for key, item in value.items()})
         if type(value) in (list, tuple):
             return type(value)(self._stood_in(f"{name}[{i}]", item) for i, item in enumerate(value))
         return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from recckpt.dense.by_value import MAPPINGS
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _MAX_INT_BITS = 255 * 8 - 1  # what the safe loader of torch takes
@@ -51,8 +52,8 @@ def _portable(name: str, value: Any) -> Any:
         )
     if type(value) in _PLAIN:
         return _EmptyBytes() if type(value) is bytes and not value else value
-    if type(value) in (dict, OrderedDict):
-        return type(value)((_portable_key(name, k), _portable(f"{name}[{k!r}]", v)) for k, v in value.items())
+    if type(value) in MAPPINGS:
+        return type(value)({_portable_key(name, k): _portable(f"{name}[{k!r}]", v) for k, v in value.items()})
     if type(value) in _CONTAINERS:
         if set(map(type, value)) == {int} and max(map(int.bit_length, value)) <= _MAX_INT_BITS:
             return _CONTAINERS[type(value)](value)  # at once: Python's random state is 625 of them, in every save
@@ -151,8 +152,8 @@ class _Copies:
             return state  # portable() refuses it by name
 
     def _copy(self, place: Place, value: Any) -> Any:
-        if type(value) in (dict, OrderedDict):
-            return type(value)((key, self._copy((*place, key), item)) for key, item in value.items())
+        if type(value) in MAPPINGS:
+            return type(value)({key: self._copy((*place, key), item) for key, item in value.items()})
         if type(value) in (list, tuple, set):
             return type(value)(self._copy((*place, number), item) for number, item in enumerate(value))
         return self._copy_tensor(place, value) if _is_plain(value) else value

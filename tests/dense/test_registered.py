@@ -374,3 +374,17 @@ def test_asking_for_the_random_state_does_not_start_cuda():
     before = torch.cuda.is_initialized()
     dump_rng()
     assert torch.cuda.is_initialized() == before
+
+
+def test_a_schedule_by_milestones_goes_on_where_it_was():
+    def schedule():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], gamma=0.1)
+
+    registry, ours = extra_registry(), schedule()
+    registry.add("schedule", ours)
+    ours.optimizer.step(), ours.step()
+    resumed = schedule()
+    resumed.load_state_dict(registry.dump()["schedule"])
+    assert resumed.milestones == ours.milestones
+    assert type(resumed.milestones) is type(ours.milestones)
