@@ -30,7 +30,7 @@ def split_sparse_dense_state_dict(
         elif sparse.setdefault(check_table_name(value.name), value) is not value:
             raise ValueError(
                 f"two tables are named {value.name!r}, at {keys[value.name]!r} and {key!r}; a name stands for one "
-                "table in a checkpoint: rename one"
+                "table in a checkpoint: rename one, by table.name = ... before anything is saved or restored"
             )
         else:
             keys.setdefault(value.name, key)

@@ -180,3 +180,9 @@ def test_what_only_calls_a_table_is_not_disturbed(call):
     model, expected = Called(), Called()
     torch.testing.assert_close(call(model), plain(expected), check_stride=False)
     assert contents(model.table) == contents(expected.table)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_old_export_to_onnx_is_refused_by_name(tmp_path):
+    with pytest.raises(RuntimeError, match=r"cannot be part of a program of torch\.onnx\.export"):
+        torch.onnx.export(Called(), (IDS,), tmp_path / "model.onnx", dynamo=False)

@@ -16,7 +16,7 @@ from recckpt.sparse.table.anchor import AnchoredModule, captured
 from recckpt.sparse.table.checks import checked_move
 from recckpt.sparse.table.gradients import Gradients, RowGradients
 from recckpt.sparse.table.initializers import Initializer
-from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.opaque import opaque, refuse_export
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.text import quoted, size
 from recckpt.types import EMBEDDING, SlotSpec
@@ -86,6 +86,7 @@ class TableModule(AnchoredModule):
         return [self]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        refuse_export()  # the old torch.onnx.export detaches all that is in a state dict, before it calls the model
         destination.update({prefix + table.name: table for table in self._own_tables()})
 
     def _load_from_state_dict(  # noqa: PLR0917  # torch's signature

@@ -107,6 +107,12 @@ def check_proxy(ids: object) -> None:
         _refuse_program("torch.fx.symbolic_trace")
 
 
+def refuse_export() -> None:
+    """Raise RuntimeError where the old ``torch.onnx.export`` asks for the state of a model."""
+    if torch.onnx.is_in_onnx_export():
+        _refuse_program("torch.onnx.export")
+
+
 def _check_modes() -> None:
     """Raise RuntimeError where a call is traced, transformed, or made without values; other modes may watch it."""
     if _is_tracing():
