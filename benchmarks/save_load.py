@@ -81,7 +81,8 @@ def timed_save(peer: str, state: State, directory: Path, sync: bool) -> float:
     if peer != "recckpt":
         target.mkdir()
     seconds = timed(lambda: PEERS[peer](state, target, sync))
-    shutil.rmtree(target)  # and no more: a saver that finds its claims gone has lost the output dir
+    # No more than that: a saver that finds its claims gone has lost the output dir. It uses no name a second time.
+    shutil.rmtree(next(directory.glob(f"{peer}*")))
     return seconds
 
 
