@@ -192,7 +192,7 @@ def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], requ
     """Raise where rows of the ids may be left in a directory that was removed; make the removals durable."""
     storage.sync_dir("")
     fence.look_again()
-    there = {c.directory: c for c in fence.listing.committed}  # such as one that somebody has copied in since
+    there = {c.directory: c for c in fence.listing.committed}  # such as one that was copied in since
     for directory in directories:
         if directory in there and not held_in(storage, there[directory], request.table, request.ids).is_any:
             continue

@@ -105,7 +105,7 @@ class Autosave:
         """Tell the tables where the run is: what they look up next is dated with that."""
         for table in self._tables:
             table.step = self._run.global_step
-            if self._run.event_time is not None:  # else that of the table stays: somebody may have set it
+            if self._run.event_time is not None:  # else that of the table stays, which may have been set by hand
                 table.event_time = self._run.event_time
 
     def _reload_if_due(self, now: Moment, *, has_saved: bool) -> None:

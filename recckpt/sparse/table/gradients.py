@@ -85,8 +85,9 @@ class RowGradients:
 class Gradients:
     """The gradients of a table since its optimizer last used them, one entry a backward pass. Thread-safe.
 
-    An entry keeps ids, not rows: rows may be renumbered before the optimizer comes. Entries that nobody uses are merged
-    by id from time to time, so that they take no more memory than the embeddings of the table, in float32 at least.
+    An entry keeps ids, not rows: rows may be renumbered before the optimizer comes. Entries that no optimizer uses are
+    merged by id from time to time, so that they take no more memory than the embeddings of the table, in float32 at
+    least.
 
     Attributes:
         keeps_squares: whether the sums of the squares of entries stay known when they are merged.
