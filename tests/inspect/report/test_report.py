@@ -217,7 +217,8 @@ def test_of_the_links_below_only_files_with_rows_are_bytes_that_a_restore_reads(
     dense = sum(file.n_bytes for file in manifest.files if not layout.has_rows(file.name))
     assert len(newest.links) == 6
     assert newest.chain_bytes == sum(each.n_bytes for each in report.checkpoints) - 5 * dense
-    assert report.findings == ()  # the network, which each delta holds whole, is no reason to compact
+    of_chains = [finding.what for finding in report.findings if "is a chain of" in finding.what]  # a save may be slow
+    assert not of_chains, "the network, which each delta holds whole, is no reason to compact"
 
 
 def test_it_writes_nothing(tmp_path):
