@@ -41,7 +41,7 @@ from recckpt.load import open_source as opening
 from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source
+from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import fence as fencing
 from recckpt.output_dir import rotation
@@ -284,7 +284,7 @@ def planned(job: Job, storage: CountedStorage, rank: int, ranks: int) -> dict[st
     with watch.running(), without_rows():
         record = read_manifest(storage, "ckpt_0")
         assert record is not None
-        source = Source(parse_load_conf(None), storage, Checkpoint("ckpt_0", record))
+        source = LocatedCheckpoint(parse_load_conf(None), storage, Checkpoint("ckpt_0", record))
         with opening.opened([source], live.needs) as sources:
             loading.load(live, sources, Problems(), concurrency=1, download_dir=None, rng=False)
     return {

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from train_ctr import DeepFM
 
 from recckpt import filter_out_sparse_param
-from recckpt.integrations.lightning import RecckptCallback
+from recckpt.integrations.lightning import LightningCallback
 from recckpt.sparse import SparseAdamW
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     pl.seed_everything(0)
     ids, labels = generated_clicks(seed=0)
     data = TensorDataset(torch.as_tensor(ids), torch.as_tensor(labels))
-    checkpoints = RecckptCallback(
+    checkpoints = LightningCallback(
         args.output_dir,
         args.save_interval,
         sparse_optimizer=lambda module: module.sparse_optim,

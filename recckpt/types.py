@@ -26,7 +26,7 @@ ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and th
     "int32": 4,
     "int64": 8,
 }
-MAX_COUNT = 1 << 53  # of steps, look-ups, rows: beyond, floats do not count by ones
+MAX_EXACT_COUNT = 1 << 53  # of steps, look-ups, rows: beyond, floats do not count by ones
 MAX_TABLE_NAME_BYTES = 1024
 _BYTES = re.compile(r"(\d{1,19}(?:\.\d{1,19})?) ?([kmgtp]i?)?b", re.ASCII | re.IGNORECASE)
 
@@ -57,7 +57,7 @@ class SlotSpec:
 
 
 @runtime_checkable
-class HashTable(Protocol):
+class SavableTable(Protocol):
     """Anything that recckpt saves as a table: ids, and tensors with one row an id.
 
     ``ids()``, ``embeddings()`` and every value of ``slots`` share one row order. All of them may be
@@ -91,10 +91,10 @@ def is_optimizer_slot(name: str) -> bool:
     return name.startswith("sparse_")
 
 
-def is_hashtable(obj: object) -> TypeGuard[HashTable]:
-    """Say whether ``obj`` fits the :class:`HashTable` protocol; ours and foreign tables alike."""
+def is_hashtable(obj: object) -> TypeGuard[SavableTable]:
+    """Say whether ``obj`` fits the :class:`SavableTable` protocol; ours and foreign tables alike."""
     # All of the protocol takes 14 us to look for: in a state dict of 1,000 tensors, a save would stand for it.
-    return not isinstance(obj, type) and hasattr(obj, "embeddings") and isinstance(obj, HashTable)
+    return not isinstance(obj, type) and hasattr(obj, "embeddings") and isinstance(obj, SavableTable)
 
 
 def check_table_name(name: Any) -> str:
@@ -128,8 +128,8 @@ def positive_int(name: str, value: Any) -> int:
 
 def count_of(name: str, value: Any) -> int:
     """Return ``value``, or raise ValueError where it is not an int from 1 to 2**53, as all that is counted is."""
-    if positive_int(name, value) > MAX_COUNT:
-        raise ValueError(f"{name} must be at most {MAX_COUNT}, found {value}")
+    if positive_int(name, value) > MAX_EXACT_COUNT:
+        raise ValueError(f"{name} must be at most {MAX_EXACT_COUNT}, found {value}")
     return int(value)
 
 

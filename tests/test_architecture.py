@@ -162,3 +162,12 @@ def test_every_public_name_is_there():
         assert all(getattr(package, name) is not None for name in package.__all__)
         with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
             _ = package.Nothing
+
+
+def test_no_class_name_stands_twice():
+    homes = {}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}

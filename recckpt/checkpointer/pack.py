@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recckpt.dense.saver import Placed, Record, pickled
 from recckpt.dense.state_copy import plain_tensor, portable
-from recckpt.dense.torch_archive import Contents
+from recckpt.dense.torch_archive import ArchiveContents
 
 MAX_DEPTH = 100  # of containers in containers; what is saved can be walked again when it is loaded
 
@@ -26,9 +26,9 @@ class Packed:
     pickle: bytes  # in which tensors refer to pieces by number
     pieces: list[Tensor]  # of bytes, one dimension each, on the device of the state and mostly its own memory
 
-    def contents(self) -> Contents:
+    def contents(self) -> ArchiveContents:
         """Return what goes into a file; pieces on other devices are copied one at a time, as they are asked for."""
-        return Contents(self.pickle, (piece.cpu().numpy().data for piece in self.pieces))
+        return ArchiveContents(self.pickle, (piece.cpu().numpy().data for piece in self.pieces))
 
 
 def pack(state_dict: Mapping[str, Any]) -> Packed:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recckpt.checkpointer.pack import child, span
-from recckpt.checkpointer.stored_state import Filler, StoredState
+from recckpt.checkpointer.stored_state import StoredState, TensorFiller
 from recckpt.checkpointer.writer import RankInfo, storage_at
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from recckpt.storage import Storage
@@ -55,7 +55,7 @@ class StateReader:
             if asked.mismatched or (strict and asked.missing):
                 remedy = "pass strict=False to load what is there" if not asked.mismatched else ""
                 raise StateMismatchError(place, missing=asked.missing, mismatched=asked.mismatched, remedy=remedy)
-            state = fill("", state_dict, stored.tree, Filler(stored, asked.wholes, map_location))
+            state = fill("", state_dict, stored.tree, TensorFiller(stored, asked.wholes, map_location))
         if asked.missing:
             shown = ", ".join(asked.missing[:_MAX_SHOWN]) + (", ..." if len(asked.missing) > _MAX_SHOWN else "")
             _log.warning("%s: %d keys are missing and stay as they are: %s", place, len(asked.missing), shown)
@@ -111,7 +111,7 @@ class Comparison:
                 self.mismatched[name] = found, expected
 
 
-def fill(name: str, template: Any, tree: Any, values: Filler) -> Any:
+def fill(name: str, template: Any, tree: Any, values: TensorFiller) -> Any:
     """Return a template with the values of a tree that it was compared with; containers and tensors stay the same.
 
     A tuple that holds more than tensors is made anew.

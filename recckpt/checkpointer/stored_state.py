@@ -140,7 +140,7 @@ class StoredState:
         return CorruptCheckpointError(self._path, where, found=found, expected=expected)
 
 
-class Filler:
+class TensorFiller:
     """Reads tensors, and no bytes that none of them needs; of the parts that are taken whole all at once.
 
     New tensors go where ``map_location`` says, as ``torch.load`` takes it.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from recckpt.checkpointer.barrier import Barrier, RankFailedError
 from recckpt.checkpointer.writer import CheckpointWriter, RankInfo, WriterHook
-from recckpt.dense.torch_archive import Contents
+from recckpt.dense.torch_archive import ArchiveContents
 from recckpt.storage import open_storage
 
 _LOOK_SEC = 0.2  # how often the process looks whether its parent is alive
@@ -100,7 +100,7 @@ def _serve(connection: Connection, orphaned: threading.Event) -> None:
         connection.send(("begun", None))
         try:
             pieces = [block[begin : begin + size] for begin, size in request.spans]
-            writer.put(open_storage(request.url), Contents(request.pickle, pieces), pickle.loads(request.kwargs))
+            writer.put(open_storage(request.url), ArchiveContents(request.pickle, pieces), pickle.loads(request.kwargs))
         except Exception as error:
             connection.send(_failure(error))
         else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recckpt.checkpointer.barrier import Alone, Barrier, RankFailedError, describe
-from recckpt.dense.torch_archive import Contents, write_archive
+from recckpt.dense.torch_archive import ArchiveContents, write_archive
 from recckpt.errors import SaveFailedError
 from recckpt.storage import SinkFile, Storage, open_storage
 
@@ -117,7 +117,7 @@ class CheckpointWriter:
             raise
         self.put(storage, contents, kwargs)
 
-    def put(self, storage: Storage, contents: Contents, kwargs: Mapping[str, Any]) -> None:
+    def put(self, storage: Storage, contents: ArchiveContents, kwargs: Mapping[str, Any]) -> None:
         """Write ``contents`` in a save that has begun; as :meth:`write` does."""
         url = storage.url
         with self._told(url, SaveFailedError):

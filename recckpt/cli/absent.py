@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.result import Outcome, usage_checked
+from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.format.distinct import distinct
 from recckpt.inspect.absent import Absence, Holding, look_for
 from recckpt.inspect.ids_file import read_ids
@@ -14,7 +14,7 @@ from recckpt.text import Line, Table, count, escaped, one_line, plural
 _HEAD = ("DIRECTORY", "CHECKPOINT", "TABLE", "ROWS", "DELETES")
 
 
-def absent(args: argparse.Namespace) -> Outcome:
+def absent(args: argparse.Namespace) -> CommandResult:
     """List which checkpoints and leftovers still hold any of the ids."""
     with usage_checked():
         ids = distinct(read_ids(args.absent))
@@ -28,7 +28,7 @@ def absent(args: argparse.Namespace) -> Outcome:
         lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(found.n_parts, 'file')}")
     if found.n_asked:
         lines.append(f"{url}: {found.n_asked} of them were asked to be forgotten, by the audit")
-    return Outcome(_data(found, len(ids), args), lines, _problems(found, len(ids), where))
+    return CommandResult(_data(found, len(ids), args), lines, _problems(found, len(ids), where))
 
 
 def _row(each: Holding) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from recckpt.cli import terminal
 from recckpt.cli.commands import parsers
 from recckpt.cli.endings import ended_by_signals, written
 from recckpt.cli.misspelt import refuse_misspelt
-from recckpt.cli.result import PROBLEM, USAGE, CommandError, Outcome, UsageError
+from recckpt.cli.result import PROBLEM, USAGE, CommandError, CommandResult, UsageError
 from recckpt.errors import RecckptError
-from recckpt.text.bars import Clock
+from recckpt.text.bars import ElapsedTime
 
 _MODULES = {"head": "rows", "get": "rows", "import": "import_source"}  # of those that have other names
 _FUNCTIONS = {"import": "import_source"}  # of those whose name Python keeps for itself
@@ -54,7 +54,7 @@ def _main(argv: Sequence[str]) -> int:
         command.error(f"unrecognized arguments: {' '.join(others)}")
     logging.basicConfig(handlers=[terminal.LogLines()], level=logging.WARNING)
     try:
-        with nullcontext() if args.command == "watch" else Clock(f"recckpt {args.command}"):
+        with nullcontext() if args.command == "watch" else ElapsedTime(f"recckpt {args.command}"):
             outcome = _run(args)
     except UsageError as error:
         command.print_usage(sys.stderr)
@@ -69,14 +69,14 @@ def _main(argv: Sequence[str]) -> int:
     return code
 
 
-def _print(outcome: Outcome, *, as_json: bool) -> None:
+def _print(outcome: CommandResult, *, as_json: bool) -> None:
     if as_json:
         terminal.print_text(outcome.as_json())
     else:
         terminal.print_lines(outcome.lines)
 
 
-def _run(args: argparse.Namespace) -> Outcome:
+def _run(args: argparse.Namespace) -> CommandResult:
     """Import a command only when it is run: some imports take long."""
     module = import_module(f"recckpt.cli.{_MODULES.get(args.command, args.command)}")
-    return cast(Outcome, getattr(module, _FUNCTIONS.get(args.command, args.command))(args))
+    return cast(CommandResult, getattr(module, _FUNCTIONS.get(args.command, args.command))(args))

@@ -6,14 +6,14 @@ import argparse
 from typing import Any
 
 from recckpt.cli.passed_by import passed_by
-from recckpt.cli.result import Outcome, UsageError, usage_checked
+from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.compaction.adopting import Adopted, adopt
 from recckpt.compaction.compact import Compacted
 from recckpt.compaction.compact import compact as compact_chain
 from recckpt.text import escaped, one_line, plural, size
 
 
-def compact(args: argparse.Namespace) -> Outcome:
+def compact(args: argparse.Namespace) -> CommandResult:
     """Make an offer, or a checkpoint elsewhere, and adopt it where that is asked for."""
     if args.out is not None and args.adopt:
         raise UsageError("--adopt is for an offer in DIR; with --out the checkpoint is committed already")
@@ -25,7 +25,7 @@ def compact(args: argparse.Namespace) -> Outcome:
     if args.adopt:
         removed = f", and removed {plural(len(adopted.removed), 'delta')} that it replaces" if adopted.removed else ""
         lines.append(f"{one_line(done.url)}: adopted {plural(len(adopted.forms), 'offer')}{removed}")
-    return Outcome({**_data(done, adopted), "notes": notes}, lines)
+    return CommandResult({**_data(done, adopted), "notes": notes}, lines)
 
 
 def _line(done: Compacted, *, is_out: bool, is_adopted: bool) -> str:

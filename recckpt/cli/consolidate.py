@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from recckpt.cli.result import Outcome, usage_checked
+from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.inspect.consolidate import consolidate as write_model
 from recckpt.text import escaped, one_line, plural, size
 
 
-def consolidate(args: argparse.Namespace) -> Outcome:
+def consolidate(args: argparse.Namespace) -> CommandResult:
     """Write all dense tensors to one file, those of several ranks put together."""
     with usage_checked():
         done = write_model(args.checkpoint, args.out)
@@ -22,4 +22,4 @@ def consolidate(args: argparse.Namespace) -> Outcome:
         "sharded": list(done.sharded),
         "bytes": done.n_bytes,
     }
-    return Outcome(data, [line])
+    return CommandResult(data, [line])

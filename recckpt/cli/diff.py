@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from recckpt.cli.result import USAGE, CommandError, Outcome
+from recckpt.cli.result import USAGE, CommandError, CommandResult
 from recckpt.errors import RecckptError
 from recckpt.inspect.diff.diff import diff as compare
 from recckpt.inspect.diff.lines import lines_of, verdict
@@ -12,7 +12,7 @@ from recckpt.storage import new_file
 from recckpt.text import one_line
 
 
-def diff(args: argparse.Namespace) -> Outcome:
+def diff(args: argparse.Namespace) -> CommandResult:
     """Compare two checkpoints; like that of files, the exit code is 1 where they differ and 2 after an error."""
     try:
         found = compare(args.before, args.after, tolerance=args.tolerance, top=args.top)
@@ -23,4 +23,4 @@ def diff(args: argparse.Namespace) -> Outcome:
             lines.append(f"wrote {one_line(args.html)}")
     except (RecckptError, OSError, ValueError) as error:
         raise CommandError(str(error), USAGE) from error
-    return Outcome(found.to_dict(), lines, [] if found.is_equal else [verdict(found)])
+    return CommandResult(found.to_dict(), lines, [] if found.is_equal else [verdict(found)])

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from recckpt.cli.result import Outcome, UsageError, usage_checked
+from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.convert.exporting import Exported, export_checkpoint
 from recckpt.errors import RecckptError
 from recckpt.text import Line, Table, count, escaped, one_line, size
@@ -15,7 +15,7 @@ from recckpt.text import Line, Table, count, escaped, one_line, size
 _HEAD = ("TABLE", "ROWS", "SLOTS", "LARGEST ERROR")
 
 
-def export(args: argparse.Namespace) -> Outcome:
+def export(args: argparse.Namespace) -> CommandResult:
     """Export, and say what was written."""
     slots = None if args.slots is None else args.slots.split(",")
     with usage_checked():
@@ -31,8 +31,8 @@ def export(args: argparse.Namespace) -> Outcome:
                 since=args.since,
             )
         except RecckptError as error:
-            return Outcome({"problems": [str(error)]}, [], [str(error)])
-    return Outcome(_data(done), list(_lines(done)))
+            return CommandResult({"problems": [str(error)]}, [], [str(error)])
+    return CommandResult(_data(done), list(_lines(done)))
 
 
 def _where(text: str | None) -> Any:

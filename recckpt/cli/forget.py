@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.result import Outcome, UsageError, usage_checked
+from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.compaction.forget import finish
 from recckpt.compaction.forget import forget as forget_ids
 from recckpt.compaction.forgetting import Forgotten
@@ -14,7 +14,7 @@ from recckpt.inspect.ids_file import read_ids
 from recckpt.text import escaped, one_line, plural
 
 
-def forget(args: argparse.Namespace) -> Outcome:
+def forget(args: argparse.Namespace) -> CommandResult:
     """Forget ids, or end what an earlier call has begun."""
     if (args.table is None) != (args.ids is None):
         raise UsageError("--table and --ids go together; without both, what was begun earlier is ended")
@@ -27,7 +27,7 @@ def forget(args: argparse.Namespace) -> Outcome:
     lines = [line for each in done for line in _lines(each)] or [f"{url}: nothing was begun that is not ended"]
     if done:
         lines.append(f"{url}: noted in {layout.FORGOTTEN}; `recckpt verify {url} --absent FILE` proves it")
-    return Outcome({"output_dir": args.dir, "requests": [_data(each) for each in done]}, lines)
+    return CommandResult({"output_dir": args.dir, "requests": [_data(each) for each in done]}, lines)
 
 
 def _lines(done: Forgotten) -> list[str]:

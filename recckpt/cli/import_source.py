@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from recckpt.cli.passed_by import passed_by
-from recckpt.cli.result import Outcome, UsageError, usage_checked
+from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.convert.importing import ImportPlan, import_checkpoint
-from recckpt.convert.source import Wish
+from recckpt.convert.source import ImportOptions
 from recckpt.errors import RecckptError
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 from recckpt.types import SlotSpec
@@ -17,7 +17,7 @@ from recckpt.types import SlotSpec
 _HEAD = ("TABLE", "ROWS", "SLOTS")
 
 
-def import_source(args: argparse.Namespace) -> Outcome:
+def import_source(args: argparse.Namespace) -> CommandResult:
     """Import, or say what an import would do."""
     if args.step is not None and args.step < 0:
         raise UsageError(f"--step: found {args.step}, expected 0 or more")
@@ -25,10 +25,10 @@ def import_source(args: argparse.Namespace) -> Outcome:
         try:
             done = _import(args)
         except RecckptError as error:
-            return Outcome({"problems": [str(error)]}, [], [str(error)])
+            return CommandResult({"problems": [str(error)]}, [], [str(error)])
     step = next(found for found in (args.step, done.contents.step, 0) if found is not None)
     notes = passed_by(args.dir, done.ckpt_id, step)
-    return Outcome({**_data(done, args), "notes": notes}, [*_lines(done, args), *notes])
+    return CommandResult({**_data(done, args), "notes": notes}, [*_lines(done, args), *notes])
 
 
 def _import(args: argparse.Namespace) -> ImportPlan:
@@ -36,13 +36,13 @@ def _import(args: argparse.Namespace) -> ImportPlan:
     if len(as_table) < len(named):
         raise UsageError(f"--as-table: found {args.as_table}, expected each tensor once: it becomes one table")
     slots = None if args.slots is None else tuple(name for name in args.slots.split(",") if name)
-    wish = Wish(ids=args.ids, embedding=args.embedding, slots=slots, as_table=as_table, table=_name(args))
+    options = ImportOptions(ids=args.ids, embedding=args.embedding, slots=slots, as_table=as_table, table=_name(args))
     return import_checkpoint(
         args.source,
         args.dir,
         format=args.format,
         tables=args.tables,
-        wish=wish,
+        options=options,
         step=args.step,
         dry_run=args.dry_run,
     )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from recckpt.cli.result import CommandError, Outcome, usage_checked
+from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Scalar
@@ -24,7 +24,7 @@ _TONES: dict[str, Tone] = {"superseded": "past", "replaced by a form": "past", "
 _LABEL = 40  # characters of a text that are shown
 
 
-def ls(args: argparse.Namespace) -> Outcome:
+def ls(args: argparse.Namespace) -> CommandResult:
     """List committed checkpoints, oldest first, then what is damaged or was never finished."""
     with usage_checked():
         storage = open_storage(args.dir)
@@ -55,7 +55,7 @@ def ls(args: argparse.Namespace) -> Outcome:
         "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
         "leftovers": list(leftovers),
     }
-    return Outcome(data, [Table(_HEAD, rows, _NUMBERS, tones)] if rows else [], _problems(storage, listing))
+    return CommandResult(data, [Table(_HEAD, rows, _NUMBERS, tones)] if rows else [], _problems(storage, listing))
 
 
 def _problems(storage: Storage, listing: Listing) -> list[str]:

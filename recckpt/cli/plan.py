@@ -7,26 +7,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recckpt.cli.result import CommandError, Outcome
+from recckpt.cli.result import CommandError, CommandResult
 from recckpt.errors import LoadConfError, RecckptError
 from recckpt.load.inventory import listed_inventory
 from recckpt.load.open_source import opened
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan
-from recckpt.load.source import Source, locate_bank
+from recckpt.load.source import LocatedCheckpoint, locate_bank
 from recckpt.output_dir.open_files import until_whole
 from recckpt.text import one_line
 
 
-def plan(args: argparse.Namespace) -> Outcome:
+def plan(args: argparse.Namespace) -> CommandResult:
     """Print where each name of a model would come from, or all that is wrong with the bank."""
     model = listed_inventory(_text(args.model_names).split("\n"))
     if not model:
         raise CommandError(f"{args.model_names}: found no names, expected the lines of Saver.names()")
     bank = _bank(args.bank)
 
-    def plan_one(found: tuple[list[Source], Problems]) -> LoadPlan:
+    def plan_one(found: tuple[list[LocatedCheckpoint], Problems]) -> LoadPlan:
         with opened(found[0]) as sources:
             return plan_load(model, [source.offer(model) for source in sources], found[1])
 
@@ -34,8 +34,8 @@ def plan(args: argparse.Namespace) -> Outcome:
         planned = until_whole(lambda: locate_bank(bank), plan_one)
     except RecckptError as error:
         texts = error.problems if isinstance(error, LoadConfError) else [str(error)]
-        return Outcome({"problems": texts}, [], texts)
-    return Outcome(planned.to_dict(), str(planned).splitlines())
+        return CommandResult({"problems": texts}, [], texts)
+    return CommandResult(planned.to_dict(), str(planned).splitlines())
 
 
 def _bank(path: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.result import Outcome, usage_checked
+from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.inspect.repair import Leftover, Repaired
 from recckpt.inspect.repair import repair as repair_dir
 from recckpt.text import Line, Table, escaped, one_line, plural
@@ -13,7 +13,7 @@ from recckpt.text import Line, Table, escaped, one_line, plural
 _HEAD = ("LEFTOVER", "STATE", "WHAT")
 
 
-def repair(args: argparse.Namespace) -> Outcome:
+def repair(args: argparse.Namespace) -> CommandResult:
     """Repair an output dir, or say what that would do."""
     with usage_checked():
         done = repair_dir(args.dir, clean=args.clean, dry_run=args.dry_run)
@@ -22,7 +22,7 @@ def repair(args: argparse.Namespace) -> Outcome:
     lines += ["", Table(_HEAD, rows, tones=dict.fromkeys(range(len(rows)), "unsure"))] if rows else []
     for directory, reason in done.damaged.items():
         lines += ["", f"{escaped(directory)} is damaged, and stays: {one_line(reason)}"]
-    return Outcome(_data(done, args), lines, _problems(done, args))
+    return CommandResult(_data(done, args), lines, _problems(done, args))
 
 
 def _index_line(done: Repaired, *, dry_run: bool) -> str:

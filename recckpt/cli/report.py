@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from recckpt.cli.result import Outcome, usage_checked
+from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.inspect.libraries import needed
 from recckpt.inspect.report.lines import lines_of, verdict
 from recckpt.inspect.report.report import report as look
@@ -12,7 +12,7 @@ from recckpt.storage import new_file
 from recckpt.text import one_line
 
 
-def report(args: argparse.Namespace) -> Outcome:
+def report(args: argparse.Namespace) -> CommandResult:
     """Look at a run and write a page; with ``--json`` the page is written only where it is asked for."""
     path = args.out or (None if args.json else "report.html")
     options = {"deep": args.deep, "threads": args.threads, "overdue_sec": args.overdue}
@@ -26,4 +26,4 @@ def report(args: argparse.Namespace) -> Outcome:
                 sink.write(found.to_html().encode())
     written = [] if path is None else [f"wrote {one_line(path)}"]
     problems = [] if found.is_healthy else [f"{found.url}: {verdict(found)}"]
-    return Outcome(found.to_dict(), [*lines_of(found), *written], problems)
+    return CommandResult(found.to_dict(), [*lines_of(found), *written], problems)

@@ -17,7 +17,7 @@ GOOD, PROBLEM, USAGE = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """The result of a command, before any of it is printed."""
 
     data: Any  # for --json: dicts, lists, numbers, strings, bools and None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recckpt.cli.result import CommandError, Outcome, usage_checked
+from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.output_dir.open_files import until_whole
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 _T = TypeVar("_T")
 
 
-def head(args: argparse.Namespace) -> Outcome:
+def head(args: argparse.Namespace) -> CommandResult:
     """Print the first rows of a table, in the order of the files."""
 
     def first(reader: CheckpointReader) -> tuple[list[str], list[Row]]:
@@ -29,10 +29,10 @@ def head(args: argparse.Namespace) -> Outcome:
         return columns, list(islice(_rows(reader, args.table, columns), args.n))
 
     columns, rows = _read(args.checkpoint, first)
-    return Outcome({"table": args.table, "rows": rows}, _lines(columns, rows))
+    return CommandResult({"table": args.table, "rows": rows}, _lines(columns, rows))
 
 
-def get(args: argparse.Namespace) -> Outcome:
+def get(args: argparse.Namespace) -> CommandResult:
     """Print rows by id, in the order asked for; ids that the table lacks are a problem."""
     ids = list(dict.fromkeys(args.ids))
 
@@ -46,7 +46,7 @@ def get(args: argparse.Namespace) -> Outcome:
     listed = ", ".join(map(str, missing))
     problems = [f"table {args.table!r} has no row of id {listed}"] if missing else []
     data = {"table": args.table, "rows": rows, "missing": missing}
-    return Outcome(data, _lines(columns, rows) if rows else [], problems)
+    return CommandResult(data, _lines(columns, rows) if rows else [], problems)
 
 
 def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:

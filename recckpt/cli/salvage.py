@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.result import CommandError, Outcome, usage_checked
+from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.inspect.salvage import salvage as salvage_table
 from recckpt.inspect.salvage_link import Lost
 from recckpt.text import Line, Table, count, escaped, one_line, plural
@@ -13,7 +13,7 @@ from recckpt.text import Line, Table, count, escaped, one_line, plural
 _HEAD = ("FILE", "BUCKETS", "ROWS", "REASON")
 
 
-def salvage(args: argparse.Namespace) -> Outcome:
+def salvage(args: argparse.Namespace) -> CommandResult:
     """Write what is whole to an Arrow file, and list what is not."""
     try:
         with usage_checked():
@@ -34,7 +34,7 @@ def salvage(args: argparse.Namespace) -> Outcome:
         "unverified": done.unverified,
         "lost": [_data(lost) for lost in done.lost],
     }
-    return Outcome(data, lines, problems)
+    return CommandResult(data, lines, problems)
 
 
 def _row(lost: Lost) -> tuple[str, ...]:

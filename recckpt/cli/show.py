@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from recckpt.cli.result import Outcome, usage_checked
+from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
@@ -23,7 +23,7 @@ from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plu
 from recckpt.types import SlotSpec
 
 
-def show(args: argparse.Namespace) -> Outcome:
+def show(args: argparse.Namespace) -> CommandResult:
     """Show the manifest, and the names, dtypes and shapes of the dense tensors."""
 
     def find() -> tuple[Storage, Checkpoint]:
@@ -39,11 +39,11 @@ def show(args: argparse.Namespace) -> Outcome:
         try:
             files = _files_of_tables(storage, checkpoint)
         except (CorruptCheckpointError, CheckpointRemovedError, FormatVersionError) as error:
-            return Outcome(data, lines, [*problems, str(error)])
+            return CommandResult(data, lines, [*problems, str(error)])
         for table in data["tables"]:
             table["files"] = files[table["name"]]
         lines += section("files of tables", _table_lines(files))
-    return Outcome(data, lines, problems)
+    return CommandResult(data, lines, problems)
 
 
 def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, list[dict[str, Any]], list[str]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from recckpt.cli.result import PROBLEM, USAGE, CommandError, Outcome, UsageError, usage_checked
+from recckpt.cli.result import PROBLEM, USAGE, CommandError, CommandResult, UsageError, usage_checked
 from recckpt.inspect.sql import open_views
 from recckpt.text import Line, Table, cell, escaped, one_line
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _ZONED = "TIMESTAMP WITH TIME ZONE"  # as duckdb calls the type, within others too
 
 
-def sql(args: argparse.Namespace) -> Outcome:
+def sql(args: argparse.Namespace) -> CommandResult:
     """Run a query, and print what it gives."""
     if args.csv and args.json:
         raise UsageError("--csv and --json are two forms of one answer; name one of them")
@@ -38,7 +38,7 @@ def sql(args: argparse.Namespace) -> Outcome:
     finally:
         views.connection.close()
     data = {"columns": names, "rows": [[_plain(value) for value in row] for row in rows]}
-    return Outcome(data, _csv(names, rows) if args.csv else _lines(names, rows))
+    return CommandResult(data, _csv(names, rows) if args.csv else _lines(names, rows))
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:

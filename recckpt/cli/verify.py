@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from recckpt.cli.absent import absent
-from recckpt.cli.result import Outcome, UsageError, usage_checked
+from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.inspect.verify import Report, find_checkpoints, verify_found
 from recckpt.text import Heading, Line, Table, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
@@ -14,7 +14,7 @@ from recckpt.text.columns import Tone
 _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
 
 
-def verify(args: argparse.Namespace) -> Outcome:
+def verify(args: argparse.Namespace) -> CommandResult:
     """Check one checkpoint, or all of an output dir, and list all that is wrong; or look for ids there."""
     if args.absent is not None:
         return absent(args)
@@ -40,7 +40,7 @@ def verify(args: argparse.Namespace) -> Outcome:
     where += f" and in {', '.join(others)}" if others else ""
     problems = [f"{url}: found {plural(n_problems, 'problem')} in {where}"] if n_problems else []
     data = {"url": url, "deep": args.deep, "checkpoints": [_data(report) for report in reports]}
-    return Outcome(data, lines, problems)
+    return CommandResult(data, lines, problems)
 
 
 def _age(report: Report) -> tuple[bool, tuple[int, int], str]:

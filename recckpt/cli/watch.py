@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from recckpt.cli import terminal
 from recckpt.cli.ls import refuse_checkpoint
-from recckpt.cli.result import CommandError, Outcome, leave_stdout, usage_checked
+from recckpt.cli.result import CommandError, CommandResult, leave_stdout, usage_checked
 from recckpt.inspect.watch.look import Watcher
 from recckpt.inspect.watch.shown import Fact, facts, few, line
 from recckpt.inspect.watch.status import Status
@@ -29,7 +29,7 @@ Show = Callable[[Status, str], object]  # what is known, and why the last look f
 _STYLES = {"plain": "", "good": "green", "doubtful": "yellow", "bad": "bold red"}
 
 
-def watch(args: argparse.Namespace) -> Outcome:
+def watch(args: argparse.Namespace) -> CommandResult:
     """Show what is known of a run until control-C, or once."""
     try:
         return _watch(args)
@@ -37,7 +37,7 @@ def watch(args: argparse.Namespace) -> Outcome:
         return _Shown()
 
 
-class _Shown(Outcome):
+class _Shown(CommandResult):
     """An outcome that was printed as it came."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Shown(Outcome):
         return ""
 
 
-def _watch(args: argparse.Namespace) -> Outcome:
+def _watch(args: argparse.Namespace) -> CommandResult:
     with usage_checked():
         storage = open_storage(args.dir)
     watcher = Watcher(storage, args.overdue)
@@ -58,7 +58,9 @@ def _watch(args: argparse.Namespace) -> Outcome:
     if status.last is None:
         refuse_checkpoint(args.dir)
     if args.once:
-        return Outcome(status.to_dict(), pairs((name, text) for name, text, _ in facts(status)), _problems(status))
+        return CommandResult(
+            status.to_dict(), pairs((name, text) for name, text, _ in facts(status)), _problems(status)
+        )
     trouble = ""
     storage.give_up_after(args.interval)  # the next look tries again
     with suppress(BrokenPipeError), _without_warnings(), _shown_by(args) as show:

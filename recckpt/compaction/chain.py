@@ -31,7 +31,7 @@ class ChainName:
 
 
 @dataclass(frozen=True)
-class _Link:
+class _ChainLink:
     """One checkpoint of a chain; nothing of it is open but its catalogs, which have been read."""
 
     storage: Storage
@@ -101,7 +101,7 @@ def opened(name: ChainName) -> OpenChain:
     return OpenChain(name)
 
 
-def _open_link(url: str, directory: str, xxh3: int) -> _Link:
+def _open_link(url: str, directory: str, xxh3: int) -> _ChainLink:
     storage = open_storage(url)
     manifest = read_manifest(storage, directory)
     if manifest is None:
@@ -110,7 +110,7 @@ def _open_link(url: str, directory: str, xxh3: int) -> _Link:
         path, found = layout.join(directory, layout.MANIFEST), f"the checksum {manifest.xxh3:016x}"
         raise CorruptCheckpointError(path, "", found=found, expected=f"{xxh3:016x}, as when the chain was found")
     files = _held(storage, directory, manifest, ())
-    return _Link(storage, directory, manifest, read_catalogs(Checkpoint(directory, manifest), files))
+    return _ChainLink(storage, directory, manifest, read_catalogs(Checkpoint(directory, manifest), files))
 
 
 def _held(storage: Storage, directory: str, manifest: Manifest, first: Iterable[str]) -> HeldFiles:

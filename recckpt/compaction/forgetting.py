@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.compaction.held_ids import Held, Ids, held_in
-from recckpt.compaction.revised_part import Erasure
+from recckpt.compaction.revised_part import OmittedRows
 from recckpt.compaction.revision import Revising, revise
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.format import layout
@@ -154,7 +154,7 @@ def _revising(
         parent = revised.get(checkpoint.below[0].directory)
         below = checkpoint.below if parent is None else parent.links
     of_links = [held[link.directory] for link in checkpoint.links]
-    erasure = Erasure(meant_in(checkpoint.manifest, request.table), request.ids)
+    erasure = OmittedRows(meant_in(checkpoint.manifest, request.table), request.ids)
     return Revising(checkpoint, of_links, below, erasure, request.request)
 
 

@@ -36,7 +36,7 @@ _Batch = tuple[str, tuple[int, int], Sequence[ColumnBytes]]  # table, buckets, c
 
 
 @dataclass(frozen=True)
-class PartTask:
+class CompactionTask:
     """One part to be written.
 
     Attributes:
@@ -54,7 +54,7 @@ class PartTask:
     budget_bytes: int
 
 
-def write_part(task: PartTask) -> Part | None:
+def write_part(task: CompactionTask) -> Part | None:
     """Write the part and return its catalog entry, None where it would have no rows.
 
     Raises:
@@ -81,7 +81,7 @@ def _buckets(part: PlannedPart) -> dict[str, list[tuple[int, int]]]:
     return buckets
 
 
-def _write(task: PartTask, links: Links, storage: Storage, sums: RowSums) -> Part | None:
+def _write(task: CompactionTask, links: Links, storage: Storage, sums: RowSums) -> Part | None:
     """Write the part; add up the rows of the chain that are to be in it."""
     batches = _batches(task, links, sums)
     first = next(batches, None)
@@ -98,7 +98,7 @@ def _write(task: PartTask, links: Links, storage: Storage, sums: RowSums) -> Par
         return _written(file, task.part, chained([first], batches), sink)
 
 
-def _check(task: PartTask, storage: Storage, tables: Sequence[TableEntry], written: Part, sums: RowSums) -> None:
+def _check(task: CompactionTask, storage: Storage, tables: Sequence[TableEntry], written: Part, sums: RowSums) -> None:
     """Read the part; add up the rows that are in it."""
     add = partial(sums.add_batch, (ID_SPEC, *task.part.slots))
     for error in check_part(storage, task.directory, tables, written, add).errors:
@@ -111,7 +111,7 @@ def _names(part: PlannedPart) -> Iterator[str]:
         yield layout.part(part.shard, part.shards, part.group, part.number * TRIES + attempt)
 
 
-def _batches(task: PartTask, links: Links, sums: RowSums) -> Iterator[_Batch]:
+def _batches(task: CompactionTask, links: Links, sums: RowSums) -> Iterator[_Batch]:
     specs = (ID_SPEC, *task.part.slots)
     for cut in task.part.ranges:
         used = partial(sums.add, cut.table)

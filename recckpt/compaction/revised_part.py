@@ -29,7 +29,7 @@ _Batch = tuple[str, tuple[int, int], list[ColumnBytes]]  # table, buckets, colum
 
 
 @dataclass(frozen=True)
-class Erasure:
+class OmittedRows:
     """What is left out: ids of tables."""
 
     tables: tuple[str, ...]
@@ -46,7 +46,7 @@ def copy_part(link: OpenedLink, part: Part, to: Target) -> Part:
     return part
 
 
-def revise_part(link: OpenedLink, part: Part, to: Target, erasure: Erasure) -> Part | None:
+def revise_part(link: OpenedLink, part: Part, to: Target, erasure: OmittedRows) -> Part | None:
     """Write a part without some ids and return its catalog entry, None where nothing is left of it.
 
     All other rows keep their bytes and their order; what was written is read back and compared with the source.
@@ -75,7 +75,7 @@ def _slots(link: OpenedLink, part: Part) -> tuple[SlotSpec, ...]:
     return link.checkpoint.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
 
 
-def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: Erasure, sums: RowSums) -> Iterator[_Batch]:
+def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: OmittedRows, sums: RowSums) -> Iterator[_Batch]:
     """Yield what stays of each batch; add it up."""
     for number, batch in enumerate(reader.part.batches):
         columns = reader.read(number)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from recckpt.compaction.held_ids import Held, OpenedLink, open_link, rows_in_chain
 from recckpt.compaction.other_files import copy_others
-from recckpt.compaction.revised_part import Erasure, copy_part, revise_part
+from recckpt.compaction.revised_part import OmittedRows, copy_part, revise_part
 from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
@@ -42,7 +42,7 @@ class Revising:
     checkpoint: Checkpoint
     held: Sequence[Held]
     below: Sequence[Checkpoint]
-    erasure: Erasure
+    erasure: OmittedRows
     request: str
 
     def n_rows(self, table: str) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.other_files import copied_bytes, copy_others
-from recckpt.compaction.part_task import PartTask, write_part
+from recckpt.compaction.part_task import CompactionTask, write_part
 from recckpt.compaction.plan import PlannedPart, plan_parts
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
@@ -58,7 +58,7 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Mea
     try:
         plan, workers = plan_parts(chain), means.threads if means.executor is None else 1
         budget_bytes = max(LEAST_BUDGET_BYTES, means.budget_bytes // workers)
-        tasks = [PartTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
+        tasks = [CompactionTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
         total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
         with Progress(f"compacting {checkpoint.ckpt_id}", total, has_bar=means.has_bar) as progress:
             progress.n_rows = sum(table.rows for table in chain.newest.tables)

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from recckpt.convert.row_checks import int64_ids
-from recckpt.convert.source import Array, Rows, SourceTable, Wish
+from recckpt.convert.source import Array, ImportOptions, SourceRows, SourceTable
 from recckpt.errors import ConversionError
 from recckpt.sparse.files.arrow_format import DTYPE_KEY
 from recckpt.text import nearest
@@ -22,22 +22,22 @@ class Columns:
         ConversionError: a column is missing, or has a type that no slot has.
     """
 
-    def __init__(self, first: pa.RecordBatch | pa.Schema, wish: Wish, path: str) -> None:
+    def __init__(self, first: pa.RecordBatch | pa.Schema, options: ImportOptions, path: str) -> None:
         schema = first if isinstance(first, pa.Schema) else first.schema
-        self._ids, self._path, self.schema = wish.ids, path, schema
-        for wanted, what in ((wish.ids, "ids"), (wish.embedding, "vectors")):
+        self._ids, self._path, self.schema = options.ids, path, schema
+        for wanted, what in ((options.ids, "ids"), (options.embedding, "vectors")):
             if schema.names.count(wanted) != 1:
                 found = f"{schema.names.count(wanted)} columns {wanted!r}, which are to be the {what}; {schema.names}"
                 remedy = f"name the column{nearest(wanted, schema.names)}"
                 raise ConversionError(path, "", found=found, expected="one column", remedy=remedy)
-        others = [name for name in schema.names if name not in (wish.ids, wish.embedding)]
-        unknown = [name for name in wish.slots or () if name not in others]
+        others = [name for name in schema.names if name not in (options.ids, options.embedding)]
+        unknown = [name for name in options.slots or () if name not in others]
         if unknown:
             remedy = f"name other columns{nearest(unknown[0], others)}"
             raise ConversionError(path, "", found=f"slots {unknown}", expected=f"some of {others}", remedy=remedy)
-        self.unasked = [name for name in others if wish.slots is not None and name not in wish.slots]
+        self.unasked = [name for name in others if options.slots is not None and name not in options.slots]
         names = [name for name in others if name not in self.unasked and name not in _RESERVED]
-        self._names = [wish.embedding, *names]
+        self._names = [options.embedding, *names]
         slots = [EMBEDDING, *names]
         self.left_out = [name for name in schema.names if name in _RESERVED and name not in self.unasked]
         batch = None if isinstance(first, pa.Schema) else first
@@ -47,7 +47,7 @@ class Columns:
             self._slot(slot, schema.field(name), batch) for slot, name in zip(slots, self._names, strict=True)
         )
 
-    def rows(self, batch: pa.RecordBatch) -> Rows:
+    def rows(self, batch: pa.RecordBatch) -> SourceRows:
         """Return the rows of a batch; ConversionError for nulls, and for what is not as in the first one."""
         for column in (self._ids, *self._names):
             if batch.column(column).null_count:
@@ -58,7 +58,7 @@ class Columns:
             remedy = "nothing was written; ids are int64: hash or number them first"
             raise ConversionError(self._path, f"column {self._ids!r}", found=found, expected="integers", remedy=remedy)
         columns = [self._values(batch.column(n), slot) for n, slot in zip(self._names, self.slots, strict=True)]
-        return Rows(int64_ids(ids.to_numpy(zero_copy_only=False), self._path, f"column {self._ids!r}"), columns)
+        return SourceRows(int64_ids(ids.to_numpy(zero_copy_only=False), self._path, f"column {self._ids!r}"), columns)
 
     def table(self, name: str, n_rows: int, *, is_exact: bool = True) -> SourceTable:
         """Return what a source says of it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from recckpt.convert.source import LeftOut, Rows, Source, SourceTable, Wish
+from recckpt.convert.source import ImportOptions, ImportSource, LeftOut, SourceRows, SourceTable
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.target_files import file_name
 from recckpt.errors import ConversionError
@@ -55,33 +55,40 @@ def check_is_one_table(files: SourceFiles, names: Sequence[str]) -> None:
 
 
 def open_tables(
-    files: SourceFiles, tables: Sequence[str], wish: Wish, opened: Callable[[SourceFiles, Wish], Source]
-) -> Source:
-    """Open the directory of each table; ConversionError where one is missing, or a wish is for one table alone."""
-    left = [LeftOut(f"table {each}", "not asked for") for each in tables if wish.table in tables and each != wish.table]
-    tables = [wish.table] if wish.table in tables else tables
-    if wish.table and len(tables) > 1:
+    files: SourceFiles,
+    tables: Sequence[str],
+    options: ImportOptions,
+    opened: Callable[[SourceFiles, ImportOptions], ImportSource],
+) -> ImportSource:
+    """Open the directory of each table; ConversionError where one is missing, or an option is for one table alone."""
+    left = [
+        LeftOut(f"table {each}", "not asked for")
+        for each in tables
+        if options.table in tables and each != options.table
+    ]
+    tables = [options.table] if options.table in tables else tables
+    if options.table and len(tables) > 1:
         expected = f"the name of one: {', '.join(tables)}"
         remedy = "name the directory of one table, or leave out the name"
         raise ConversionError(files.url, "", found=f"{len(tables)} tables", expected=expected, remedy=remedy)
     sources = {}
     for table in tables:
-        name = wish.table or table
-        sources[name] = opened(SourceFiles(f"{files.url.rstrip('/')}/{file_name(table)}"), replace(wish, table=name))
+        name = options.table or table
+        sources[name] = opened(SourceFiles(f"{files.url.rstrip('/')}/{file_name(table)}"), replace(options, table=name))
     return _Tables(sources, left)
 
 
 class _Tables:
     """Several sources of one table each."""
 
-    def __init__(self, sources: Mapping[str, Source], others: Sequence[LeftOut]) -> None:
+    def __init__(self, sources: Mapping[str, ImportSource], others: Sequence[LeftOut]) -> None:
         self._sources = sources
         held = [source.contents for source in sources.values()]
         left = [LeftOut(f"table {name}, {each.name}", each.reason) for name in sources for each in self._left(name)]
         of_all = tuple(table for contents in held for table in contents.tables)
         self.contents = replace(held[0], tables=of_all, left_out=(*others, *left))
 
-    def rows(self, table: SourceTable) -> Iterator[Rows]:
+    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows of one."""
         return self._sources[table.name].rows(table)
 

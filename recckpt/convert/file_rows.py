@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from recckpt.convert.arrow_rows import Columns
 from recckpt.convert.beside import beside
-from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, Wish
+from recckpt.convert.source import ImportOptions, LeftOut, SourceContents, SourceRows, SourceTable
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 
@@ -26,7 +26,7 @@ class FileRows:
         batches: reads one of them.
         n_rows: of all; None where only reading tells, and then ``most_rows`` is a bound.
         most_rows: at least as many as there are.
-        wish: what the columns are.
+        options: what the columns are.
         left_out: what of the files does not become rows, or has another form.
 
     Raises:
@@ -39,7 +39,7 @@ class FileRows:
         files: SourceFiles,
         names: Sequence[str],
         batches: Batches,
-        wish: Wish,
+        options: ImportOptions,
         *,
         n_rows: int | None,
         most_rows: int,
@@ -50,14 +50,16 @@ class FileRows:
             first = next((batch for name in names for batch in batches(name) if batch.num_rows), None)
         if first is None:
             raise ConversionError(files.url, "", found="no rows", expected="one at least", remedy="")
-        self._columns = Columns(first, wish, files.url)
+        self._columns = Columns(first, options, files.url)
         count = most_rows if n_rows is None else n_rows
-        table = self._columns.table(wish.table or files.stem, count, is_exact=n_rows is not None)
+        table = self._columns.table(options.table or files.stem, count, is_exact=n_rows is not None)
         left = tuple(LeftOut(f"column {name}", "a name that slots cannot have") for name in self._columns.left_out)
         unasked = tuple(LeftOut(f"column {name}", "not asked for") for name in self._columns.unasked)
-        self.contents = Contents(format, (table,), left_out=(*left_out, *left, *unasked, *beside(files, names, format)))
+        self.contents = SourceContents(
+            format, (table,), left_out=(*left_out, *left, *unasked, *beside(files, names, format))
+        )
 
-    def rows(self, table: SourceTable) -> Iterator[Rows]:
+    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows, file after file."""
         for name in self._names:
             with self.named(name):

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from recckpt.convert.exported import exported_tables, open_tables
 from recckpt.convert.restored import restored
-from recckpt.convert.source import Source, Wish
+from recckpt.convert.source import ImportOptions, ImportSource
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 from recckpt.text import nearest
@@ -27,34 +27,40 @@ def target_module(name: str) -> ModuleType:
     return import_module(f"recckpt.convert.targets.{name}")
 
 
-def open_source(files: SourceFiles, format: str | None, wish: Wish) -> Source:
+def open_source(files: SourceFiles, format: str | None, options: ImportOptions) -> ImportSource:
     """Open a source; errors as of :func:`recckpt.convert.import_checkpoint`."""
     if format is not None and format not in SOURCES:
         raise ValueError(f"format: found {format!r}, expected one of {', '.join(SOURCES)}{nearest(format, SOURCES)}")
     for name in SOURCES if format is None else (format,):
         module = _module(name)
         if format is not None or module.recognises(files):
-            _check_wish(files, name, wish)
+            _check_options(files, name, options)
             tables = exported_tables(files, name)
-            opened = open_tables(files, tables, wish, module.open_source) if tables else module.open_source(files, wish)
+            opened = (
+                open_tables(files, tables, options, module.open_source)
+                if tables
+                else module.open_source(files, options)
+            )
             return restored(opened)
     found = f"files of no format that is known: {', '.join(files.names[:5])}"
     raise ConversionError(files.url, "", found=found, expected=f"one of {', '.join(SOURCES)}", remedy="name the format")
 
 
-def _check_wish(files: SourceFiles, name: str, wish: Wish) -> None:
+def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> None:
     """Refuse what is said of tensors where there are rows, and the other way round."""
-    plain = Wish()
-    of_rows = {"column of ids": wish.ids != plain.ids, "column of vectors": wish.embedding != plain.embedding}
-    of_rows["columns that become slots"] = wish.slots is not None
-    of_tensors = {"tensors that are to be tables": bool(wish.as_table)}
-    wishes = of_tensors if name in _OF_ROWS else of_rows
+    plain = ImportOptions()
+    of_rows = {"column of ids": options.ids != plain.ids, "column of vectors": options.embedding != plain.embedding}
+    of_rows["columns that become slots"] = options.slots is not None
+    of_tensors = {"tensors that are to be tables": bool(options.as_table)}
+    given = of_tensors if name in _OF_ROWS else of_rows
     if name in ("csv", "npy"):  # of which all columns are one vector, or each array is a file that may be left out
-        wishes = {**wishes, "columns that become slots": wish.slots is not None}
-    odd = [what for what, is_said in wishes.items() if is_said]
+        given = {**given, "columns that become slots": options.slots is not None}
+    odd = [what for what, is_said in given.items() if is_said]
     if odd:
         remedy = "leave it out"
-        raise ConversionError(files.url, "", found=f"a wish for {odd[0]}", expected=f"none, of {name}", remedy=remedy)
+        raise ConversionError(
+            files.url, "", found=f"an option for {odd[0]}", expected=f"none, of {name}", remedy=remedy
+        )
 
 
 def _module(name: str) -> ModuleType:

@@ -14,7 +14,7 @@ from recckpt.convert.formats import open_source
 from recckpt.convert.new_checkpoint import NewCheckpoint, write_new
 from recckpt.convert.row_checks import check_table, checked
 from recckpt.convert.row_runs import RowRuns
-from recckpt.convert.source import Contents, LeftOut, Source, SourceTable, Wish
+from recckpt.convert.source import ImportOptions, ImportSource, LeftOut, SourceContents, SourceTable
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import CheckpointExistsError, ConversionError
 from recckpt.format import layout
@@ -44,7 +44,7 @@ class ImportPlan:
 
     source: str
     ckpt_id: str
-    contents: Contents
+    contents: SourceContents
     directory: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
     n_bytes: int = 0
@@ -56,7 +56,7 @@ def import_checkpoint(
     *,
     format: str | None = None,
     tables: Collection[str] | None = None,
-    wish: Wish | None = None,
+    options: ImportOptions | None = None,
     step: int | None = None,
     dry_run: bool = False,
     work_dir: str | os.PathLike[str] | None = None,
@@ -72,7 +72,7 @@ def import_checkpoint(
         output_dir: an output dir, new or not; any fsspec URL.
         format: a name of ``recckpt.convert.FORMATS``; None to look at the files.
         tables: only these tables; None for all. Dense state comes along either way.
-        wish: what the source does not say itself.
+        options: what the source does not say itself.
         step: the step of the checkpoint; None for the source's, or 0.
         dry_run: read no rows and write nothing.
         work_dir: where rows wait; None for the output dir where it is local, else the system's directory of temporary
@@ -87,7 +87,7 @@ def import_checkpoint(
     """
     positive_int("budget_bytes", budget_bytes)
     url = os.fspath(output_dir)
-    with _opened(source, format, wish or Wish()) as opened:
+    with _opened(source, format, options or ImportOptions()) as opened:
         contents = _chosen(opened.contents, tables, os.fspath(source))
         step = next(found for found in (step, contents.step, 0) if found is not None)
         if type(step) is not int or step < 0:
@@ -117,15 +117,15 @@ def import_checkpoint(
 
 
 @contextmanager
-def _opened(source: str | os.PathLike[str], format: str | None, wish: Wish) -> Iterator[Source]:
-    opened = open_source(SourceFiles(source), format, wish)
+def _opened(source: str | os.PathLike[str], format: str | None, options: ImportOptions) -> Iterator[ImportSource]:
+    opened = open_source(SourceFiles(source), format, options)
     try:
         yield opened
     finally:
         opened.close()
 
 
-def _chosen(contents: Contents, tables: Collection[str] | None, source: str) -> Contents:
+def _chosen(contents: SourceContents, tables: Collection[str] | None, source: str) -> SourceContents:
     """Return the contents with only these tables, whose names a checkpoint can have."""
     there = [table.name for table in contents.tables]
     for name in tables or ():
@@ -145,7 +145,7 @@ def _chosen(contents: Contents, tables: Collection[str] | None, source: str) -> 
 
 @contextmanager
 def _read(
-    source: Source, table: SourceTable, waiting: WorkDir, budget_bytes: int, progress: Progress
+    source: ImportSource, table: SourceTable, waiting: WorkDir, budget_bytes: int, progress: Progress
 ) -> Iterator[RowRuns]:
     """Read all rows of a table into files of the work dir, in order."""
     runs = RowRuns(table, max(1, budget_bytes // 4), waiting.new_file)

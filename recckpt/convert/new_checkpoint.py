@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recckpt.convert.row_runs import RowRuns, buckets_of
-from recckpt.convert.source import Contents
+from recckpt.convert.source import SourceContents
 from recckpt.format import layout
 from recckpt.format.buckets import gen_slice
 from recckpt.format.catalog import Catalog
@@ -41,7 +41,7 @@ class NewCheckpoint:
     """What is to be written: rows that are in order, and all else of a source."""
 
     tables: Sequence[RowRuns]
-    contents: Contents
+    contents: SourceContents
     state: Mapping[str, Scalar]
 
     @property
@@ -133,7 +133,7 @@ def _write_dense(to: Target, new: NewCheckpoint) -> list[FileEntry]:
     return files
 
 
-def _names(held: Contents) -> Names:
+def _names(held: SourceContents) -> Names:
     positions = dict.fromkeys(name for each in held.io_state for name in each)
     dense = (*(tensor.name for tensor in held.dense), *held.values)
     return Names(dense=dense, extra=tuple(held.extra), io_state=tuple(positions))

@@ -14,7 +14,7 @@ from recckpt.format.dtypes import NUMPY_DTYPES
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourceBox:
     """A box of a tensor; ``read`` returns rows [begin, end) of it, of a scalar ``read(0, 1)`` its value."""
 
     offsets: tuple[int, ...]
@@ -22,7 +22,7 @@ class Piece:
     read: Callable[[int, int], Array]
 
 
-def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece], url: str) -> SourceTensor:
+def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[SourceBox], url: str) -> SourceTensor:
     """Return a tensor whose values are read from its pieces.
 
     Raises:
@@ -47,7 +47,7 @@ def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence
     return SourceTensor(name, dtype, shape, (url, name), read)
 
 
-def _check_tiled(name: str, shape: tuple[int, ...], pieces: Sequence[Piece], url: str) -> None:
+def _check_tiled(name: str, shape: tuple[int, ...], pieces: Sequence[SourceBox], url: str) -> None:
     """Refuse pieces that leave the tensor, or that do not have as many values together as it has."""
     where = repr(name)
     for piece in pieces:
@@ -62,9 +62,9 @@ def _check_tiled(name: str, shape: tuple[int, ...], pieces: Sequence[Piece], url
         raise ConversionError(url, where, found=found, expected=f"{math.prod(shape)}, each once")
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
+def _overlap(pieces: Sequence[SourceBox]) -> bool:
     """Say whether two pieces, which are in the order of their offsets, have a value in common."""
-    running: list[Piece] = []  # those that reach as far as the piece in the first dimension
+    running: list[SourceBox] = []  # those that reach as far as the piece in the first dimension
     for piece in pieces:
         if not piece.offsets:
             return len(pieces) > 1
@@ -75,6 +75,6 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
     return False
 
 
-def _meet(one: Piece, other: Piece) -> bool:
+def _meet(one: SourceBox, other: SourceBox) -> bool:
     sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(at < there + length and there < at + size for at, size, there, length in sides)

@@ -30,14 +30,14 @@ class TableSlice:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RecisBlocks:
     """All of a checkpoint: the slices of each table in order, and the dense blocks by name."""
 
     tables: Mapping[str, list[TableSlice]]
     dense: Mapping[str, SourceTensor]
 
 
-def read_blocks(files: SourceFiles) -> Blocks:
+def read_blocks(files: SourceFiles) -> RecisBlocks:
     """Read the index, the keys and the headers of all files.
 
     Raises:
@@ -71,7 +71,7 @@ def read_blocks(files: SourceFiles) -> Blocks:
                 files.path(INDEX), f"dense {name!r}", found=f"{key!r} and another", expected="one block"
             )
         dense[name] = block
-    return Blocks(dict(_tables(files, found, sparse)), dense)
+    return RecisBlocks(dict(_tables(files, found, sparse)), dense)
 
 
 def _tables(

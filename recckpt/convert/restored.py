@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from recckpt.convert.narrowed import SCALE
-from recckpt.convert.source import LeftOut, Rows, Source, SourceTable
+from recckpt.convert.source import ImportSource, LeftOut, SourceRows, SourceTable
 from recckpt.types import EMBEDDING, SlotSpec
 
 _SCALE = SlotSpec(EMBEDDING + SCALE, "float32", ())
 
 
-def restored(source: Source) -> Source:
+def restored(source: ImportSource) -> ImportSource:
     """Return a source whose vectors are floats; the same one where no table has vectors of int8 with a scale."""
     return _Restored(source) if any(map(_is_narrow, source.contents.tables)) else source
 
@@ -27,7 +27,7 @@ def _is_narrow(table: SourceTable) -> bool:
 class _Restored:
     """Multiplies the vectors of a source by their scales."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ImportSource) -> None:
         self._source = source
         held = source.contents
         self._narrow = {table.name: table for table in held.tables if _is_narrow(table)}
@@ -35,7 +35,7 @@ class _Restored:
         left = [LeftOut(f"table {name}", f"int8 times {_SCALE.name} is float32 here") for name in self._narrow]
         self.contents = replace(held, tables=tables, left_out=(*held.left_out, *left))
 
-    def rows(self, table: SourceTable) -> Iterator[Rows]:
+    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows of a table."""
         if table.name not in self._narrow:
             yield from self._source.rows(table)
@@ -45,7 +45,7 @@ class _Restored:
             columns = dict(zip((slot.name for slot in narrow.slots), rows.columns, strict=True))
             vectors, scales = columns[EMBEDDING], columns.pop(_SCALE.name)
             columns[EMBEDDING] = vectors * scales.astype(np.float32).reshape(-1, *(1,) * (vectors.ndim - 1))
-            yield Rows(rows.ids, [columns[slot.name] for slot in table.slots])
+            yield SourceRows(rows.ids, [columns[slot.name] for slot in table.slots])
 
     def close(self) -> None:
         """Close its files."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from recckpt.convert.source import Array, Int64s, Rows, SourceTable
+from recckpt.convert.source import Array, Int64s, SourceRows, SourceTable
 from recckpt.errors import ConversionError
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.types import check_table_name
@@ -41,7 +41,7 @@ def int64_ids(values: Array, path: str, where: str) -> Int64s:
     return np.ascontiguousarray(values, np.int64)
 
 
-def checked(rows: Rows, table: SourceTable) -> Rows:
+def checked(rows: SourceRows, table: SourceTable) -> SourceRows:
     """Return rows contiguous, held against the slots of their table."""
     for slot, column in zip(table.slots, rows.columns, strict=True):
         expected: tuple[Any, ...] = (NUMPY_DTYPES[slot.dtype], (len(rows.ids), *slot.shape))
@@ -49,4 +49,4 @@ def checked(rows: Rows, table: SourceTable) -> Rows:
             found = f"{column.dtype} of shape {column.shape}"
             path, where = f"table {table.name!r}", f"slot {slot.name!r}"
             raise ConversionError(path, where, found=found, expected=f"{expected[0]} of shape {expected[1]}")
-    return Rows(rows.ids, [np.ascontiguousarray(column) for column in rows.columns])
+    return SourceRows(rows.ids, [np.ascontiguousarray(column) for column in rows.columns])

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.convert.source import Array, Int64s, Rows, SourceTable
+from recckpt.convert.source import Array, Int64s, SourceRows, SourceTable
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import N_BUCKETS, bucket_of, mix64
 from recckpt.sparse.files.arrow_format import ID_SPEC
@@ -25,7 +25,7 @@ _RANGE_BYTES = 32 << 20  # of rows that are put in order at once
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SortedRun:
     """One sorted run: its hashes, its ids and its slots, each mapped from the file."""
 
     hashes: Hashes
@@ -52,12 +52,12 @@ class RowRuns:
         self._specs: tuple[SlotSpec, ...] = (ID_SPEC, *table.slots)
         self._budget_bytes, self._new_file = budget_bytes, new_file
         self._file: IO[bytes] | None = None
-        self._waiting: list[Rows] = []
+        self._waiting: list[SourceRows] = []
         self._n_waiting = self._at = self.n_rows = 0
         self._places: list[tuple[int, Sequence[int]]] = []  # rows of each run, and where its columns begin
-        self._runs: list[_Run] = []
+        self._runs: list[_SortedRun] = []
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: SourceRows) -> None:
         """Take rows; they are copied only when a run is written."""
         self._waiting.append(rows)
         self._n_waiting += len(rows.ids)
@@ -131,14 +131,14 @@ class RowRuns:
             self._at, data = self._at + n_bytes, data[n_bytes:]
         return begin
 
-    def _mapped(self) -> Iterator[_Run]:
+    def _mapped(self) -> Iterator[_SortedRun]:
         if self._file is None:
             return
         data = np.memmap(self._file, np.uint8, "r")
         for n_rows, (first, *places) in self._places:
             hashes = data[first : first + n_rows * 8].view(np.uint64)
             parts = zip(self._specs, places, strict=True)
-            yield _Run(hashes, [data[at : at + n_rows * spec.row_bytes].view(row_of(spec)) for spec, at in parts])
+            yield _SortedRun(hashes, [data[at : at + n_rows * spec.row_bytes].view(row_of(spec)) for spec, at in parts])
 
     def _repeat(self, twice: int) -> ConversionError:
         run = next(run for run in self._runs if np.uint64(twice) in run.hashes)

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from recckpt.convert.pieces import Piece, put_together
+from recckpt.convert.pieces import SourceBox, put_together
 from recckpt.convert.safetensors_file import TensorFile
 from recckpt.convert.source import LeftOut, SourceTensor
 from recckpt.convert.source_files import SourceFiles
@@ -65,7 +65,7 @@ def _tensor(key: str, its_pieces: list[tuple[SourceTensor, tuple[int, ...]]], fi
         raise ConversionError(files.url, f"tensor {key!r}", found=found, expected="one dtype, and as many dimensions")
     ends = ([at + size for at, size in zip(offsets, tensor.shape, strict=True)] for tensor, offsets in its_pieces)
     shape = tuple(map(max, zip(*ends, strict=True)))
-    pieces = [Piece(offsets, tensor.shape, tensor.read) for tensor, offsets in its_pieces]
+    pieces = [SourceBox(offsets, tensor.shape, tensor.read) for tensor, offsets in its_pieces]
     return put_together(key, dtypes[0], shape, pieces, files.url)
 
 

@@ -16,7 +16,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class SourceRows:
     """Some rows of a table: their ids, and one array a slot, of shape (rows, *slot_shape), in the order of the slots.
 
     Values of bfloat16 come as uint16 bit patterns.
@@ -73,7 +73,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Contents:
+class SourceContents:
     """What a source holds.
 
     Attributes:
@@ -97,12 +97,12 @@ class Contents:
     left_out: tuple[LeftOut, ...] = ()
 
 
-class Source(Protocol):
+class ImportSource(Protocol):
     """An open source; everything about it that can be checked without reading its rows has been."""
 
-    contents: Contents
+    contents: SourceContents
 
-    def rows(self, table: SourceTable) -> Iterator[Rows]:
+    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield all rows of a table, in any order, some megabytes at a time.
 
         Raises:
@@ -114,7 +114,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Wish:
+class ImportOptions:
     """What the caller says of a source that does not say it itself.
 
     Attributes:

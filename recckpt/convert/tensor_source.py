@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recckpt.convert.row_checks import ID_REMEDY, int64_ids
-from recckpt.convert.source import Contents, Rows, SourceTable, SourceTensor, Wish
+from recckpt.convert.source import ImportOptions, SourceContents, SourceRows, SourceTable, SourceTensor
 from recckpt.errors import ConversionError
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
@@ -40,14 +40,14 @@ class TensorSource:
     """
 
     def __init__(
-        self, contents: Contents, tables: list[TensorTable], path: str, close: Callable[[], None] = lambda: None
+        self, contents: SourceContents, tables: list[TensorTable], path: str, close: Callable[[], None] = lambda: None
     ) -> None:
         self._path, self._close = path, close
         self._tables = {table.name: table for table in tables}
         listed = tuple(self._listed(table) for table in tables)
         self.contents = replace(contents, tables=(*contents.tables, *listed))
 
-    def rows(self, table: SourceTable) -> Iterator[Rows]:
+    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows of a table in the order of its tensors."""
         made_of = self._tables[table.name]
         step = max(1, STEP_BYTES // table.row_bytes)
@@ -57,7 +57,7 @@ class TensorSource:
                 ids = np.arange(begin, end, dtype=np.int64)
             else:
                 ids = int64_ids(made_of.ids.read(begin, end), self._path, f"tensor {made_of.ids.name!r}")
-            yield Rows(ids, [made_of.slots[slot.name].read(begin, end) for slot in table.slots])
+            yield SourceRows(ids, [made_of.slots[slot.name].read(begin, end) for slot in table.slots])
 
     def close(self) -> None:
         """Close the files."""
@@ -91,10 +91,10 @@ def slot_of(name: str, tensor: SourceTensor, path: str) -> SlotSpec:
     return SlotSpec(name, tensor.dtype, tensor.shape[1:])
 
 
-def wished_tables(tensors: Mapping[str, SourceTensor], wish: Wish, path: str) -> list[TensorTable]:
+def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, path: str) -> list[TensorTable]:
     """Return the tables that are wished for; ConversionError where a tensor is not there, or has less than two dims."""
     found = []
-    for name, ids in wish.as_table.items():
+    for name, ids in options.as_table.items():
         for wanted in filter(None, (name, ids)):
             if wanted not in tensors:
                 close = nearest(wanted, tensors).strip("; ")

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from recckpt.convert.narrowed import narrowed, narrowed_slots, widened
-from recckpt.convert.source import Array, Int64s, LeftOut, Rows
+from recckpt.convert.source import Array, Int64s, LeftOut, SourceRows
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in
@@ -60,7 +60,7 @@ class TableView:
         """Return the ids alone."""
         return replace(self, stored=())
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[SourceRows]:
         """Yield the rows, in bucket order within each shard."""
         for rows, _ in self._measured():
             yield rows
@@ -93,7 +93,7 @@ class TableView:
             return (slot,)
         return narrowed_slots(slot, self.dtype)
 
-    def _measured(self) -> Iterator[tuple[Rows, float]]:
+    def _measured(self) -> Iterator[tuple[SourceRows, float]]:
         """Yield rows, and the largest error in them."""
         names = dict.fromkeys([*(slot.name for slot in self.stored), *self.filtered])
         for batch in self.batches(list(names)):
@@ -114,7 +114,7 @@ class TableView:
                     continue
                 narrow, error = narrowed(stored, ids, slot, self.dtype or "", f"table {self.name!r}")
                 columns, worst = columns + narrow, max(worst, error)
-            yield Rows(ids, columns), worst
+            yield SourceRows(ids, columns), worst
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # part of the f
 
 from recckpt.dense.by_value import ByValue
 from recckpt.dense.sharded import OwnChunk
-from recckpt.dense.torch_archive import Contents, write_archive
+from recckpt.dense.torch_archive import ArchiveContents, write_archive
 from recckpt.format import layout, tensor_index
 from recckpt.format.dtypes import NUMPY_DTYPES, STORAGES
 from recckpt.format.layout import MODEL as MODEL_FILE
 from recckpt.format.manifest import FileEntry
-from recckpt.format.tensor_index import ALIGNMENT, MODEL, Chunk, TensorIndex, block_checksums
+from recckpt.format.tensor_index import ALIGNMENT, MODEL, TensorChunk, TensorIndex, block_checksums
 from recckpt.storage import HashingSink, NewFiles, SinkFile
 
 _STEP_BYTES = 1 << 20
@@ -49,7 +49,7 @@ def save_tensors(
     The state goes to ``model.pt``, as :func:`save_state` takes it; it is None where another rank writes that.
     """
     files: list[FileEntry] = []
-    chunks: list[Chunk] = []
+    chunks: list[TensorChunk] = []
     if state is not None:
         entry, chunks = _save_state(state, storage, directory, layout.MODEL)
         files.append(entry)
@@ -69,7 +69,7 @@ def save_tensors(
 
 def _save_state(
     state: Mapping[str, Any], storage: NewFiles, directory: str, name: str
-) -> tuple[FileEntry, list[Chunk]]:
+) -> tuple[FileEntry, list[TensorChunk]]:
     with storage.create(layout.join(directory, name)) as sink:
         hashing = HashingSink(sink)
         chunks = write_state(state, hashing)
@@ -78,7 +78,7 @@ def _save_state(
 
 def _save_chunks(
     own: Sequence[OwnChunk], storage: NewFiles, directory: str, name: str
-) -> tuple[FileEntry, list[Chunk]]:
+) -> tuple[FileEntry, list[TensorChunk]]:
     chunks = []
     with storage.create(layout.join(directory, name)) as sink:
         hashing = HashingSink(sink)
@@ -88,7 +88,9 @@ def _save_chunks(
             for begin in range(0, len(data), _STEP_BYTES):
                 hashing.write(data[begin : begin + _STEP_BYTES])
             sizes, checksums = tuple(chunk.values.shape), block_checksums(data)
-            listed = Chunk(chunk.of, chunk.name, chunk.dtype, chunk.shape, chunk.offsets, sizes, name, at, checksums)
+            listed = TensorChunk(
+                chunk.of, chunk.name, chunk.dtype, chunk.shape, chunk.offsets, sizes, name, at, checksums
+            )
             chunks.append(listed)
     return FileEntry(name, sink.n_bytes, hashing.xxh3), chunks
 
@@ -110,7 +112,7 @@ class Later:
 
 def write_state(
     state: Mapping[str, Any], to: SinkFile, advance: Callable[[int], object] = lambda n_bytes: None
-) -> list[Chunk]:
+) -> list[TensorChunk]:
     """Write a dict, and return what the index of dense tensors says of it.
 
     The state is as :func:`recckpt.dense.state_copy.portable` returns it, and may hold tensors that come :class:`Later`,
@@ -125,7 +127,7 @@ def write_state(
             yield data
             advance(len(data))
 
-    places = write_archive(to, Contents(pickled(dict(state), records.place), written()))
+    places = write_archive(to, ArchiveContents(pickled(dict(state), records.place), written()))
     named = {name: placed for name, value in state.items() if (placed := records.place(value)) is not None}
     return [
         _chunk(name, placed, places[placed.record.number], checksums[placed.record.number])
@@ -133,9 +135,9 @@ def write_state(
     ]
 
 
-def _chunk(name: str, placed: Placed, at: int, checksums: tuple[int, ...]) -> Chunk:
+def _chunk(name: str, placed: Placed, at: int, checksums: tuple[int, ...]) -> TensorChunk:
     shape = placed.shape
-    return Chunk(MODEL, name, placed.dtype, shape, (0,) * len(shape), shape, MODEL_FILE, at, checksums)
+    return TensorChunk(MODEL, name, placed.dtype, shape, (0,) * len(shape), shape, MODEL_FILE, at, checksums)
 
 
 class _Records:

@@ -25,7 +25,7 @@ STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalBox:
     """What this rank has of a tensor: the box of ``values`` that begins at ``offsets``."""
 
     offsets: tuple[int, ...]
@@ -55,10 +55,10 @@ class Pieces:
     """Finds what this rank has of tensors, for one save or load: tensors that are laid out alike are looked at once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Piece] = {}
+        self._known: dict[Any, LocalBox] = {}
 
     @torch.no_grad()
-    def of(self, name: str, value: Tensor) -> list[Piece]:
+    def of(self, name: str, value: Tensor) -> list[LocalBox]:
         """Return what this rank has of a tensor, sharded or not; the values are the tensor's own.
 
         A ValueError names a tensor of partial sums, or one that has more or fewer values here than its layout says.
@@ -68,7 +68,7 @@ class Pieces:
         kind = (value.shape, one.device_mesh, one.placements) if is_one_box else None
         if kind in self._known:
             known = self._known[kind]
-            return [Piece(known.offsets, _checked(name, value, one.to_local(), known.values.shape))]
+            return [LocalBox(known.offsets, _checked(name, value, one.to_local(), known.values.shape))]
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -77,7 +77,7 @@ class Pieces:
             items = planner.create_local_plan().items
         except ValueError as error:
             raise ValueError(f"{name}: {error} Redistribute it to Shard or Replicate before the save") from error
-        pieces = [Piece(tuple(i.index.offset or ()), cast(Tensor, planner.resolve_data(i)).detach()) for i in items]
+        pieces = [LocalBox(tuple(i.index.offset or ()), cast(Tensor, planner.resolve_data(i)).detach()) for i in items]
         for item, piece in zip(items, pieces, strict=True):
             _checked(name, value, piece.values, cast(Any, item.tensor_data).chunk.sizes)
         if kind is not None and pieces:
@@ -91,7 +91,7 @@ def own_boxes(value: Tensor) -> Any:
     return local if callable(getattr(local, "local_shards", None)) else None
 
 
-def is_written_here(name: str, value: Tensor, piece: Piece) -> bool:
+def is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
     """Say whether this rank is the one, of those that have a piece of a sharded tensor, that writes it.
 
     Each rank can tell by itself, and the work is shared out by names and places.

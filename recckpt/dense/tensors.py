@@ -17,7 +17,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout, tensor_index
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.manifest import Manifest
-from recckpt.format.tensor_index import EXTRA, MODEL, Chunk, TensorIndex
+from recckpt.format.tensor_index import EXTRA, MODEL, TensorChunk, TensorIndex
 from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.storage.base import Files
 from recckpt.storage.read_again import read_twice
@@ -35,7 +35,7 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[tuple[TensorIndex, Chunk], ...]
+    chunks: tuple[tuple[TensorIndex, TensorChunk], ...]
 
     @property
     def nbytes(self) -> int:
@@ -55,14 +55,14 @@ class StoredTensor:
 
 def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str, str], StoredTensor]:
     """Return the tensors that the chunks of all shards make up, by (of, name), each whole."""
-    found: dict[tuple[str, str], list[tuple[TensorIndex, Chunk]]] = {}
+    found: dict[tuple[str, str], list[tuple[TensorIndex, TensorChunk]]] = {}
     for index in indexes:
         for chunk in index.chunks:
             found.setdefault((chunk.of, chunk.name), []).append((index, chunk))
     return {key: _whole(directory, pieces) for key, pieces in found.items()}
 
 
-def _whole(directory: str, pieces: list[tuple[TensorIndex, Chunk]]) -> StoredTensor:
+def _whole(directory: str, pieces: list[tuple[TensorIndex, TensorChunk]]) -> StoredTensor:
     """Return the tensor that chunks of one name make up, if they tile it."""
     first = pieces[0][1]
     covered = 0
@@ -82,7 +82,7 @@ def _whole(directory: str, pieces: list[tuple[TensorIndex, Chunk]]) -> StoredTen
     return StoredTensor(first.of, first.name, first.dtype, first.shape, tuple(pieces))
 
 
-def _overlap(boxes: Sequence[Chunk]) -> Chunk | None:
+def _overlap(boxes: Sequence[TensorChunk]) -> TensorChunk | None:
     """Return a box that meets another, None where none does: swept along the dimension with the most beginnings."""
     if len(boxes) < 2:
         return None
@@ -100,13 +100,13 @@ def _overlap(boxes: Sequence[Chunk]) -> Chunk | None:
     return None
 
 
-def _meet(one: Chunk, other: Chunk) -> bool:
+def _meet(one: TensorChunk, other: TensorChunk) -> bool:
     sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(a < b + other_size and b < a + size for a, size, b, other_size in sides)
 
 
 def _bad_index(
-    directory: str, index: TensorIndex, chunk: Chunk, found: object, expected: object
+    directory: str, index: TensorIndex, chunk: TensorChunk, found: object, expected: object
 ) -> CorruptCheckpointError:
     path = layout.join(directory, layout.dense_index(index.shard, index.shards))
     return CorruptCheckpointError(path, f"tensor {chunk.name!r}", found=found, expected=expected)
@@ -194,7 +194,7 @@ class DenseTensors:
                 there[slab.place] = slab.data.view(dtype).reshape(slab.shape)[slab.box]
         return values
 
-    def _slabs(self, index: TensorIndex, chunk: Chunk, read: Read) -> Iterator[_Slab]:
+    def _slabs(self, index: TensorIndex, chunk: TensorChunk, read: Read) -> Iterator[_Slab]:
         """Yield a box of a chunk, in pieces of rows that are read and checked one after another."""
         if math.prod(read.sizes) == 0:
             return
@@ -203,14 +203,14 @@ class DenseTensors:
             data = self._read(index, chunk, begin, begin + math.prod(shape) * item_bytes)
             yield _Slab(data, shape, box, place)
 
-    def _read(self, index: TensorIndex, chunk: Chunk, begin: int, end: int) -> Bytes:
+    def _read(self, index: TensorIndex, chunk: TensorChunk, begin: int, end: int) -> Bytes:
         """Return bytes of a chunk, of which the blocks that they lie in are read and checked."""
         read = partial(self._read_once, index, chunk, begin, end)
         return read_twice(
             self._files, layout.join(self._directory, chunk.file), read, partial(self._close_one, chunk.file)
         )
 
-    def _read_once(self, index: TensorIndex, chunk: Chunk, begin: int, end: int) -> Bytes:
+    def _read_once(self, index: TensorIndex, chunk: TensorChunk, begin: int, end: int) -> Bytes:
         first, block_bytes = begin // index.block_bytes, index.block_bytes
         start, stop = first * block_bytes, min(-(-end // block_bytes) * block_bytes, chunk.n_bytes)
         file = self._file(chunk.file)

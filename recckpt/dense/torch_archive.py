@@ -18,14 +18,14 @@ _LARGE_BYTES = 1 << 30  # from here on an entry has sizes of 64 bits; well below
 _STEP_BYTES = 4 << 20
 
 
-class Contents(NamedTuple):
+class ArchiveContents(NamedTuple):
     """What goes into a file: a pickle in which tensors refer to records by number, and the records."""
 
     pickle: bytes
     records: Iterable[memoryview]
 
 
-def write_archive(to: SinkFile, contents: Contents, proceed: Callable[[], None] = lambda: None) -> list[int]:
+def write_archive(to: SinkFile, contents: ArchiveContents, proceed: Callable[[], None] = lambda: None) -> list[int]:
     """Write a file that ``torch.load(weights_only=True)`` reads, and return the first byte of each record.
 
     The same contents make the same bytes. ``proceed`` is called before every few megabytes, and raises to stop the

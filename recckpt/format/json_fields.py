@@ -16,7 +16,7 @@ import xxhash
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 
 MAX_DEPTH = 16  # part of the format
-MAX_COUNT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
+COUNT_LIMIT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
 _MAX_DIGITS = 40  # counts have at most 18; Python may take a day for a million of them
 _SUM = re.compile(r"[0-9a-f]{16}")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
@@ -124,9 +124,9 @@ class Fields:
         return self._get(key, bool)
 
     def count(self, key: str, low: int = 0) -> int:
-        """Return an int field of at least ``low``, below :data:`MAX_COUNT`."""
+        """Return an int field of at least ``low``, below :data:`COUNT_LIMIT`."""
         value = self._get(key, int)
-        if not low <= value < MAX_COUNT:
+        if not low <= value < COUNT_LIMIT:
             raise self.wrong(key, repr(value), f"an int of at least {low}, below 10^18")
         return value
 
@@ -146,7 +146,7 @@ class Fields:
         """Return a field that is a list of ints."""
         values = self._get(key, list)
         for i, value in enumerate(values):
-            if type(value) is not int or not low <= value < MAX_COUNT:
+            if type(value) is not int or not low <= value < COUNT_LIMIT:
                 raise self.wrong(f"{key}[{i}]", repr(value), f"an int of at least {low}, below 10^18")
         return tuple(values)
 

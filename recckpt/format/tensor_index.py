@@ -25,7 +25,7 @@ MODEL, EXTRA = "model", "extra"  # part of the format: whose tensor it is
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """A box of a tensor that lies in one piece in a file, from byte ``at`` on; fields as in docs/format.md."""
 
     of: str
@@ -52,7 +52,7 @@ class TensorIndex:
     shard: int
     shards: int
     block_bytes: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
 def block_checksums(data: memoryview) -> tuple[int, ...]:
@@ -89,10 +89,10 @@ class _Chunks:
     def __init__(self, manifest: Manifest, shard: int) -> None:
         self._manifest, self._own = manifest, layout.dense_data(shard, len(manifest.shards))
         self._files = (layout.MODEL, self._own) if shard == 0 else (self._own,)
-        self._last: dict[str, Chunk] = {}
-        self.checked: list[Chunk] = []
+        self._last: dict[str, TensorChunk] = {}
+        self.checked: list[TensorChunk] = []
 
-    def add(self, fields: Fields, chunk: Chunk) -> None:
+    def add(self, fields: Fields, chunk: TensorChunk) -> None:
         listed = self._manifest.file(chunk.file) if chunk.file in self._files else None
         if listed is None:
             raise fields.wrong("file", repr(chunk.file), f"{' or '.join(self._files)}, which the manifest lists")
@@ -108,7 +108,7 @@ class _Chunks:
             raise fields.wrong("at", found, expected)
 
 
-def _chunk_json(chunk: Chunk) -> Mapping[str, Any]:
+def _chunk_json(chunk: TensorChunk) -> Mapping[str, Any]:
     return {
         "of": chunk.of,
         "name": chunk.name,
@@ -122,7 +122,7 @@ def _chunk_json(chunk: Chunk) -> Mapping[str, Any]:
     }
 
 
-def _chunk(fields: Fields, block_bytes: int) -> Chunk:
+def _chunk(fields: Fields, block_bytes: int) -> TensorChunk:
     of, name, dtype = fields.text("of"), fields.text("name"), fields.text("dtype")
     if of not in (MODEL, EXTRA):
         raise fields.wrong("of", repr(of), f"{MODEL!r} or {EXTRA!r}")
@@ -136,13 +136,13 @@ def _chunk(fields: Fields, block_bytes: int) -> Chunk:
     if any(begin + size > whole for begin, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise fields.wrong("sizes", f"{sizes} from {offsets} on", f"a box inside {shape}")
     file, at = fields.text("file"), fields.count("at")
-    chunk = Chunk(of, name, dtype, shape, offsets, sizes, file, at, fields.checksum_list("xxh3"))
+    chunk = TensorChunk(of, name, dtype, shape, offsets, sizes, file, at, fields.checksum_list("xxh3"))
     if len(chunk.xxh3) != -(-chunk.n_bytes // block_bytes):
         raise fields.wrong("xxh3", f"{len(chunk.xxh3)} checksums", f"one for each {block_bytes} bytes")
     return chunk
 
 
-def damaged(directory: str, chunk: Chunk, begin: int, found: int, expected: int) -> CorruptCheckpointError:
+def damaged(directory: str, chunk: TensorChunk, begin: int, found: int, expected: int) -> CorruptCheckpointError:
     """Return the error for the checksum of a block, which begins at a byte of a chunk."""
     path, where = layout.join(directory, chunk.file), f"tensor {chunk.name!r}, bytes {chunk.at + begin} on"
     return CorruptCheckpointError(path, where, found=f"{found:016x}", expected=f"{expected:016x}")

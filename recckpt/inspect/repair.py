@@ -16,7 +16,7 @@ from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover, read
 from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.index_file import index_problem, is_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
-from recckpt.output_dir.offers import Found, clock, look_at, may_go
+from recckpt.output_dir.offers import OfferDirectory, clock, look_at, may_go
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
 from recckpt.text import plural
@@ -125,7 +125,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
 
 
-def _offers(storage: Storage, listing: Listing) -> list[Found]:
+def _offers(storage: Storage, listing: Listing) -> list[OfferDirectory]:
     """Return what looks like an offer, adopted too late or not at all."""
     names = [name for name in (*listing.fenced, *listing.uncommitted) if layout.is_offer_dir(name)]
     now = None
@@ -134,7 +134,7 @@ def _offers(storage: Storage, listing: Listing) -> list[Found]:
     return [look_at(storage, name, now) for name in names]
 
 
-def _offer(found: Found) -> str:
+def _offer(found: OfferDirectory) -> str:
     """Say what a directory for an offer is: its compactor may be at work, and the owner may adopt it."""
     age = "of unknown age" if found.age_sec is None else f"{found.age_sec / 3600:.1f} hours old"
     return f"an offer that is not adopted, {age}: {found.problem or 'whole, for the next save to look at'}"

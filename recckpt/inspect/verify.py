@@ -81,7 +81,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointsToVerify:
     """The checkpoints to look at."""
 
     storage: Storage  # the output dir
@@ -90,23 +90,23 @@ class Found:
     is_output_dir: bool = False  # whether it was the output dir that was asked for, and not one checkpoint
 
 
-def find_checkpoints(path: str) -> Found:
+def find_checkpoints(path: str) -> CheckpointsToVerify:
     """Return the directories with a manifest: ``path`` itself, or those in it; CheckpointNotFoundError for none."""
     storage, directory = open_parent(path)
     if has_manifest(storage, directory):
         standing = standing_of(storage, directory)
-        return Found(storage, standing.links.get(directory, [directory]), standing)
+        return CheckpointsToVerify(storage, standing.links.get(directory, [directory]), standing)
     inside = open_storage(path)
     directories = sorted(name for name in attempt_dirs(inside) if _may_have_manifest(inside, name))
     if directories:
-        return Found(inside, directories, standing_of_all(inside), is_output_dir=True)
+        return CheckpointsToVerify(inside, directories, standing_of_all(inside), is_output_dir=True)
     storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
     standing = standing_of(storage, checkpoint.directory)
-    return Found(storage, standing.links.get(checkpoint.directory, [checkpoint.directory]), standing)
+    return CheckpointsToVerify(storage, standing.links.get(checkpoint.directory, [checkpoint.directory]), standing)
 
 
 def verify_found(
-    found: Found, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
+    found: CheckpointsToVerify, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
 ) -> list[Report]:
     """Look for damage; arguments as of :func:`verify`.
 

@@ -29,7 +29,7 @@ from recckpt.output_dir.checkpoint_dir import (
 from recckpt.sparse.files.catalogs import count_errors
 from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.table_reader import TableReader
-from recckpt.sparse.files.verifier import PartCheck, PartTask, between_parts, check_part
+from recckpt.sparse.files.verifier import PartCheck, VerifyTask, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 from recckpt.storage.read_again import check_twice
 
@@ -92,7 +92,7 @@ class Checkup:
             if path not in self._broken:
                 yield partial(_read, path, partial(self._check_indexed, number, advance))
 
-    def part_tasks(self) -> Iterator[PartTask]:
+    def part_tasks(self) -> Iterator[VerifyTask]:
         """Check what the catalogs add up to; yield a task for each part that they name, and take what it finds."""
         assert self.manifest is not None
         if len(self._shards) == len(self.manifest.shards):
@@ -101,15 +101,15 @@ class Checkup:
         for part in (part for shard in self._catalogs() for part in shard.parts):
             if self._path(part.file) not in self._broken:
                 tables = tuple(table for name in part.tables if (table := self.manifest.table(name)))
-                yield PartTask(self._storage.url, self.directory, tables, part)
+                yield VerifyTask(self._storage.url, self.directory, tables, part)
 
-    def check_part(self, task: PartTask, advance: Advance) -> PartCheck:
+    def check_part(self, task: VerifyTask, advance: Advance) -> PartCheck:
         """Do a task of this checkpoint."""
         return check_part(
             self._storage, self.directory, task.tables, task.part, lambda batch, values: advance(values.nbytes)
         )
 
-    def take_part(self, task: PartTask, checked: PartCheck) -> None:
+    def take_part(self, task: VerifyTask, checked: PartCheck) -> None:
         """Take what came of a task."""
         self._parts[task.part.file] = checked
         self.errors += checked.errors

@@ -23,7 +23,7 @@ from recckpt.types import is_hashtable
 log = logging.getLogger("recckpt")
 
 
-class RecckptCallback(AveragedTables):
+class LightningCallback(AveragedTables):
     """Saves a ``LightningModule`` and all that its fit needs to go on; ``fit`` resumes from the newest checkpoint.
 
     Saved are the module, the optimizers and schedulers, the states of the other callbacks, and the loops, with the
@@ -67,7 +67,7 @@ class RecckptCallback(AveragedTables):
         """Restore the newest checkpoint of the output dir, where there is one."""
         if trainer.ckpt_path is not None:
             raise ValueError(
-                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and RecckptCallback would both restore: leave ckpt_path "
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and LightningCallback would both restore: leave ckpt_path "
                 "out, or the callback"
             )
         self._sparse_optimizer = optim = self._options.optimizer_of(pl_module)

@@ -63,8 +63,8 @@ class AveragedTables(Callback):
             if WeightAveraging is not None and isinstance(callback, WeightAveraging):
                 if number > trainer.callbacks.index(self):
                     raise ValueError(
-                        f"{type(callback).__name__} comes after RecckptCallback, which would save the averages of the "
-                        "step before: put it first in callbacks=[...]"
+                        f"{type(callback).__name__} comes after LightningCallback, which would save the averages of "
+                        "the step before: put it first in callbacks=[...]"
                     )
                 self._averaged = callback._average_model
         for average, table in self._pairs(pl_module):

@@ -49,7 +49,7 @@ class _State:
         self.loaded = state
 
 
-class RecckptCallback(TrainerCallback):
+class TransformersCallback(TrainerCallback):
     """Saves the model of a ``Trainer`` and all that it needs to go on, and steps the optimizer of its tables.
 
     The tables step right after the trainer's own optimizer, and not where that skips a step. Gradients are clipped
@@ -57,7 +57,7 @@ class RecckptCallback(TrainerCallback):
 
     The trainer's own checkpoints are to be off, ``save_strategy="no"``: they cannot hold tables. To resume::
 
-        callback = RecckptCallback("runs/clicks", 1000, sparse_optimizer=lambda model: SparseAdamW(...))
+        callback = TransformersCallback("runs/clicks", 1000, sparse_optimizer=lambda model: SparseAdamW(...))
         trainer = Trainer(model, args, train_dataset=..., callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
 
@@ -124,7 +124,7 @@ class RecckptCallback(TrainerCallback):
             self._tables.leave()
         if args.save_strategy != "no":
             raise ValueError(
-                f"save_strategy={str(args.save_strategy)!r}: the trainer cannot write tables, and RecckptCallback "
+                f"save_strategy={str(args.save_strategy)!r}: the trainer cannot write tables, and TransformersCallback "
                 "saves all: give TrainingArguments save_strategy='no'"
             )
         model, optimizer = kwargs["model"], kwargs["optimizer"]

@@ -41,7 +41,7 @@ Inventory = Mapping[Name, Thing]
 
 
 @dataclass(frozen=True)
-class Offer:
+class LoadCandidate:
     """What a checkpoint has, and what an entry asks for of it."""
 
     entry: Entry  # of the model bank

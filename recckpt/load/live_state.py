@@ -21,11 +21,11 @@ from recckpt.load.inventory import PLAIN, Inventory, Thing
 from recckpt.load.open_source import Needs
 from recckpt.load.problems import Problems
 from recckpt.load.report import Planned
-from recckpt.load.source import Source
+from recckpt.load.source import LocatedCheckpoint
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.split import state_of
-from recckpt.sparse.table.table import HashTable as OurTable
-from recckpt.types import EMBEDDING, HashTable
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import EMBEDDING, SavableTable
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class LiveState:
     shards: int
 
     @cached_property
-    def _state(self) -> tuple[dict[str, HashTable], dict[str, Any]]:
+    def _state(self) -> tuple[dict[str, SavableTable], dict[str, Any]]:
         return state_of(self.model)
 
     @property
-    def tables(self) -> Mapping[str, HashTable]:
+    def tables(self) -> Mapping[str, SavableTable]:
         """The tables by name."""
         return self._state[0]
 
@@ -92,7 +92,9 @@ def _thing(value: Any) -> Thing:
     return Thing(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, n_bytes)
 
 
-def check_live(live: LiveState, sources: Sequence[Source], items: Sequence[Planned], problems: Problems) -> None:
+def check_live(
+    live: LiveState, sources: Sequence[LocatedCheckpoint], items: Sequence[Planned], problems: Problems
+) -> None:
     """Add what only the live objects can tell of a plan: states of other ranks, and tables that are not ours."""
     for item in items:
         if item.offer is not None and item.name.group == "io_state":
@@ -102,7 +104,7 @@ def check_live(live: LiveState, sources: Sequence[Source], items: Sequence[Plann
     _check_foreign(live, sources, items, problems)
 
 
-def _check_positions(live: LiveState, source: Source, item: Planned, problems: Problems) -> None:
+def _check_positions(live: LiveState, source: LocatedCheckpoint, item: Planned, problems: Problems) -> None:
     can_merge = callable(getattr(live.io_state.get(item.name.text), "merge_io_state", None))
     if source.shards != live.shards and not can_merge:
         found = f"the positions of {source.shards} shards"
@@ -113,7 +115,7 @@ def _check_positions(live: LiveState, source: Source, item: Planned, problems: P
         problems.misfit(source.entry, f"io state {item.name.text}", found, expected)
 
 
-def _check_own_state(live: LiveState, source: Source, item: Planned, problems: Problems) -> None:
+def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, problems: Problems) -> None:
     """A state that each rank has saved of its own goes to as many ranks again; one of a single rank goes to all."""
     registry = live.extra
     name, there = (text.rpartition("@")[2] if item.name.parameter else text for text in (item.name.text, item.source))
@@ -126,9 +128,11 @@ def _check_own_state(live: LiveState, source: Source, item: Planned, problems: P
     problems.misfit(source.entry, name, f"states of {source.shards} ranks, one each", expected)
 
 
-def _check_foreign(live: LiveState, sources: Sequence[Source], items: Iterable[Planned], problems: Problems) -> None:
+def _check_foreign(
+    live: LiveState, sources: Sequence[LocatedCheckpoint], items: Iterable[Planned], problems: Problems
+) -> None:
     """A table that is not ours has no way to take anything but whole rows, as they are."""
-    foreign = {name for name, table in live.tables.items() if not isinstance(table, OurTable)}
+    foreign = {name for name, table in live.tables.items() if not isinstance(table, HashTable)}
     taken: dict[str, dict[str, Planned]] = {}
     for item in items:
         if item.offer is not None and item.name.table in foreign:

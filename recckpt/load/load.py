@@ -29,7 +29,7 @@ from recckpt.sparse.split import load_dense
 from recckpt.sparse.table.admission import AdmittingTable
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
-from recckpt.types import HashTable
+from recckpt.types import SavableTable
 
 
 def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> LoadPlan:
@@ -126,7 +126,7 @@ def _apply(
     return loaded
 
 
-def _forget_admitted(tables: Iterable[HashTable], items: Iterable[Planned], sources: Sequence[OpenSource]) -> None:
+def _forget_admitted(tables: Iterable[SavableTable], items: Iterable[Planned], sources: Sequence[OpenSource]) -> None:
     """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint."""
     offers: dict[str, set[int]] = {}
     for item in items:
@@ -172,7 +172,7 @@ def _fill_tables(
 
 
 def _rows(
-    tables: Mapping[str, HashTable],
+    tables: Mapping[str, SavableTable],
     items: Sequence[Planned],
     sources: Sequence[OpenSource],
     download_dir: WorkDir | None,
@@ -191,7 +191,7 @@ def _rows(
 
 
 def _table_loads(
-    items: Iterable[Planned], source: OpenSource, tables: Mapping[str, HashTable], step: int | None
+    items: Iterable[Planned], source: OpenSource, tables: Mapping[str, SavableTable], step: int | None
 ) -> list[TableLoad]:
     """Gather the slots that come from one table of one checkpoint, whose ids are then read once."""
     slots: dict[tuple[str, str], dict[str, str]] = {}
@@ -214,7 +214,7 @@ def _table_loads(
     ]
 
 
-def _columns(table: HashTable, slots: dict[str, str]) -> Mapping[str, str]:
+def _columns(table: SavableTable, slots: dict[str, str]) -> Mapping[str, str]:
     """Return which columns of a table its slots in a checkpoint fill: an average has others than those it shows."""
     return table.filled_by(slots) if isinstance(table, AverageTable) else slots
 

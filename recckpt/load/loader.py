@@ -21,7 +21,7 @@ from recckpt.load.open_source import OpenSource, opened
 from recckpt.load.other_forms import alone, from_whole
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
-from recckpt.load.source import Source, locate_asked, locate_bank
+from recckpt.load.source import LocatedCheckpoint, locate_asked, locate_bank
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import this_rank
@@ -29,7 +29,7 @@ from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.telemetry import Operation
-from recckpt.types import HashTable
+from recckpt.types import SavableTable
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Loader:
     run: str = ""
     is_resumed: bool = False
     before_own: Callable[[], object] = lambda: None
-    on_whole_restore: Callable[[Checkpoint, Iterable[HashTable]], object] | None = None
+    on_whole_restore: Callable[[Checkpoint, Iterable[SavableTable]], object] | None = None
 
     def load(
         self,
@@ -76,12 +76,12 @@ class Loader:
         if direct_path and ckpt_path is None:
             return self._load_from([], Problems(), shard_id)
 
-        def find() -> Source:
+        def find() -> LocatedCheckpoint:
             storage, checkpoint = locate_asked(self.storage, ckpt_path, ckpt_id, direct_path)
             is_own = storage.url == self.storage.url
             if is_own:
                 self.before_own()
-            return Source(replace(entry, is_own=is_own), storage, checkpoint)
+            return LocatedCheckpoint(replace(entry, is_own=is_own), storage, checkpoint)
 
         return until_whole(find, lambda source: self._load_from([source], Problems(), shard_id))
 
@@ -94,11 +94,11 @@ class Loader:
         """As :meth:`recckpt.Saver.plan`."""
         entries = as_bank(bank, conf)
 
-        def plan(problems: Problems, sources: Sequence[Source]) -> LoadPlan:
+        def plan(problems: Problems, sources: Sequence[LocatedCheckpoint]) -> LoadPlan:
             with opened(sources) as open_sources:
                 return loading.plan(self.live_state(shard_id), open_sources, problems)
 
-        def plan_found(found: tuple[list[Source], Problems]) -> LoadPlan:
+        def plan_found(found: tuple[list[LocatedCheckpoint], Problems]) -> LoadPlan:
             return from_whole(found[0], partial(plan, found[1]), alone)
 
         return until_whole(lambda: locate_bank(entries), plan_found)
@@ -107,8 +107,8 @@ class Loader:
         """As :meth:`recckpt.Saver.names`."""
         return list_inventory(self.live_state().inventory)
 
-    def _load_from(self, sources: Sequence[Source], problems: Problems, shard_id: int | None) -> LoadReport:
-        def load(sources: Sequence[Source]) -> LoadReport:
+    def _load_from(self, sources: Sequence[LocatedCheckpoint], problems: Problems, shard_id: int | None) -> LoadReport:
+        def load(sources: Sequence[LocatedCheckpoint]) -> LoadReport:
             live = self.live_state(shard_id)
             with opened(sources, live.needs) as open_sources:
                 report = self.load_sources(live, open_sources, problems)
@@ -159,8 +159,8 @@ class Loader:
 
 
 def _whole_restore(
-    tables: Mapping[str, HashTable], items: Sequence[Planned], sources: Sequence[Source]
-) -> Source | None:
+    tables: Mapping[str, SavableTable], items: Sequence[Planned], sources: Sequence[LocatedCheckpoint]
+) -> LocatedCheckpoint | None:
     """Return the source all of which was loaded, unconverted and by its own names, None where there is none.
 
     Args:

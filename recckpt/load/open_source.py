@@ -15,8 +15,8 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Part
 from recckpt.format.names import Name
-from recckpt.load.inventory import Inventory, Offer, checkpoint_inventory, names_here, reduced_tables
-from recckpt.load.source import Source
+from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here, reduced_tables
+from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.catalogs import met_shards, parts_by_shard
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class _Link:
+class _LoadLink:
     """One checkpoint of a chain, whose files are open until they are closed."""
 
     checkpoint: Checkpoint
@@ -41,7 +41,7 @@ class _Link:
     n_bytes: int = 0  # of catalogs that were read
 
     @classmethod
-    def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int) -> _Link:
+    def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int) -> _LoadLink:
         """Return one of so many links, of which no file is open yet."""
         sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
         return cls(checkpoint, HeldFiles(storage, checkpoint.directory, sizes, (), n_links))
@@ -98,12 +98,12 @@ class OpenSource:
         CorruptCheckpointError: a file is missing, or a catalog or an index of tensors is damaged.
     """
 
-    def __init__(self, at: Source, needs: Needs | None) -> None:
+    def __init__(self, at: LocatedCheckpoint, needs: Needs | None) -> None:
         self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
         common = [file.name for file in self._manifest.files if not layout.is_of_rank(file.name)]
         self._n_bytes = 0
         self._states: dict[str, dict[str, Any]] = {}
-        self._links: list[_Link] = []
+        self._links: list[_LoadLink] = []
         self.held: Collection[str] = ()  # the tables of which only the links are read that are new to the model
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
             closed_on_error.callback(self._close)
@@ -126,8 +126,8 @@ class OpenSource:
         for link in self._links:
             link.files.close()
 
-    def _opened(self, checkpoint: Checkpoint) -> _Link:
-        self._links.append(_Link.of(self.at.storage, checkpoint, len(self.at.checkpoint.links)))
+    def _opened(self, checkpoint: Checkpoint) -> _LoadLink:
+        self._links.append(_LoadLink.of(self.at.storage, checkpoint, len(self.at.checkpoint.links)))
         return self._links[-1]
 
     def _hold(self, needs: Needs) -> None:
@@ -151,12 +151,12 @@ class OpenSource:
         """Bytes of files that were read so far, but for rows."""
         return self._n_bytes + self.tensors.bytes_read + sum(link.n_bytes for link in self._links)
 
-    def offer(self, model: Inventory) -> Offer:
+    def offer(self, model: Inventory) -> LoadCandidate:
         """Return what it has of the names of a model."""
         dense = [name.text for name in model if name.group == "dense"]
         inventory = checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense)
         unsaved = self.at.checkpoint.manifest.training.unsaved
-        return Offer(self.at.entry, self.at.label, inventory, reduced_tables(self.at.checkpoint), unsaved)
+        return LoadCandidate(self.at.entry, self.at.label, inventory, reduced_tables(self.at.checkpoint), unsaved)
 
     def rows(self, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int) -> list[LinkLoad]:
         """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself.
@@ -232,7 +232,7 @@ class OpenSource:
 
 
 @contextmanager
-def opened(sources: Iterable[Source], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
+def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
     """Open checkpoints until the end of the block; arguments and errors as of :class:`OpenSource`."""
     with ExitStack() as stack:
         yield [stack.enter_context(OpenSource(source, needs)) for source in sources]

@@ -12,13 +12,13 @@ from functools import partial
 from typing import TypeVar
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.load.source import Source
+from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, chained, list_checkpoints
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
-_Others = list[Source] | None
+_Others = list[LocatedCheckpoint] | None
 
 
 class FoundDamage:
@@ -36,7 +36,7 @@ class FoundDamage:
         listing = list_checkpoints(storage)
         return replace(listing, committed=chained(listing.committed, self._found.get(storage.url, {}))[0])
 
-    def instead(self, sources: Sequence[Source], error: CorruptCheckpointError) -> _Others:
+    def instead(self, sources: Sequence[LocatedCheckpoint], error: CorruptCheckpointError) -> _Others:
         """Return sources, other forms of those in which this may be; None where there is none of any of them.
 
         The error names a directory, which several output dirs may have: forms have the same rows, so any will do.
@@ -44,7 +44,7 @@ class FoundDamage:
         others = [self._other(source, error) for source in sources]
         return [other or source for other, source in zip(others, sources, strict=True)] if any(others) else None
 
-    def _other(self, source: Source, error: CorruptCheckpointError) -> Source | None:
+    def _other(self, source: LocatedCheckpoint, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
         directory = damaged_link(source.checkpoint, error)
         if directory is None:
             return None
@@ -72,8 +72,8 @@ def alone(work: Callable[[], _T]) -> _T:
 
 
 def from_whole(
-    sources: Sequence[Source],
-    use: Callable[[Sequence[Source]], _T],
+    sources: Sequence[LocatedCheckpoint],
+    use: Callable[[Sequence[LocatedCheckpoint]], _T],
     on_first: Callable[[Callable[[], _Others]], _Others],
 ) -> _T:
     """Use sources, and where one turns out to be damaged, use another form of it in its place.

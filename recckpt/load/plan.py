@@ -11,7 +11,7 @@ from recckpt.format.names import ID, Name, slot_name, state_name
 from recckpt.format.reduced import said_of
 from recckpt.format.training import Lineage, misfit
 from recckpt.load.conf import Entry
-from recckpt.load.inventory import PLAIN, Inventory, Offer, Thing
+from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
 from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
 from recckpt.load.report import SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Planned
 from recckpt.text import nearest
@@ -23,7 +23,7 @@ _EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of 
 
 def plan_load(
     model: Inventory,
-    offers: Sequence[Offer],
+    offers: Sequence[LoadCandidate],
     problems: Problems,
     check: Callable[[Sequence[Planned], Problems], None] = lambda items, problems: None,
 ) -> LoadPlan:
@@ -49,7 +49,7 @@ def plan_load(
     return LoadPlan(tuple(items), tuple(offer.label for offer in offers), tuple(problems.warnings))
 
 
-def resolve(model: Inventory, offers: Sequence[Offer], problems: Problems) -> list[Planned]:
+def resolve(model: Inventory, offers: Sequence[LoadCandidate], problems: Problems) -> list[Planned]:
     """Take each name once, from the last offer that has it; what is wrong is added to ``problems``."""
     matches = [Match(model, offer, problems) for offer in offers]
     for match in matches:
@@ -132,7 +132,7 @@ def _lineage(inventory: Inventory, state: Name) -> Lineage:
     return inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage
 
 
-def _checked_optimizer(item: Planned, model: Inventory, offers: Sequence[Offer]) -> Planned:
+def _checked_optimizer(item: Planned, model: Inventory, offers: Sequence[LoadCandidate]) -> Planned:
     """Leave out the scalars of another sparse optimizer, which is known by its slots."""
     if item.name.text != SPARSE_OPTIM or item.name.is_slot or item.offer is None:
         return item
@@ -148,7 +148,7 @@ def _optimizer_slots(inventory: Inventory) -> list[str]:
     return sorted({name.slot for name in inventory if name.group == "sparse_opt" and name.is_slot})
 
 
-def _check_filters(planned: Iterable[Planned], offers: Sequence[Offer], problems: Problems) -> None:
+def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], problems: Problems) -> None:
     """The slots that ``where`` looks at must be in the tables that are taken, and be one number a row."""
     for item in planned:
         if item.offer is None or not item.name.is_slot:
@@ -163,7 +163,7 @@ def _check_filters(planned: Iterable[Planned], offers: Sequence[Offer], problems
                 problems.conf += [problem] if problem not in problems.conf else []
 
 
-def _excuse(offers: Sequence[Offer], items: Sequence[Planned], problems: Problems) -> None:
+def _excuse(offers: Sequence[LoadCandidate], items: Sequence[Planned], problems: Problems) -> None:
     """A run that resumes may do without a bank that is gone, where its own checkpoint has all that was asked of it."""
     own = {number for number, offer in enumerate(offers) if offer.entry.is_own}
     for entry, error in list(problems.not_found):
@@ -181,7 +181,7 @@ class Match:
         there: name of the model that is wanted -> its name in the checkpoint.
     """
 
-    def __init__(self, model: Inventory, offer: Offer, problems: Problems) -> None:
+    def __init__(self, model: Inventory, offer: LoadCandidate, problems: Problems) -> None:
         self.offer, self.model = offer, model
         self.there: dict[Name, Name] = {}
         self._known: set[Name] = set()  # names in the checkpoint that have a partner, wanted or not
@@ -261,7 +261,7 @@ class Match:
         return source.table if is_missing else source.text
 
 
-def _source(name: Name, tied: tuple[str, ...], offer: Offer) -> Name:
+def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
     """Return the name that the checkpoint has for one of the model, of a tied parameter for any that it has there."""
     renames = offer.entry.renames
     text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
@@ -273,7 +273,7 @@ def _source(name: Name, tied: tuple[str, ...], offer: Offer) -> Name:
     return slot_name(*text.rsplit("@", 1)) if name.is_slot and "@" in text else Name(name.group, text)
 
 
-def _names_there(parameters: Sequence[str], optimizer: str, offer: Offer) -> list[Name]:
+def _names_there(parameters: Sequence[str], optimizer: str, offer: LoadCandidate) -> list[Name]:
     """Return the names that the state of a parameter may have there, where it may be tied to others."""
     things = [offer.inventory.get(Name("dense", parameter), Thing()) for parameter in parameters]
     return [state_name(one, optimizer) for one in dict.fromkeys([*parameters, *(n for t in things for n in t.tied)])]

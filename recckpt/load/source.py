@@ -16,7 +16,7 @@ from recckpt.storage import Storage, absolute, open_storage
 
 
 @dataclass(frozen=True)
-class Source:
+class LocatedCheckpoint:
     """A checkpoint that was located, and what is wanted of it."""
 
     entry: Entry  # what is wanted
@@ -40,12 +40,12 @@ class Source:
         return self.checkpoint.manifest.names.extra_of_ranks
 
 
-def locate_source(entry: Entry) -> Source:
+def locate_source(entry: Entry) -> LocatedCheckpoint:
     """Return the checkpoint that an entry means: the one at its path, or the newest in the output dir there."""
-    return Source(entry, *locate_path(entry.path))
+    return LocatedCheckpoint(entry, *locate_path(entry.path))
 
 
-def locate_bank(bank: Sequence[Mapping[str, Any]]) -> tuple[list[Source], Problems]:
+def locate_bank(bank: Sequence[Mapping[str, Any]]) -> tuple[list[LocatedCheckpoint], Problems]:
     """Return the checkpoints of a bank in order, and what is wrong with its entries."""
     problems, sources = Problems(), []
     for entry in parse_bank(bank, problems.conf):

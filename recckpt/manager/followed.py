@@ -12,7 +12,7 @@ from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source, locate_source
+from recckpt.load.source import LocatedCheckpoint, locate_source
 from recckpt.sparse.table.marks import Tracker
 from recckpt.sparse.table.table import HashTable
 
@@ -26,17 +26,17 @@ class Followed:
         live: what it was loaded into.
     """
 
-    def __init__(self, entry: Entry, taken: Source, live: LiveState) -> None:
+    def __init__(self, entry: Entry, taken: LocatedCheckpoint, live: LiveState) -> None:
         self._entry, self._tracker = entry, Tracker()
         self.take(taken, live)
 
-    def take(self, source: Source, live: LiveState) -> None:
+    def take(self, source: LocatedCheckpoint, live: LiveState) -> None:
         """Note that a checkpoint was loaded just now."""
         self._taken = source
         for table in self._tables(live) or ():
             self._tracker.begin(table, source.checkpoint.manifest.origin)
 
-    def newer(self) -> Source | None:
+    def newer(self) -> LocatedCheckpoint | None:
         """Return the checkpoint that is there now, None where it is no newer than the one taken."""
         try:
             found = locate_source(self._entry)
@@ -45,7 +45,7 @@ class Followed:
         taken, there = self._taken.checkpoint.manifest, found.checkpoint.manifest
         return found if there.save_id != taken.save_id and there.place > taken.place else None
 
-    def since_taken(self, found: Source, live: LiveState) -> Source:
+    def since_taken(self, found: LocatedCheckpoint, live: LiveState) -> LocatedCheckpoint:
         """Return what to read of a newer checkpoint: its new links, if the tables are still as they were loaded."""
         origin, tables = self._taken.checkpoint.manifest.origin, self._tables(live)
         stands_on_it = any(link.manifest.origin == origin for link in found.checkpoint.links)

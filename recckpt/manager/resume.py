@@ -23,7 +23,7 @@ from recckpt.load.other_forms import FoundDamage, alone, damaged_link, from_whol
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.rows_of_ranks import row_errors, rows_read
-from recckpt.load.source import Source, locate_bank
+from recckpt.load.source import LocatedCheckpoint, locate_bank
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import Run
 from recckpt.output_dir.index_file import warn_of_index
@@ -35,7 +35,7 @@ from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
 
-_Located = tuple[list[Source], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
+_Located = tuple[list[LocatedCheckpoint], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
 _FELL_BACK = {"restore.fallbacks": 1}
 _OWN = Entry(label="output_dir", is_own=True)
 _TOO_LATE = (
@@ -123,7 +123,9 @@ class Restorer:
         """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
         own, self._keeps_settings = replace(_OWN, keeps_settings=keeps_settings), keeps_settings
 
-        def load_from(candidates: Sequence[Checkpoint], problems: Problems, sources: Sequence[Source]) -> LoadReport:
+        def load_from(
+            candidates: Sequence[Checkpoint], problems: Problems, sources: Sequence[LocatedCheckpoint]
+        ) -> LoadReport:
             live = self._live()
             with self._opened(live, sources) as of_bank:
                 report = self._load(live, of_bank, candidates, own, problems, rng=True, holds=True, with_bank=True)
@@ -141,13 +143,13 @@ class Restorer:
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """As :meth:`recckpt.CheckpointManager.plan`."""
 
-        def plan_from(problems: Problems, sources: Sequence[Source]) -> LoadPlan:
+        def plan_from(problems: Problems, sources: Sequence[LocatedCheckpoint]) -> LoadPlan:
             with opened(sources) as open_sources:
                 return plan(self._live(), open_sources, problems)
 
         def plan_one(found: _Located) -> LoadPlan:
             sources, candidates, problems = found
-            own = [Source(_OWN, self._loader.storage, checkpoint) for checkpoint in candidates[:1]]
+            own = [LocatedCheckpoint(_OWN, self._loader.storage, checkpoint) for checkpoint in candidates[:1]]
             return from_whole([*sources, *own], partial(plan_from, problems), alone)
 
         return until_whole(lambda: self._located(bank), plan_one)
@@ -156,12 +158,12 @@ class Restorer:
         """As :meth:`recckpt.CheckpointManager.reload_dynamic`."""
         reports: list[LoadReport] = []
 
-        def load_from(live: LiveState, sources: Sequence[Source]) -> Source:
+        def load_from(live: LiveState, sources: Sequence[LocatedCheckpoint]) -> LocatedCheckpoint:
             with self._opened(live, sources) as open_sources:
                 reports.append(self._load_sources(live, open_sources, Problems(), rng=False))
             return sources[0]
 
-        def load(entry: Followed, source: Source | None) -> Source | None:
+        def load(entry: Followed, source: LocatedCheckpoint | None) -> LocatedCheckpoint | None:
             if source is not None:
                 live = self._live()
                 new = [entry.since_taken(source, live)]
@@ -193,7 +195,7 @@ class Restorer:
         while candidates:
             checkpoint = candidates[0]
             try:
-                with self._opened(live, [Source(entry, self._loader.storage, checkpoint)]) as own:
+                with self._opened(live, [LocatedCheckpoint(entry, self._loader.storage, checkpoint)]) as own:
                     report = self._load_sources(live, [*bank, *own], problems, rng=rng)
                     self._check_rows(live, checkpoint, report)
                     self._loader.tell_if_whole(live, [*bank, *own], report)
@@ -221,7 +223,7 @@ class Restorer:
         return self._loader.live_state(self._ranks.rank, self._ranks.size)
 
     @contextmanager
-    def _opened(self, live: LiveState, sources: Iterable[Source]) -> Iterator[list[OpenSource]]:
+    def _opened(self, live: LiveState, sources: Iterable[LocatedCheckpoint]) -> Iterator[list[OpenSource]]:
         """Have all ranks open what they need before any of them changes anything: it may be gone for a late one."""
         with ExitStack() as held:
             yield self._ranks.on_each(lambda: held.enter_context(opened(sources, live.needs)))

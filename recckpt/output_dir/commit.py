@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
-from recckpt.format.json_fields import MAX_COUNT
+from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent, listed_files, read_intent, read_manifest, unlisted, write_intent
 from recckpt.output_dir.fence import Fence
@@ -42,7 +42,7 @@ def begin(
     fence.hold()
     listing = fence.listing
     _check_base(storage, listing, base)
-    if listing.next_seq >= MAX_COUNT:
+    if listing.next_seq >= COUNT_LIMIT:
         found = f"a manifest of number {listing.highest_seq}, the last there is"
         raise CorruptCheckpointError(storage.url, "seq", found=found, expected="one that a next commit can follow")
     present = listing.find(ckpt_id)

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
 from recckpt.format import layout
-from recckpt.format.json_fields import MAX_COUNT
+from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, Manifests
 from recckpt.output_dir.claims import (
@@ -225,7 +225,7 @@ def _claim_next(storage: Storage, known: Manifests, above: int, purpose: str) ->
             storage.make_dir(directory)
     while True:
         highest = max([above, *claimed_epochs(storage), list_checkpoints(storage, known).highest_epoch])
-        if highest + 1 >= MAX_COUNT:
+        if highest + 1 >= COUNT_LIMIT:
             found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
             remedy = "remove what no recckpt wrote, or give this run another output dir"
             raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)

@@ -28,7 +28,7 @@ DAY_SEC = 86_400.0  # part of the format: at this age an offer is not adopted an
 
 
 @dataclass(frozen=True)
-class Found:
+class OfferDirectory:
     """A directory for an offer that nobody has committed."""
 
     directory: str  # where it lies
@@ -61,14 +61,14 @@ def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy, concurren
     return adopted
 
 
-def find_offers(storage: Storage, listing: Listing) -> list[Found]:
+def find_offers(storage: Storage, listing: Listing) -> list[OfferDirectory]:
     """Return the offers in the directories that a listing knows; the caller owns the output dir."""
     directories = [name for name in listing.uncommitted if layout.is_offer_dir(name)]
     now = clock(storage) if directories else None
     return [look_at(storage, name, now) for name in directories]
 
 
-def look_at(storage: Storage, directory: str, now: float | None) -> Found:
+def look_at(storage: Storage, directory: str, now: float | None) -> OfferDirectory:
     """Return what is known of an offer; ``now`` is when a file was written that the caller has just written."""
     first = layout.join(directory, layout.OFFER)
     age_sec = None
@@ -77,24 +77,24 @@ def look_at(storage: Storage, directory: str, now: float | None) -> Found:
         age_sec = None if now is None or written is None else now - written
         named = read_twice(storage, first, lambda: offer.decode_first(storage.read(first, offer.FIRST_BYTES), first))
     except NOT_READABLE:
-        return Found(directory, None, False, None, f"it has no file {layout.OFFER}")
+        return OfferDirectory(directory, None, False, None, f"it has no file {layout.OFFER}")
     except (RecckptError, OSError) as error:
-        return Found(directory, age_sec, True, None, str(error))
+        return OfferDirectory(directory, age_sec, True, None, str(error))
     try:
         said = _read(storage, directory)
         problem = next(file_problems(storage, directory, said), None)
     except ABSENT:
-        return Found(
+        return OfferDirectory(
             directory, age_sec, True, None, f"it has no {layout.OFFER_JSON}: its compactor is at work, or died"
         )
     except (RecckptError, OSError) as error:
-        return Found(directory, age_sec, True, None, str(error))
+        return OfferDirectory(directory, age_sec, True, None, str(error))
     if named != (said.of.ckpt_id, said.save_id) or said.directory != directory:
-        return Found(directory, age_sec, True, None, f"its files are those of {said.directory}")
-    return Found(directory, age_sec, True, said, "" if problem is None else str(problem))
+        return OfferDirectory(directory, age_sec, True, None, f"its files are those of {said.directory}")
+    return OfferDirectory(directory, age_sec, True, said, "" if problem is None else str(problem))
 
 
-def adoptable(found: Found, listing: Listing) -> str | None:
+def adoptable(found: OfferDirectory, listing: Listing) -> str | None:
     """Return why an offer is not to be adopted, None where it is; pure."""
     if found.offer is None or found.problem:
         return found.problem
@@ -126,7 +126,7 @@ def delta_of(said: Offer, listing: Listing) -> Checkpoint | None:
     return next((c for c in counting if (c.manifest.save_id, c.ckpt_id, c.manifest.xxh3) == wanted), None)
 
 
-def adopt(storage: Storage, fence: Fence, found: Found, visible: RetryPolicy) -> Checkpoint | None:
+def adopt(storage: Storage, fence: Fence, found: OfferDirectory, visible: RetryPolicy) -> Checkpoint | None:
     """Commit the form that an adoptable offer is to be, and return it; None where that failed, which is logged.
 
     A failure removes nothing: the manifest of another owner may be there.
@@ -146,7 +146,7 @@ def adopt(storage: Storage, fence: Fence, found: Found, visible: RetryPolicy) ->
     return next(c for c in fence.listing.committed if c.directory == found.directory)
 
 
-def sweep(storage: Storage, fence: Fence, found: Iterable[Found], concurrency: int) -> None:
+def sweep(storage: Storage, fence: Fence, found: Iterable[OfferDirectory], concurrency: int) -> None:
     """Remove what is no offer and offers that are too old, whole or not; the owner does, or WriterFencedError."""
     for each in found:
         if may_go(each):
@@ -154,7 +154,7 @@ def sweep(storage: Storage, fence: Fence, found: Iterable[Found], concurrency: i
             rotation.remove_leftover(storage, each.directory, concurrency)
 
 
-def may_go(found: Found) -> bool:
+def may_go(found: OfferDirectory) -> bool:
     """Say whether nobody adopts an offer any more, so that it may be removed, whole or not."""
     return not found.is_begun or (found.age_sec is not None and found.age_sec >= 2 * DAY_SEC)
 

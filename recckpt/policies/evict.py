@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.types import MAX_COUNT, count_of, positive_number
+from recckpt.types import MAX_EXACT_COUNT, count_of, positive_number
 
 Mask = npt.NDArray[np.bool_]
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -20,10 +20,10 @@ EVENT_TIME = "event_time"  # part of the format: in the state of a manifest, the
 NORM = "|embedding|"  # the length of each embedding; no slot
 _DAY_SEC = 86_400
 _PACES = ((4, 7), (2, 6))  # of a pass, and how many sixteenths of the room are taken then; at 8 all rows are looked at
-_MAX_DAYS = MAX_COUNT // _DAY_SEC
+_MAX_DAYS = MAX_EXACT_COUNT // _DAY_SEC
 
 
-class Now(Protocol):
+class TrainingTime(Protocol):
     """When a decision is made."""
 
     @property
@@ -43,11 +43,11 @@ class Evict(Protocol):
     def needs(self) -> tuple[str, ...]:
         """The columns that it looks at: scalar slots, or :data:`NORM`."""
 
-    def evicted(self, rows: Columns, now: Now) -> Mask:
+    def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
         """Return True for each row that goes; by what is in that row alone, so the order of rows does not matter."""
 
 
-class _Joined:
+class _EvictOperators:
     """What several policies have in common."""
 
     def __and__(self, other: Any) -> EvictedByAll:
@@ -55,7 +55,7 @@ class _Joined:
 
 
 @dataclass(frozen=True)
-class Unseen(_Joined):
+class Unseen(_EvictOperators):
     """Rows whose last training look-up was more than ``steps`` steps ago; DeepRec's ``GlobalStepEvict``.
 
     Raises:
@@ -68,14 +68,14 @@ class Unseen(_Joined):
     def __post_init__(self) -> None:
         count_of("Unseen: steps", self.steps)
 
-    def evicted(self, rows: Columns, now: Now) -> Mask:
+    def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
         """Return True where the step is too long ago."""
         mask: Mask = rows[LAST_STEP] < now.step - self.steps
         return mask
 
 
 @dataclass(frozen=True)
-class UnseenFor(_Joined):
+class UnseenFor(_EvictOperators):
     """Rows whose last training look-up was more than ``days`` ago, by event time or the clock; Monolith's expiry.
 
     Raises:
@@ -89,14 +89,14 @@ class UnseenFor(_Joined):
         if positive_number("UnseenFor: days", self.days) > _MAX_DAYS:
             raise ValueError(f"UnseenFor: days must be at most {_MAX_DAYS}, found {self.days!r}")
 
-    def evicted(self, rows: Columns, now: Now) -> Mask:
+    def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
         """Return True where the time is too long ago."""
         mask: Mask = rows[LAST_TIME] < now.time - self.days * _DAY_SEC
         return mask
 
 
 @dataclass(frozen=True)
-class LowCount(_Joined):
+class LowCount(_EvictOperators):
     """Rows that training has looked up fewer than ``n`` times, also those that came just now.
 
     ``LowCount(2) & Unseen(steps=1000)`` gives each row 1,000 steps to be looked up again.
@@ -111,14 +111,14 @@ class LowCount(_Joined):
     def __post_init__(self) -> None:
         count_of("LowCount: n", self.n)
 
-    def evicted(self, rows: Columns, now: Now) -> Mask:
+    def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
         """Return True where there were too few."""
         mask: Mask = rows[COUNT] < self.n
         return mask
 
 
 @dataclass(frozen=True)
-class SmallNorm(_Joined):
+class SmallNorm(_EvictOperators):
     """Rows whose embedding has an L2 norm below ``x``, also those that came just now; DeepRec's ``L2WeightEvict``.
 
     Raises:
@@ -131,14 +131,14 @@ class SmallNorm(_Joined):
     def __post_init__(self) -> None:
         positive_number("SmallNorm: x", self.x)
 
-    def evicted(self, rows: Columns, now: Now) -> Mask:
+    def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
         """Return True where the norm is below; an embedding with a NaN stays, to be found."""
         mask: Mask = rows[NORM] < self.x
         return mask
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class EvictedByAll(_Joined):
+class EvictedByAll(_EvictOperators):
     """Rows that each of these evicts; ``a & b`` is the same.
 
     Raises:
@@ -159,7 +159,7 @@ class EvictedByAll(_Joined):
         """What any of them needs."""
         return tuple(sorted({name for policy in self.policies for name in policy.needs}))
 
-    def evicted(self, rows: Columns, now: Now) -> Mask:
+    def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
         """Return True where all do."""
         masks = [policy.evicted(rows, now) for policy in self.policies]
         together: Mask = np.logical_and.reduce(masks)

@@ -29,7 +29,7 @@ class Keep(Protocol):
         """
 
 
-class _Joined(Keep, Protocol):
+class _KeepOperators(Keep, Protocol):
     """Joins by ``|``."""
 
     def __or__(self, other: Keep) -> KeptByAny:
@@ -40,7 +40,7 @@ class _Joined(Keep, Protocol):
 
 
 @dataclass(frozen=True)
-class All(_Joined):
+class All(_KeepOperators):
     """Every checkpoint; what ``max_keep=None`` stands for."""
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
@@ -49,7 +49,7 @@ class All(_Joined):
 
 
 @dataclass(frozen=True)
-class Newest(_Joined):
+class Newest(_KeepOperators):
     """The ``n`` newest; what ``max_keep=n`` stands for.
 
     Raises:
@@ -67,7 +67,7 @@ class Newest(_Joined):
 
 
 @dataclass(frozen=True)
-class EveryNth(_Joined):
+class EveryNth(_KeepOperators):
     """Those whose step is a multiple of ``n``, for ever.
 
     Raises:
@@ -85,7 +85,7 @@ class EveryNth(_Joined):
 
 
 @dataclass(frozen=True)
-class Best(_Joined):
+class Best(_KeepOperators):
     """The ``k`` best by a metric that was given to the save; of equal ones, the newer.
 
     Checkpoints without the metric, or with a value that is not finite, are never among them.
@@ -165,7 +165,7 @@ def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
 
 
 @dataclass(frozen=True)
-class YoungerThan(_Joined):
+class YoungerThan(_KeepOperators):
     """Those written less than ``seconds`` ago; one whose time cannot be read counts as young.
 
     Raises:
@@ -183,7 +183,7 @@ class YoungerThan(_Joined):
 
 
 @dataclass(frozen=True)
-class KeepBytes(_Joined):
+class KeepBytes(_KeepOperators):
     """The newest that fit into so many bytes together, with what they are read from; the newest of all in any case.
 
     Args:
@@ -211,7 +211,7 @@ class KeepBytes(_Joined):
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class KeptByAny(_Joined):
+class KeptByAny(_KeepOperators):
     """Those that any of these keeps, each asked about all; ``a | b`` is the same.
 
     Raises:

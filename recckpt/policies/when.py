@@ -53,7 +53,7 @@ class When(Protocol):
         """
 
 
-class _Joined(When, Protocol):
+class _WhenOperators(When, Protocol):
     """Joins by ``|``."""
 
     def __or__(self, other: When) -> AnyOf:
@@ -64,7 +64,7 @@ class _Joined(When, Protocol):
 
 
 @dataclass(frozen=True)
-class EverySteps(_Joined):
+class EverySteps(_WhenOperators):
     """At every step that is a multiple of ``n``.
 
     Raises:
@@ -83,7 +83,7 @@ class EverySteps(_Joined):
 
 
 @dataclass(frozen=True)
-class AtSteps(_Joined):
+class AtSteps(_WhenOperators):
     """At these steps, which are counted from 1.
 
     Raises:
@@ -109,7 +109,7 @@ class AtSteps(_Joined):
 
 
 @dataclass(frozen=True)
-class EveryWindows(_Joined):
+class EveryWindows(_WhenOperators):
     """At the end of every window, as ``CheckpointManager.window`` counts them, whose number is a multiple of ``n``.
 
     Raises:
@@ -128,7 +128,7 @@ class EveryWindows(_Joined):
 
 
 @dataclass(frozen=True)
-class EveryEpochs(_Joined):
+class EveryEpochs(_WhenOperators):
     """At the end of every epoch, as ``CheckpointManager.epoch`` counts them, whose number is a multiple of ``n``.
 
     Raises:
@@ -147,7 +147,7 @@ class EveryEpochs(_Joined):
 
 
 @dataclass(frozen=True)
-class EverySeconds(_Joined):
+class EverySeconds(_WhenOperators):
     """As soon as ``seconds`` have gone by since the last save, whatever made it, or since the start.
 
     Raises:
@@ -166,7 +166,7 @@ class EverySeconds(_Joined):
 
 
 @dataclass(frozen=True)
-class EveryEventTime(_Joined):
+class EveryEventTime(_WhenOperators):
     """When the time of the data has passed a multiple of ``seconds`` since the last save: 3600 is every full hour, UTC.
 
     However many boundaries it passes at once, that is one save. Nothing is due while either time is not known.
@@ -189,7 +189,7 @@ class EveryEventTime(_Joined):
 
 
 @dataclass(frozen=True)
-class WhenTrue(_Joined):
+class WhenTrue(_WhenOperators):
     """Whenever the predicate says so; it is asked after each step, window and epoch, by every rank.
 
     Raises:
@@ -209,7 +209,7 @@ class WhenTrue(_Joined):
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class AnyOf(_Joined):
+class AnyOf(_WhenOperators):
     """When any of these is due; ``a | b`` is the same.
 
     Raises:

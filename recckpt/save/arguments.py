@@ -11,19 +11,19 @@ from torch.optim import Optimizer
 
 from recckpt.dense.state_copy import portable
 from recckpt.format import layout
-from recckpt.format.json_fields import MAX_COUNT
+from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.format.manifest import Scalar
 from recckpt.policies.keep import as_keep
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import state_of
-from recckpt.sparse.table.table import HashTable as OurTable
-from recckpt.types import HashTable, flag, positive_int, positive_number
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import SavableTable, flag, positive_int, positive_number
 
 OfRun = tuple[int | None, Mapping[str, Scalar]]  # the step of a run, and what its manager counts besides
 
 
-def check_parts(model: object, sparse_optim: object) -> dict[str, HashTable]:
+def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
     """Refuse a model and an optimizer that a save or load would only stumble over, or leave out; return the tables.
 
     Raises:
@@ -118,7 +118,7 @@ def _unprepared(obj: object) -> object:
     return getattr(obj, "optimizer", obj) if isinstance(obj, Optimizer) else obj
 
 
-def check_trained(sparse_optim: Optimizer | None, tables: Mapping[str, HashTable]) -> None:
+def check_trained(sparse_optim: Optimizer | None, tables: Mapping[str, SavableTable]) -> None:
     """Refuse an optimizer of tables that would not be saved, since the model does not have them.
 
     Raises:
@@ -145,7 +145,7 @@ def check_save(ckpt_id: str, step: int | None, *, overwrite: bool, ephemeral: bo
     layout.encode_id(ckpt_id)
     flag("overwrite", overwrite)
     flag("ephemeral", ephemeral)
-    if step is not None and (type(step) is not int or not 0 <= step < MAX_COUNT):
+    if step is not None and (type(step) is not int or not 0 <= step < COUNT_LIMIT):
         raise ValueError(f"step must be an int of at least 0, below 10^18, or None, found {step!r}")
 
 
@@ -174,12 +174,12 @@ def of_run(
     return now, {**counted, **given}
 
 
-def tables_in(model: nn.Module) -> list[OurTable]:
+def tables_in(model: nn.Module) -> list[HashTable]:
     """Return our tables among the modules of a model."""
-    return [module for module in model.modules() if isinstance(module, OurTable)]
+    return [module for module in model.modules() if isinstance(module, HashTable)]
 
 
-def check_moment(tables: Iterable[OurTable]) -> None:
+def check_moment(tables: Iterable[HashTable]) -> None:
     """Refuse a call in the middle of a change of a table by this thread: it might wait for a thread that waits for it.
 
     Raises:

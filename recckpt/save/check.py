@@ -23,7 +23,7 @@ from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.split import state_of
 from recckpt.storage import Storage
 from recckpt.text import size
-from recckpt.types import HashTable
+from recckpt.types import SavableTable
 
 _T = TypeVar("_T")
 _Owned = Mapping[Slice | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
@@ -62,7 +62,7 @@ class _Told:
 class Checked:
     """The tables of a model, its dense state, and what each rank would write of them."""
 
-    tables: Mapping[str, HashTable]
+    tables: Mapping[str, SavableTable]
     dense: Mapping[str, Any]
     needs: Sequence[Need]
 
@@ -80,13 +80,13 @@ def check(live: Live, job: Job, to: Destination) -> Checked:
     """
     info, ranks, work_dir, changes = job.info, job.ranks, to.transfers.work_dir, to.changes
 
-    def tell(parts: tuple[dict[str, HashTable], dict[str, Any]]) -> _Told:
+    def tell(parts: tuple[dict[str, SavableTable], dict[str, Any]]) -> _Told:
         need = Need(estimated_bytes(*parts, ranks.rank, live.choice), work_dir.device if work_dir else None)
         deltas = changes is not None, changes is not None and _is_in_doubt(changes, to, ranks)
         said = live.choice, live.choice.unmatched(parts[0])
         return _Told(info.ckpt_id, info.step, _owned(parts[0]), need, *said, *deltas)
 
-    def take() -> tuple[dict[str, HashTable], dict[str, Any]]:
+    def take() -> tuple[dict[str, SavableTable], dict[str, Any]]:
         parts = state_of(live.model)
         check_trained(live.sparse_optim, parts[0])  # tables may be others than when the saver was made
         live.choice.check(parts[0])
@@ -195,7 +195,7 @@ def check_room(storage: Storage, n_bytes: int, min_free_bytes: int) -> None:
         )
 
 
-def estimated_bytes(tables: Mapping[str, HashTable], dense: Mapping[str, Any], rank: int, choice: Choice) -> int:
+def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any], rank: int, choice: Choice) -> int:
     """Return about how many bytes a rank writes: its rows, its pieces, and as rank 0 the dense state.
 
     0 where nothing can be said, of a state that staging refuses.
@@ -208,7 +208,7 @@ def estimated_bytes(tables: Mapping[str, HashTable], dense: Mapping[str, Any], r
         return 0
 
 
-def _rows_bytes(table: HashTable, choice: Choice) -> int:
+def _rows_bytes(table: SavableTable, choice: Choice) -> int:
     """Return the bytes of the rows of a table; 0 where conditions choose them, and a save finds out how many it has."""
     slots = slots_of_table(table)
     wanted = choice.of_table(table).of(table.name, slots)
@@ -224,7 +224,7 @@ def _written_bytes(value: Tensor, rank: int) -> int:
     return value.nbytes if rank == 0 else 0
 
 
-def _owned(tables: Mapping[str, HashTable]) -> _Owned:
+def _owned(tables: Mapping[str, SavableTable]) -> _Owned:
     found: dict[Slice | None, list[str]] = {}
     for name, table in tables.items():
         found.setdefault(getattr(table, "slice", None), []).append(name)

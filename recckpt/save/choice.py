@@ -12,9 +12,9 @@ from recckpt.format.reduced import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.sparse.files.reduced_rows import Wanted, file_order
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.sparse.table.table import HashTable
 from recckpt.text import nearest
-from recckpt.types import EMBEDDING, HashTable, SlotSpec, is_list
+from recckpt.types import EMBEDDING, SavableTable, SlotSpec, is_list
 
 _GROUPS = ("sparse", "sparse_opt")  # that slots of tables are in
 
@@ -45,7 +45,7 @@ class Choice:
         """Whether no slot of an optimizer is saved, as for an export that is only looked up."""
         return self.slots == () or Pattern("sparse_opt") in self.without
 
-    def of_table(self, table: HashTable) -> Choice:
+    def of_table(self, table: SavableTable) -> Choice:
         """Return what is said of a table: of one of counts, which belongs to another one, what is said by its name.
 
         Patterns mean the tables that people make: one of counts has no slots, and in a Bloom filter other ids.
@@ -71,7 +71,7 @@ class Choice:
         said = None if where is None else where.said
         return Wanted(file_order(stored), where, Reduced(left_out, said, 0, tuple(sorted(narrowed, key=str))))
 
-    def check(self, tables: Mapping[str, HashTable]) -> None:
+    def check(self, tables: Mapping[str, SavableTable]) -> None:
         """Refuse what tables cannot be saved as.
 
         Raises:
@@ -87,7 +87,7 @@ class Choice:
         if problems:
             raise ValueError("; ".join(problems))
 
-    def check_dtypes(self, tables: Mapping[str, HashTable]) -> None:
+    def check_dtypes(self, tables: Mapping[str, SavableTable]) -> None:
         """Refuse what slots that are there already cannot be stored as; others may come until the first save."""
         problems = [
             problem
@@ -97,7 +97,7 @@ class Choice:
         if problems:
             raise ValueError("; ".join(problems))
 
-    def unmatched(self, tables: Mapping[str, HashTable]) -> frozenset[str]:
+    def unmatched(self, tables: Mapping[str, SavableTable]) -> frozenset[str]:
         """Return what is said of nothing that there is, each with the nearest name that there is."""
         if self.is_everything:
             return frozenset()
@@ -157,9 +157,9 @@ def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
     return Choice(kept, without, where, tuple((_pattern("store", name), _dtype(name, said)) for name, said in dtypes))
 
 
-def slots_of_table(table: HashTable) -> Sequence[SlotSpec]:
+def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
     """Return the slots of a table, of our own or a user's."""
-    if isinstance(table, OurTable):
+    if isinstance(table, HashTable):
         return [column.spec for column in table.store.columns.values()]
     return source_of(table).slots
 

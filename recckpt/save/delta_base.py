@@ -14,9 +14,9 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.policies.deltas import Chain, Deltas, as_deltas
 from recckpt.sparse.table.marks import Tracker
-from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.sparse.table.table import HashTable
 from recckpt.storage import Storage
-from recckpt.types import HashTable, SlotSpec
+from recckpt.types import SavableTable, SlotSpec
 
 log = logging.getLogger("recckpt")
 
@@ -55,7 +55,7 @@ class Changes:
         """Whether the base is yet to be confirmed."""
         return self.base is not None and self.base.is_candidate
 
-    def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[HashTable]) -> None:
+    def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[SavableTable]) -> None:
         """Count from a checkpoint of the own output dir, which the rows of these tables are exactly those of.
 
         Not where the tables cannot tell which of their rows were saved: rows that are not touched would be otherwise.
@@ -66,7 +66,7 @@ class Changes:
         if self.base is None or self.base.save_id != found.save_id:
             self.base = replace(found, is_candidate=True)
         for table in tables:
-            if isinstance(table, OurTable):
+            if isinstance(table, HashTable):
                 self.tracker.begin(table, found.save_id)
 
     def is_base_gone(self, storage: Storage, fence: Fence) -> bool:

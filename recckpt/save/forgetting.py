@@ -18,7 +18,7 @@ from recckpt.output_dir.forget_requests import audit, check_none_pending, pendin
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination
 from recckpt.sparse.split import filter_out_sparse_param
-from recckpt.types import HashTable
+from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
 
@@ -95,7 +95,7 @@ class Forgetting:
         scan(storage, fence.listing, table, ids)
         audit(storage)  # as the checkpoints, whole before anything changes
 
-    def _erase(self, live: HashTable | None, ids: Ids) -> None:
+    def _erase(self, live: SavableTable | None, ids: Ids) -> None:
         """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""
         if self._to.changes is not None:
             self._to.changes.base = None
@@ -121,19 +121,19 @@ def end_pending(to: Destination) -> bool:
     return True
 
 
-def _live(model: nn.Module, table: str) -> HashTable | None:
+def _live(model: nn.Module, table: str) -> SavableTable | None:
     """Return a table of the model, or that of the counts of one, None where it has no such table."""
     tables = filter_out_sparse_param(model)
     counts = (getattr(each, "candidates", None) for each in tables.values())
     return tables.get(table) or next((each for each in counts if each is not None and each.name == table), None)
 
 
-def _check_erasable(live: HashTable | None, table: str) -> None:
+def _check_erasable(live: SavableTable | None, table: str) -> None:
     if live is not None and not callable(getattr(live, "erase", None)):
         raise TypeError(f"table {table!r} is a {type(live).__name__} without erase(ids), so nothing was forgotten")
 
 
-def _eraser(live: HashTable) -> Callable[[Tensor], object]:
+def _eraser(live: SavableTable) -> Callable[[Tensor], object]:
     erase: Callable[[Tensor], object] = getattr(live, "erase")  # noqa: B009  # the protocol of tables lacks it
     return erase
 

@@ -17,7 +17,7 @@ _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 
 
 @dataclass
-class Outcome:
+class CommitState:
     """What is known of a save when a rank turns out to be missing.
 
     Attributes:
@@ -106,13 +106,13 @@ class SaveInfo:
     largest_errors: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     error: Exception | None = None
-    _outcome: Outcome = field(default_factory=Outcome, repr=False)
+    _outcome: CommitState = field(default_factory=CommitState, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
     _others_blocked_sec: float = field(default=0.0, repr=False)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CommitState:
         """What is known of it so far."""
         return self._outcome
 

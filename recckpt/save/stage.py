@@ -30,8 +30,8 @@ from recckpt.save.job import Destination, Job, Live
 from recckpt.sparse.files.reduced_rows import ReducedSource, Wanted
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
-from recckpt.sparse.table.table import HashTable as OurTable
-from recckpt.types import HashTable
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
 
@@ -68,17 +68,17 @@ class Staged:
         return state_names({**self.extra, **self.own_extra})
 
     def take_tables(
-        self, tables: Mapping[str, HashTable], tracker: Tracker | None, choice: Choice, *, detached: bool
+        self, tables: Mapping[str, SavableTable], tracker: Tracker | None, choice: Choice, *, detached: bool
     ) -> None:
         """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
         for table in tables.values():
-            with table.store.lock if isinstance(table, OurTable) else nullcontext():  # slots and rows of one moment
+            with table.store.lock if isinstance(table, HashTable) else nullcontext():  # slots and rows of one moment
                 asked = choice.of_table(table)
                 wanted = None if asked.is_everything else asked.of(table.name, slots_of_table(table))
                 slots = None if wanted is None else wanted.read
-                if isinstance(table, OurTable):
+                if isinstance(table, HashTable):
                     self.evicted_to[table.name], self.clock[table.name] = table.evicted_to, table.clock_dates
-                if tracker is not None and isinstance(table, OurTable):
+                if tracker is not None and isinstance(table, HashTable):
                     self.frozen[table.name] = tracker.freeze(table, slots)
                     self.tables.append(self.frozen[table.name].snapshot)
                 else:
@@ -179,7 +179,7 @@ def _kind_with_room(kind: Kind, checked: Checked, job: Job, to: Destination) -> 
 
 def stage(
     live: Live,
-    tables: Mapping[str, HashTable],
+    tables: Mapping[str, SavableTable],
     dense: Mapping[str, Any],
     *,
     state: Mapping[str, Scalar] | None,
@@ -224,7 +224,7 @@ def stage(
             sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
             training=Training(_classes(live.extra), live.trainers.unsaved(tables, asked, is_told=rank == 0)),
-            n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, OurTable)),
+            n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, HashTable)),
         )
     staged.take_tables(tables, tracker, live.choice, detached=buffers is not None)
     return staged

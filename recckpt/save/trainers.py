@@ -22,9 +22,9 @@ from recckpt.sparse.optim import optimizer as sparse_optimizers
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.gradients import passes_waiting
-from recckpt.sparse.table.table import HashTable as OurTable
+from recckpt.sparse.table.table import HashTable
 from recckpt.text import plural
-from recckpt.types import HashTable
+from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
 
@@ -71,7 +71,7 @@ class Trainers:
                 hooked.callback(handle.remove)
             yield asked
 
-    def unsaved(self, tables: Mapping[str, HashTable], asked: Container[int], *, is_told: bool) -> Unsaved:
+    def unsaved(self, tables: Mapping[str, SavableTable], asked: Container[int], *, is_told: bool) -> Unsaved:
         """Return what a save leaves out, which has asked these optimizers for their state; where wanted, say it."""
         if self._is_for_serving:
             return Unsaved()
@@ -112,14 +112,14 @@ class Trainers:
             return True
         return set(_values_of(optimizer)) <= {number for saved in registered for number in _values_of(saved)}
 
-    def _tables_left(self, tables: Mapping[str, HashTable]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _tables_left(self, tables: Mapping[str, SavableTable]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tables whose optimizer is not saved, and those whose gradients no optimizer takes."""
         known = [*_alive(sparse_optimizers.made), *_alive(self._stepped)]
         optimizers = [optimizer for optimizer in known if isinstance(optimizer, SparseOptimizer)]
         saved = [saver._sparse_optim for saver in _alive(_savers)]
         trained, piled = list[str](), list[str]()
         for name, table in tables.items():
-            if isinstance(table, OurTable):
+            if isinstance(table, HashTable):
                 own = [optimizer for optimizer in optimizers if optimizer.trains(table)]
                 if own and not any(optimizer is one for optimizer in own for one in saved):
                     trained.append(name)

@@ -8,18 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from recckpt.types import HashTable, check_table_name, is_hashtable
+from recckpt.types import SavableTable, check_table_name, is_hashtable
 
 
 def split_sparse_dense_state_dict(
     state_dict: Mapping[str, Any],
-) -> tuple[dict[str, HashTable], dict[str, Any]]:
+) -> tuple[dict[str, SavableTable], dict[str, Any]]:
     """Return (tables by their name, everything else by its key).
 
     Raises:
         ValueError: two tables share a name, or a table and a dense tensor; names both keys. Or a key is not a string.
     """
-    sparse: dict[str, HashTable] = {}
+    sparse: dict[str, SavableTable] = {}
     keys: dict[str, str] = {}
     dense: dict[str, Any] = {}
     for key, value in state_dict.items():
@@ -39,7 +39,7 @@ def split_sparse_dense_state_dict(
     return sparse, dense
 
 
-def filter_out_sparse_param(model: nn.Module) -> dict[str, HashTable]:
+def filter_out_sparse_param(model: nn.Module) -> dict[str, SavableTable]:
     """Return the tables of a model by name, but for those that nobody trains: counts of ids that have no row yet.
 
     Raises:
@@ -48,7 +48,7 @@ def filter_out_sparse_param(model: nn.Module) -> dict[str, HashTable]:
     return {name: table for name, table in state_of(model)[0].items() if getattr(table, "is_trained", True)}
 
 
-def state_of(model: nn.Module) -> tuple[dict[str, HashTable], dict[str, Any]]:
+def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]:
     """Return the tables of a model by name, and its dense state by the names that it has without wrappers.
 
     Raises:

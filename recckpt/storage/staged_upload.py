@@ -24,7 +24,7 @@ class Outbox:
 
     def __init__(self, storage: Storage, transfers: Transfers) -> None:
         self._storage, self._uploads, self._work_dir = storage, transfers.uploads, transfers.work_dir
-        self._copies: list[_Copy] = []
+        self._copies: list[_StagedFile] = []
         self._lock = threading.Lock()
 
     def __enter__(self) -> Outbox:
@@ -38,7 +38,7 @@ class Outbox:
         """Open a new file, once there is a slot for it; FileExistsError where one has that name."""
         if self._work_dir is None:
             return self._sent(name)
-        copy = _Copy(name, self._work_dir)
+        copy = _StagedFile(name, self._work_dir)
         with self._lock:
             self._copies.append(copy)
         return copy
@@ -54,7 +54,7 @@ class Outbox:
         """
         run_all(self._send, self._copies, self._storage.threads(concurrency))
 
-    def _send(self, copy: _Copy) -> None:
+    def _send(self, copy: _StagedFile) -> None:
         with self._sent(copy.name) as sink:
             hashing = HashingSink(sink)
             for chunk in copy.chunks():
@@ -124,7 +124,7 @@ class _SlottedSink(Sink):
             self._slots.free(slot)
 
 
-class _Copy(Sink):
+class _StagedFile(Sink):
     """A file of the work dir, to be sent up. It does not outlive this process, so it is not synced."""
 
     def __init__(self, name: str, work_dir: WorkDir) -> None:

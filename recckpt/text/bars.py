@@ -64,7 +64,7 @@ class Progress:
             )
 
 
-class Clock:
+class ElapsedTime:
     """Shows how long something has taken, while no bar of a Progress does; a context manager."""
 
     def __init__(self, what: str) -> None:
@@ -72,7 +72,7 @@ class Clock:
         self._at_work.acquire()  # not an Event: an interrupt may leak the lock of one
         self._thread = threading.Thread(target=self._run, name="recckpt-clock", daemon=True) if wanted() else None
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> ElapsedTime:
         if self._thread is not None:
             self._thread.start()
         return self

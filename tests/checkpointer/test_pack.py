@@ -5,7 +5,7 @@ import torch
 from checkpointing import everything
 
 from recckpt.checkpointer.pack import pack
-from recckpt.dense.torch_archive import Contents, write_archive
+from recckpt.dense.torch_archive import ArchiveContents, write_archive
 from recckpt.storage import SinkFile, open_storage
 
 
@@ -53,12 +53,12 @@ def test_a_write_that_is_to_be_dropped_is_dropped_between_two_chunks(tmp_path):
 
     piece = memoryview(bytes(20 << 20))
     with pytest.raises(DroppedError):
-        write(open_storage(str(tmp_path)), Contents(b"pickle", [piece]))
+        write(open_storage(str(tmp_path)), ArchiveContents(b"pickle", [piece]))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_pieces_are_aligned_so_that_the_file_can_be_mapped(tmp_path):
-    contents = Contents(pack({"a": 1}).pickle, [memoryview(bytes([n]) * n) for n in range(1, 200, 7)])
+    contents = ArchiveContents(pack({"a": 1}).pickle, [memoryview(bytes([n]) * n) for n in range(1, 200, 7)])
     with open_storage(str(tmp_path)).draft("x") as draft:
         write_archive(SinkFile(draft), contents, lambda: None)
     data = (tmp_path / "x").read_bytes()

@@ -18,7 +18,7 @@ from recckpt.compaction import part_task, plan, whole
 from recckpt.compaction.adopting import adopt
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.compact import make_offer
-from recckpt.compaction.part_task import PartTask, write_part
+from recckpt.compaction.part_task import CompactionTask, write_part
 from recckpt.compaction.plan import plan_parts
 from recckpt.compaction.whole import Means
 from recckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
@@ -121,7 +121,7 @@ def test_a_task_that_is_done_twice_at_once_writes_two_files_of_the_same_rows(run
     checkpoint = locate(run, "ckpt_3")
     name = ChainName(run.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
     [first, _] = plan_parts(opened(name))
-    task = PartTask(name, run.url, "elsewhere", first, 1 << 20)
+    task = CompactionTask(name, run.url, "elsewhere", first, 1 << 20)
     one, two = write_part(task), write_part(task)
     assert one.file != two.file
     assert replace(two, file=one.file) == one

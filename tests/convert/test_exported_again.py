@@ -10,7 +10,7 @@ from delta_runs import run_with_chain
 from safetensors.numpy import save_file
 
 from recckpt import CheckpointReader
-from recckpt.convert import Wish, export_checkpoint, import_checkpoint
+from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
 from recckpt.errors import ConversionError
 
 
@@ -22,7 +22,7 @@ def run_of_two_tables(path):
         "u": np.arange(2),
     }
     save_file(tensors, path / "m.safetensors")
-    import_checkpoint(path / "m.safetensors", path / "run", wish=Wish(as_table={"item": "i", "user": "u"}))
+    import_checkpoint(path / "m.safetensors", path / "run", options=ImportOptions(as_table={"item": "i", "user": "u"}))
     return path / "run"
 
 
@@ -36,7 +36,9 @@ def test_an_export_of_several_tables_comes_back_as_those_tables(tmp_path, to):
         assert table_bytes(tmp_path / "back", table) == table_bytes(run, table)
     only = import_checkpoint(tmp_path / "out", tmp_path / "only", tables=["user"])
     assert only.rows == {"user": 2}
-    named = import_checkpoint(tmp_path / "out", tmp_path / "named", tables=["item"], wish=Wish(table="item"))
+    named = import_checkpoint(
+        tmp_path / "out", tmp_path / "named", tables=["item"], options=ImportOptions(table="item")
+    )
     assert named.rows == {"item": 2}
     assert [left.name for left in named.contents.left_out] == ["table user"]
 
@@ -53,7 +55,7 @@ def test_tables_whose_export_does_not_name_them_are_not_mixed(tmp_path, to):
 def test_one_name_for_several_tables_is_refused(tmp_path):
     export_checkpoint(run_of_two_tables(tmp_path), tmp_path / "out", to="npy")
     with pytest.raises(ConversionError, match="found 2 tables, expected the name of one: item, user"):
-        import_checkpoint(tmp_path / "out", tmp_path / "back", wish=Wish(table="t"))
+        import_checkpoint(tmp_path / "out", tmp_path / "back", options=ImportOptions(table="t"))
 
 
 @pytest.mark.parametrize("to", ["npy", "parquet"])

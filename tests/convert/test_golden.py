@@ -6,14 +6,14 @@ import numpy as np
 from conversions import rows_bytes, table_bytes
 
 from recckpt import CheckpointReader
-from recckpt.convert import Wish, import_checkpoint
+from recckpt.convert import ImportOptions, import_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def test_a_directory_of_dcp(tmp_path):
     source = GOLDEN / "made_by_dcp_of_torch_2_13"
-    import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"model.w": "ids"}))
+    import_checkpoint(source, tmp_path / "out", options=ImportOptions(as_table={"model.w": "ids"}))
     rows = {"id": np.array([7, -1]), "embedding": np.arange(6, dtype=np.float32).reshape(2, 3)}
     assert table_bytes(tmp_path / "out", "model.w") == rows_bytes(rows)
     with CheckpointReader(tmp_path / "out") as reader:
@@ -23,7 +23,7 @@ def test_a_directory_of_dcp(tmp_path):
 
 def test_a_file_of_the_safetensors_library(tmp_path):
     source = GOLDEN / "made_by_safetensors_0_8.safetensors"
-    done = import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"w": "ids"}))
+    done = import_checkpoint(source, tmp_path / "out", options=ImportOptions(as_table={"w": "ids"}))
     assert [left.name for left in done.contents.left_out] == ["__metadata__ by"]
     rows = {"id": np.array([7, -1]), "embedding": np.arange(6, dtype=np.float32).reshape(2, 3)}
     assert table_bytes(tmp_path / "out", "w") == rows_bytes(rows)
@@ -35,7 +35,7 @@ def test_a_file_of_the_safetensors_library(tmp_path):
 
 def test_all_shards_of_the_hugging_face_writer_of_torch(tmp_path):
     source = GOLDEN / "made_by_hugging_face_writer_of_torch_2_13"  # two ranks, each with two files
-    done = import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"rows": "ids"}))
+    done = import_checkpoint(source, tmp_path / "out", options=ImportOptions(as_table={"rows": "ids"}))
     assert [left.name for left in done.contents.left_out] == ["__metadata__ DCP_SHARDING_INFO"]
     rows = {"id": np.array([7, -1, 3, 9, 2**40]), "embedding": np.arange(15, dtype=np.float32).reshape(5, 3)}
     assert table_bytes(tmp_path / "out", "rows") == rows_bytes(rows)

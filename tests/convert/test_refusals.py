@@ -11,7 +11,7 @@ import pytest
 from conversions import arrow_table, some_rows, vectors
 from safetensors.numpy import save_file
 
-from recckpt.convert import Wish, import_checkpoint
+from recckpt.convert import ImportOptions, import_checkpoint
 from recckpt.errors import ConversionError
 
 
@@ -170,15 +170,15 @@ def test_arrays_that_are_cut_or_do_not_fit_are_refused(tmp_path):
     refused(tmp_path / "t", "ids of str")
 
 
-@pytest.mark.parametrize("wish", [Wish(ids="key"), Wish(embedding="vector")])
-def test_wishes_for_columns_are_refused_where_there_are_none(tmp_path, wish):
+@pytest.mark.parametrize("options", [ImportOptions(ids="key"), ImportOptions(embedding="vector")])
+def test_wishes_for_columns_are_refused_where_there_are_none(tmp_path, options):
     save_file({"w": np.ones((2, 2), "f4")}, tmp_path / "m.safetensors")
-    refused(tmp_path / "m.safetensors", "a wish for column of .*, expected none, of safetensors", wish=wish)
+    refused(tmp_path / "m.safetensors", "an option for column of .*, expected none, of safetensors", options=options)
 
 
 def test_a_wish_for_tensors_as_tables_is_refused_of_rows(tmp_path):
     source = parquet(tmp_path, id=[1, 2], embedding=VECTORS)
-    refused(source, "a wish for tensors that are to be tables", wish=Wish(as_table={"embedding": None}))
+    refused(source, "an option for tensors that are to be tables", options=ImportOptions(as_table={"embedding": None}))
 
 
 def header(entries, values=b""):
@@ -241,7 +241,7 @@ def test_a_missing_file_of_sharded_safetensors_is_named(tmp_path):
 def test_wishes_that_cannot_be_met_are_refused(tmp_path, as_table, match):
     tensors = {"embs": np.ones((3, 2), "f4"), "ids": np.arange(3), "few": np.arange(2), "floats": np.ones(3)}
     save_file(tensors, tmp_path / "x.safetensors")
-    refused(tmp_path / "x.safetensors", match, wish=Wish(as_table=as_table))
+    refused(tmp_path / "x.safetensors", match, options=ImportOptions(as_table=as_table))
 
 
 def test_a_source_that_is_not_there_or_of_no_known_format_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from safetensors.numpy import save_file
 
 from recckpt import CheckpointReader
-from recckpt.convert import Wish, import_checkpoint
+from recckpt.convert import ImportOptions, import_checkpoint
 from recckpt.errors import CheckpointExistsError, ConversionError
 from recckpt.inspect.verify import verify
 
@@ -125,8 +125,8 @@ def test_files_of_another_format_in_the_directory_are_listed(tmp_path):
 
 def test_columns_and_the_table_may_have_other_names(tmp_path):
     pq.write_table(arrow_table(some_rows()).rename_columns(["item", "vector", "count"]), tmp_path / "x.parquet")
-    wish = Wish(table="items", ids="item", embedding="vector")
-    import_rows(tmp_path / "x.parquet", tmp_path / "out", wish=wish)
+    options = ImportOptions(table="items", ids="item", embedding="vector")
+    import_rows(tmp_path / "x.parquet", tmp_path / "out", options=options)
     assert table_bytes(tmp_path / "out", "items") == rows_bytes(some_rows())
 
 
@@ -136,18 +136,18 @@ def test_columns_that_cannot_be_slots_are_left_out_where_others_are_chosen(tmp_p
     pq.write_table(arrow_table(rows).append_column("title", pa.array(["x"] * 100)), tmp_path / "t.parquet")
     with pytest.raises(ConversionError, match=r"column 'title': found string, expected numbers.*; .*slots"):
         import_checkpoint(tmp_path / "t.parquet", tmp_path / "out")
-    done = import_checkpoint(tmp_path / "t.parquet", tmp_path / "out", wish=Wish(slots=slots))
+    done = import_checkpoint(tmp_path / "t.parquet", tmp_path / "out", options=ImportOptions(slots=slots))
     assert [each.name for each in done.contents.left_out] == [f"column {name}" for name in left]
     expected = {name: values for name, values in rows.items() if name in ("id", "embedding", *slots)}
     assert table_bytes(tmp_path / "out", "t") == rows_bytes(expected)
     with pytest.raises(ConversionError, match=r"found slots \['cuont'\], expected some of .*did you mean 'count'"):
-        import_checkpoint(tmp_path / "t.parquet", tmp_path / "other", wish=Wish(slots=("cuont",)))
+        import_checkpoint(tmp_path / "t.parquet", tmp_path / "other", options=ImportOptions(slots=("cuont",)))
 
 
 def test_a_choice_of_columns_is_refused_where_there_is_none(tmp_path):
     np.save(tmp_path / "t.npy", some_rows(5)["embedding"])
-    with pytest.raises(ConversionError, match="a wish for columns that become slots, expected none, of npy"):
-        import_checkpoint(tmp_path / "t.npy", tmp_path / "out", wish=Wish(slots=()))
+    with pytest.raises(ConversionError, match="an option for columns that become slots, expected none, of npy"):
+        import_checkpoint(tmp_path / "t.npy", tmp_path / "out", options=ImportOptions(slots=()))
 
 
 def test_a_matrix_alone_has_the_ids_from_0_on(tmp_path):

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from recckpt import CheckpointReader, Saver, dataset
-from recckpt.convert import Wish, export_checkpoint, import_checkpoint
+from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
 from recckpt.convert.narrowed import narrowed, widened
 from recckpt.errors import ConversionError
 from recckpt.sparse import HashTable
@@ -327,7 +327,7 @@ def test_exports_for_serving_import_no_torch(tmp_path):
 
 def test_tensors_may_become_tables_and_go_out_as_such(tmp_path):
     save_file({"e": np.ones((3, 2), "f4"), "w": np.ones(1)}, tmp_path / "m.safetensors")
-    import_checkpoint(tmp_path / "m.safetensors", tmp_path / "run", wish=Wish(as_table={"e": None}))
+    import_checkpoint(tmp_path / "m.safetensors", tmp_path / "run", options=ImportOptions(as_table={"e": None}))
     export_checkpoint(tmp_path / "run", tmp_path / "out", to="npy")
     assert sorted(np.load(tmp_path / "out/e/id.npy")) == [0, 1, 2]
     with CheckpointReader(tmp_path / "run") as reader:

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from torch.distributed import checkpoint as dcp
 
 from recckpt import CheckpointReader
-from recckpt.convert import Wish, export_checkpoint, import_checkpoint
-from recckpt.convert.pieces import Piece, put_together
+from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
+from recckpt.convert.pieces import SourceBox, put_together
 from recckpt.errors import ConversionError
 from recckpt.inspect.verify import verify
 
@@ -62,7 +62,7 @@ def same(path, name, tensor):
 def test_tensors_come_bit_for_bit_and_one_may_be_a_table(tmp_path, save):
     made = state()
     source = save({**made, "epoch": 3}, tmp_path / "x")
-    import_checkpoint(source, tmp_path / "out", wish=Wish(as_table={"emb": "ids"}), budget_bytes=50)
+    import_checkpoint(source, tmp_path / "out", options=ImportOptions(as_table={"emb": "ids"}), budget_bytes=50)
 
     assert not verify(str(tmp_path / "out"))
     for name in made.keys() - {"emb", "ids"}:
@@ -107,7 +107,7 @@ def test_the_library_loads_what_was_exported(tmp_path):
 
 def test_a_table_goes_out_as_dcp_and_comes_back(tmp_path):
     export_checkpoint(checkpoint(tmp_path), tmp_path / "x", to="dcp", slots=["embedding"])
-    import_checkpoint(tmp_path / "x", tmp_path / "back", wish=Wish(as_table={"t.embedding": "t.id"}))
+    import_checkpoint(tmp_path / "x", tmp_path / "back", options=ImportOptions(as_table={"t.embedding": "t.id"}))
     rows = {name: values for name, values in some_rows().items() if name != "count"}
     assert table_bytes(tmp_path / "back", "t.embedding") == rows_bytes(rows)
 
@@ -163,7 +163,7 @@ def test_a_file_of_torch_that_is_no_dict_is_refused(tmp_path):
 
 
 def test_pieces_of_dcp_that_overlap_are_refused():
-    pieces = [Piece((0,), (3,), None), Piece((1,), (1,), None)]
+    pieces = [SourceBox((0,), (3,), None), SourceBox((1,), (1,), None)]
     with pytest.raises(ConversionError, match="some of them twice"):
         put_together("w", "float32", (4,), pieces, "x")
 

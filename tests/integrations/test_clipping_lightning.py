@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
-from recckpt.integrations.lightning import RecckptCallback
+from recckpt.integrations.lightning import LightningCallback
 from recckpt.sparse import JointOptimizer, clip_grad_norm_
 
 BOTH_SPOILT = {1: twins.TABLE, 4: twins.DENSE}
@@ -49,7 +49,7 @@ class Half(MixedPrecision):
 def fit(tmp_path, module, *, scale=None, spoilt=None, beside=(), max_epochs=2, **options):
     callbacks = []
     if module.sparse is not None:
-        callbacks = [RecckptCallback(str(tmp_path / "runs"), 2, sparse_optimizer=lambda module: module.sparse)]
+        callbacks = [LightningCallback(str(tmp_path / "runs"), 2, sparse_optimizer=lambda module: module.sparse)]
     plugins = [] if scale is None else [Half(scale)]
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     options = {"logger": False, "enable_checkpointing": False, **options}

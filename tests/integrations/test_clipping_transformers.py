@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from recckpt.integrations.transformers import RecckptCallback
+from recckpt.integrations.transformers import TransformersCallback
 
 
 class Samples(Dataset):
@@ -63,7 +63,7 @@ def trainer_of(tmp_path, twin, *, scale=None, spoilt=None, callbacks=(), accumul
     )
     if sparse is not None:
         sparse.set_grad_accum_steps(accumulated)
-        callbacks = [RecckptCallback(str(tmp_path / "runs"), 2, sparse_optimizer=sparse), *callbacks]
+        callbacks = [TransformersCallback(str(tmp_path / "runs"), 2, sparse_optimizer=sparse), *callbacks]
     trainer = InOrder(
         Model(twin), args, train_dataset=Samples(spoilt), callbacks=[*callbacks], optimizers=(dense, None)
     )
@@ -165,7 +165,7 @@ def test_a_scaled_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path)
     def run(name, *callbacks):
         twin = twins.with_table()
         trainer = trainer_of(tmp_path / name, twin, scale=2.0**16, spoilt=BOTH_SPOILT, callbacks=callbacks)
-        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, RecckptCallback))
+        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, TransformersCallback))
         trainer.train(resume_from_checkpoint=callback.resume_point(trainer))
         return twins.trained(twin), trainer.accelerator.scaler.state_dict()
 

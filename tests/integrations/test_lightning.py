@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from recckpt.integrations.lightning import RecckptCallback
+from recckpt.integrations.lightning import LightningCallback
 from recckpt.sparse import HashTable, SparseAdamW
 
 N_IDS = 50
@@ -59,7 +59,7 @@ def fit(
 ):
     torch.manual_seed(0)
     module, restore = Clicks(automatic, options.pop("lr", 0.01)), options.pop("restore", {})
-    callback = RecckptCallback(
+    callback = LightningCallback(
         str(tmp_path / name), interval, sparse_optimizer=lambda module: module.sparse_optim, restore=restore
     )
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 100, **options}

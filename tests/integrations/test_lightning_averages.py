@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from recckpt.integrations.lightning import RecckptCallback
+from recckpt.integrations.lightning import LightningCallback
 from recckpt.sparse import HashTable, SparseSGD
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
@@ -56,7 +56,7 @@ def data(shuffle):
 def fit(tmp_path, steps, *, is_dense=False, name="run", before=(), after=(), **options):
     module = Clicks(is_dense)
     average = averaging.EMAWeightAveraging(decay=0.9, use_buffers=False)
-    ours = [] if is_dense else [RecckptCallback(str(tmp_path / name), 10, sparse_optimizer=tables_of)]
+    ours = [] if is_dense else [LightningCallback(str(tmp_path / name), 10, sparse_optimizer=tables_of)]
     options = {"enable_checkpointing": False, "val_check_interval": 5, **options}
     trainer = pl.Trainer(
         max_steps=steps,
@@ -107,5 +107,5 @@ def test_the_files_of_a_model_checkpoint_hold_no_tables(tmp_path):
 def test_what_averages_parameters_alone_or_too_late_is_refused(tmp_path):
     with pytest.raises(ValueError, match="StochasticWeightAveraging"):
         fit(tmp_path, 10, before=[StochasticWeightAveraging(swa_lrs=0.1)])
-    with pytest.raises(ValueError, match="comes after RecckptCallback"):
+    with pytest.raises(ValueError, match="comes after LightningCallback"):
         fit(tmp_path, 10, after=[averaging.WeightAveraging()])

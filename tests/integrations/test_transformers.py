@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from recckpt.integrations.transformers import RecckptCallback
+from recckpt.integrations.transformers import TransformersCallback
 from recckpt.sparse import HashTable, SparseAdamW
 
 N_IDS = 50
@@ -58,7 +58,7 @@ def fit(tmp_path, name, *, killed=0, resume=True, restore=None, lr=0.001, **opti
     given = {"max_steps": 40, "save_strategy": "no", "logging_steps": 10, "per_device_train_batch_size": 4, **options}
     args = TrainingArguments(str(tmp_path / "hf"), report_to=[], disable_tqdm=True, use_cpu=True, **given)
     sparse = SparseAdamW([model.table], lr=lr)
-    callback = RecckptCallback(str(tmp_path / name), 5, sparse_optimizer=sparse, restore=restore or {})
+    callback = TransformersCallback(str(tmp_path / name), 5, sparse_optimizer=sparse, restore=restore or {})
     callbacks = [callback, Killed(killed)] if killed else [callback]
     trainer = Trainer(model, args, train_dataset=Clicks(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)

@@ -20,7 +20,7 @@ from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import opened
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source
+from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
 from recckpt.sparse import HashTable, gen_slice
@@ -74,7 +74,7 @@ class Chain:
     def source(self, conf=None):
         """Return the newest checkpoint, with what it stands on."""
         storage = open_storage(str(self.root))
-        return Source(parse_load_conf(conf), storage, locate(storage, self.written[-1].directory.name))
+        return LocatedCheckpoint(parse_load_conf(conf), storage, locate(storage, self.written[-1].directory.name))
 
     def remove(self):
         shutil.rmtree(self.root)

@@ -6,7 +6,7 @@ from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import Name, slot_name
 from recckpt.load.conf import Entry, parse_bank, parse_load_conf
-from recckpt.load.inventory import PLAIN, Offer, Thing
+from recckpt.load.inventory import PLAIN, LoadCandidate, Thing
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 
@@ -34,7 +34,7 @@ def planned(model, *offers):
     for number, (conf, inventory) in enumerate(offers):
         if not isinstance(conf, Entry):
             [conf] = parse_bank([{"path": "x", **conf}], problems.conf)
-        made.append(Offer(conf, f"ckpt{number}", inventory))
+        made.append(LoadCandidate(conf, f"ckpt{number}", inventory))
     return {item.name.text: item for item in resolve(model, made, problems)}, problems
 
 
@@ -234,7 +234,7 @@ def test_a_strict_entry_is_content_where_another_has_the_name_and_where_another_
 def test_an_own_load_is_strict_about_tables_too():
     problems = Problems()
     entry = parse_load_conf(None, own=True)
-    resolve({**table("t"), **table("v")}, [Offer(entry, "c", {**table("t"), **table("u")})], problems)
+    resolve({**table("t"), **table("v")}, [LoadCandidate(entry, "c", {**table("t"), **table("u")})], problems)
     assert (problems.missing, problems.unexpected) == (["v"], ["u"])
 
 

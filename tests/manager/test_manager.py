@@ -15,7 +15,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Load
 from recckpt.load.conf import Entry
 from recckpt.load.open_source import opened
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source
+from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir.listing import list_checkpoints, newest
 
 
@@ -441,7 +441,9 @@ def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_pa
     before = torch.get_rng_state()
 
     def load(shard_num):
-        source = Source(Entry(strict=True, is_own=True), manager.saver.storage, newest(manager.saver.storage))
+        source = LocatedCheckpoint(
+            Entry(strict=True, is_own=True), manager.saver.storage, newest(manager.saver.storage)
+        )
         live = manager.saver.loader.live_state(0, shard_num)
         with opened([source], live.needs) as sources:
             manager.saver.loader.load_sources(live, sources, Problems(), rng=True)

@@ -23,7 +23,7 @@ from recckpt.load.conf import parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import opened
 from recckpt.load.problems import Problems
-from recckpt.load.source import Source
+from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import locate
@@ -154,7 +154,7 @@ def load(
 ) -> int:
     """Load tables by what a ``load_conf`` says and return the number of rows."""
     live = LiveState(Tables(tables), None, extra_registry(), io_registry(), 0, 1)
-    source = Source(parse_load_conf(conf or None), storage, locate(storage, ckpt_id))
+    source = LocatedCheckpoint(parse_load_conf(conf or None), storage, locate(storage, ckpt_id))
     how = {"concurrency": concurrency, "download_dir": download_dir, "rng": False}
     with opened([source], live.needs) as sources:
         report = loading.load(live, sources, Problems(), **how)

@@ -87,7 +87,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_where_the_environment_says_so(monkeypa
 def test_what_is_over_soon_shows_no_bar(monkeypatch):
     terminal = on_terminal(monkeypatch)
     monkeypatch.setattr(bars, "DELAY_SEC", 1000.0)
-    with Progress("saving", 10) as progress, bars.Clock("recckpt verify"):
+    with Progress("saving", 10) as progress, bars.ElapsedTime("recckpt verify"):
         progress.advance(5)
         progress.advance(5)
     assert terminal.getvalue().strip() == ""
@@ -134,7 +134,7 @@ def test_a_clock_counts_the_seconds_while_no_bar_does(monkeypatch):
     terminal = on_terminal(monkeypatch)
     shown = threading.Event()
     monkeypatch.setattr(terminal, "write", lambda text: "recckpt ls" in text and shown.set())
-    with bars.Clock("recckpt ls"):
+    with bars.ElapsedTime("recckpt ls"):
         assert shown.wait(60)
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from recckpt.convert.exported import check_is_one_table
 from recckpt.convert.file_rows import FileRows
-from recckpt.convert.source import Wish
+from recckpt.convert.source import ImportOptions
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 
@@ -24,7 +24,7 @@ def recognises(files: SourceFiles) -> bool:
     return bool(files.ending(*_SUFFIXES))
 
 
-def open_source(files: SourceFiles, wish: Wish) -> FileRows:
+def open_source(files: SourceFiles, options: ImportOptions) -> FileRows:
     """Open the files; ConversionError where one is damaged or has no such columns."""
     names = list(files.names) if files.is_file else files.ending(*_SUFFIXES)
 
@@ -47,7 +47,7 @@ def open_source(files: SourceFiles, wish: Wish) -> FileRows:
         except pa.ArrowException as error:
             found = f"what Arrow does not read ({error!s:.200})"
             raise ConversionError(files.path(name), "", found=found, expected="a whole Arrow file") from error
-    return FileRows("arrow", files, names, batches, wish, n_rows=n_rows, most_rows=n_rows, left_out=())
+    return FileRows("arrow", files, names, batches, options, n_rows=n_rows, most_rows=n_rows, left_out=())
 
 
 def _check_end(file: BinaryIO) -> None:

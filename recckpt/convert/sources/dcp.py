@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from recckpt.convert.dcp_metadata import METADATA, Box, StoredEntry, read_metadata
-from recckpt.convert.pieces import Piece, put_together
-from recckpt.convert.source import Array, Contents, SourceTensor, Wish
+from recckpt.convert.pieces import SourceBox, put_together
+from recckpt.convert.source import Array, ImportOptions, SourceContents, SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, used, wished_tables
 from recckpt.convert.torch_file import portable_values, tensor_of
@@ -23,17 +23,17 @@ def recognises(files: SourceFiles) -> bool:
     return METADATA in files.names
 
 
-def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
+def open_source(files: SourceFiles, options: ImportOptions) -> TensorSource:
     """Open a checkpoint.
 
     Raises:
         ConversionError: a file is missing or cut, pieces do not make up a tensor, or a pickle needs code.
     """
     tensors, values = read_tensors(files)
-    tables = wished_tables(tensors, wish, files.url)
+    tables = wished_tables(tensors, options, files.url)
     taken = used(tables)
     dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
-    return TensorSource(Contents("dcp", dense=dense, values=values), tables, files.url)
+    return TensorSource(SourceContents("dcp", dense=dense, values=values), tables, files.url)
 
 
 def read_tensors(files: SourceFiles) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
@@ -95,5 +95,5 @@ def _tensor(entry: StoredEntry, pieces: _Pieces, files: SourceFiles) -> SourceTe
     if entry.dtype not in NUMPY_DTYPES:
         found = f"values of {entry.dtype}"
         raise ConversionError(files.url, repr(entry.name), found=found, expected="a dtype that files hold")
-    parts = [Piece(box.offsets, box.sizes, partial(pieces.rows, entry, box)) for box in entry.boxes]
+    parts = [SourceBox(box.offsets, box.sizes, partial(pieces.rows, entry, box)) for box in entry.boxes]
     return put_together(entry.name, entry.dtype, entry.shape, parts, files.url)

@@ -13,7 +13,7 @@ import numpy as np
 
 from recckpt.convert.beside import beside
 from recckpt.convert.exported import check_is_one_table
-from recckpt.convert.source import Array, Contents, LeftOut, SourceTensor, Wish
+from recckpt.convert.source import Array, ImportOptions, LeftOut, SourceContents, SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, TensorTable
 from recckpt.errors import ConversionError
@@ -28,7 +28,7 @@ def recognises(files: SourceFiles) -> bool:
     return bool(files.ending(_SUFFIX, _PACKED))
 
 
-def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
+def open_source(files: SourceFiles, options: ImportOptions) -> TensorSource:
     """Open the files; ConversionError where one is cut, holds objects, or there are no vectors."""
     if files.is_file and files.names[0].endswith(_PACKED):
         arrays, left = _packed(files), list[LeftOut]()
@@ -41,18 +41,18 @@ def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
             name.rpartition("/")[2].removesuffix(_SUFFIX): _array(files, name, partial(files.open, name))
             for name in names
         }
-    ids = arrays.pop(wish.ids, None)
+    ids = arrays.pop(options.ids, None)
     if ids is None and len(arrays) == 1:
-        arrays = {wish.embedding: next(iter(arrays.values()))}  # one matrix, with the ids 0 to n - 1
-    if wish.embedding not in arrays:
-        expected = f"{wish.ids!r} and {wish.embedding!r}, or one matrix alone"
+        arrays = {options.embedding: next(iter(arrays.values()))}  # one matrix, with the ids 0 to n - 1
+    if options.embedding not in arrays:
+        expected = f"{options.ids!r} and {options.embedding!r}, or one matrix alone"
         raise ConversionError(files.url, "", found=f"arrays {sorted(arrays)}", expected=expected)
-    vectors = arrays.pop(wish.embedding)
+    vectors = arrays.pop(options.embedding)
     if len(vectors.shape) < 2 and ids is None:
         found = f"an array of shape {vectors.shape}"
         raise ConversionError(files.url, "", found=found, expected="a matrix, or ids beside it")
-    table = TensorTable(wish.table or files.stem, ids, {EMBEDDING: vectors, **arrays})
-    return TensorSource(Contents("npy", left_out=tuple(left)), [table], files.url)
+    table = TensorTable(options.table or files.stem, ids, {EMBEDDING: vectors, **arrays})
+    return TensorSource(SourceContents("npy", left_out=tuple(left)), [table], files.url)
 
 
 def _check_directories(files: SourceFiles, names: list[str]) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from recckpt.convert.exported import FORMAT, check_is_one_table, check_is_whole
 from recckpt.convert.file_rows import FileRows
-from recckpt.convert.source import Wish
+from recckpt.convert.source import ImportOptions
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 
@@ -23,7 +23,7 @@ def recognises(files: SourceFiles) -> bool:
     return bool(files.ending(*_SUFFIXES))
 
 
-def open_source(files: SourceFiles, wish: Wish) -> FileRows:
+def open_source(files: SourceFiles, options: ImportOptions) -> FileRows:
     """Open the files; ConversionError where one is damaged or has no such columns."""
     from pyarrow import parquet  # which takes its time
 
@@ -47,7 +47,7 @@ def open_source(files: SourceFiles, wish: Wish) -> FileRows:
     if len(tables) > 1:
         found, remedy = f"tables {sorted(tables)}", "name the directory of one table"
         raise ConversionError(files.url, "", found=found, expected="one table", remedy=remedy)
-    return FileRows("parquet", files, names, batches, wish, n_rows=n_rows, most_rows=n_rows, left_out=())
+    return FileRows("parquet", files, names, batches, options, n_rows=n_rows, most_rows=n_rows, left_out=())
 
 
 def _exported_table(schema: pa.Schema, path: str) -> str:

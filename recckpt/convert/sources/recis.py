@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from recckpt.convert.recis_blocks import INDEX, TENSOR_KEYS, Blocks, TableSlice, read_blocks
+from recckpt.convert.recis_blocks import INDEX, TENSOR_KEYS, RecisBlocks, TableSlice, read_blocks
 from recckpt.convert.recis_optimizers import as_here, state_here
 from recckpt.convert.row_checks import int64_ids
-from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, Wish
+from recckpt.convert.source import ImportOptions, LeftOut, SourceContents, SourceRows, SourceTable
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import STEP_BYTES, slot_of
 from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
@@ -31,13 +31,13 @@ def recognises(files: SourceFiles) -> bool:
     return bool({INDEX, TENSOR_KEYS} & names) and any(map(_SHARD.fullmatch, files.names))
 
 
-def open_source(files: SourceFiles, wish: Wish) -> RecisSource:
+def open_source(files: SourceFiles, options: ImportOptions) -> RecisSource:
     """Open a checkpoint; of an output dir the newest.
 
     Raises:
         ConversionError: a file is missing, cut or contradicts another, or a pickle needs code.
     """
-    if wish.as_table:
+    if options.as_table:
         raise ConversionError(files.url, "", found="tensors that are to be tables", expected="its own tables alone")
     if "checkpoint" in files.names and INDEX not in files.names:
         lines = files.read("checkpoint", 1 << 24).decode("utf-8", "replace").split()
@@ -50,7 +50,7 @@ def open_source(files: SourceFiles, wish: Wish) -> RecisSource:
 class RecisSource:
     """An open RecIS checkpoint."""
 
-    def __init__(self, files: SourceFiles, blocks: Blocks) -> None:
+    def __init__(self, files: SourceFiles, blocks: RecisBlocks) -> None:
         self._files = files
         self._tables = {name: [as_here(own) for own in slices] for name, slices in blocks.tables.items()}
         left = [LeftOut(_SERVING, "is for RecIS's server")] if _SERVING in files.names else []
@@ -65,7 +65,7 @@ class RecisSource:
         slots = {table.name: [slot.name for slot in table.slots] for table in tables}
         scalars, others = state_here(blocks.dense, slots, left, files.url)
         extra = portable_values(extra, files.path("extra.pt"))
-        self.contents = Contents(
+        self.contents = SourceContents(
             "recis",
             tuple(tables),
             dense=(*dense.values(), *others),
@@ -76,7 +76,7 @@ class RecisSource:
             left_out=tuple(left),
         )
 
-    def rows(self, table: SourceTable) -> Iterator[Rows]:
+    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows of a table, rank after rank."""
         for own in self._tables[table.name]:
             n_rows, step = own.ids.shape[0], max(1, STEP_BYTES // table.row_bytes)
@@ -90,7 +90,7 @@ class RecisSource:
                     found, expected = f"the id {strange[0]}", "ids whose remainder lies in the slice"
                     raise ConversionError(self._files.url, where, found=found, expected=expected)
                 values = (own.slots[slot.name].read(begin, end) for slot in table.slots)
-                yield Rows(ids, [v.view(np.uint8) if v.dtype == np.bool_ else v for v in values])
+                yield SourceRows(ids, [v.view(np.uint8) if v.dtype == np.bool_ else v for v in values])
 
     def close(self) -> None:
         """Do nothing: each file is closed once it is read."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from recckpt.convert.safetensors_file import TensorFile, read_header
 from recckpt.convert.safetensors_shards import SHARDING, VERSION, are_shards, joined, of_shards
-from recckpt.convert.source import Contents, LeftOut, SourceTensor, Wish
+from recckpt.convert.source import ImportOptions, LeftOut, SourceContents, SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, TensorTable, used, wished_tables
 from recckpt.errors import ConversionError
@@ -22,24 +22,24 @@ def recognises(files: SourceFiles) -> bool:
     return bool(files.ending(SUFFIX, INDEX_SUFFIX))
 
 
-def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
+def open_source(files: SourceFiles, options: ImportOptions) -> TensorSource:
     """Open one file, those that an index names, the only one of a directory, or all shards in it.
 
     Raises:
-        ConversionError: a file is missing, cut or contradicts itself, or a wish cannot be met.
+        ConversionError: a file is missing, cut or contradicts itself, or an option cannot be met.
     """
     if files.is_file and files.names[0].endswith(INDEX_SUFFIX):
         files = SourceFiles(files.url.rpartition("/")[0] or ".")
     parts = {name: read_header(files, name) for name in _parts(files)}
     shards = are_shards(parts, files)
     tensors = joined(parts, files) if shards else _whole(parts, files)
-    tables = _own_tables(parts, tensors, files) + wished_tables(tensors, wish, files.url)
+    tables = _own_tables(parts, tensors, files) + wished_tables(tensors, options, files.url)
     taken = used(tables)
     dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
     others = {key for part in parts.values() for key in part.metadata} - {METADATA, "format", SHARDING, VERSION}
     left = tuple(LeftOut(f"__metadata__ {key}", "checkpoints have no place for it") for key in sorted(others))
     left += (of_shards(parts),) if shards else ()
-    return TensorSource(Contents("safetensors", dense=dense, left_out=left), tables, files.url)
+    return TensorSource(SourceContents("safetensors", dense=dense, left_out=left), tables, files.url)
 
 
 def _whole(parts: dict[str, TensorFile], files: SourceFiles) -> dict[str, SourceTensor]:

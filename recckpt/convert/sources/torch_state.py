@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from recckpt.convert.source import Contents, LeftOut, Wish
+from recckpt.convert.source import ImportOptions, LeftOut, SourceContents
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.tensor_source import TensorSource, used, wished_tables
 from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
@@ -22,24 +22,24 @@ def recognises(files: SourceFiles) -> bool:
     return files.is_file and bool(files.ending(*_SUFFIXES))
 
 
-def open_source(files: SourceFiles, wish: Wish) -> TensorSource:
+def open_source(files: SourceFiles, options: ImportOptions) -> TensorSource:
     """Open the file; its tensors are mapped, where it can be mapped.
 
     Raises:
-        ConversionError: the pickle needs code, the file is damaged, or a wish cannot be met.
+        ConversionError: the pickle needs code, the file is damaged, or an option cannot be met.
     """
     if not files.is_file:
         raise ConversionError(files.url, "", found="a directory", expected="one file of torch.save")
     name = files.names[0]
     state, extra = _parted(load_torch_dict(files, name))
     tensors, values = split_values(state, files.url)
-    tables = wished_tables(tensors, wish, files.url)
+    tables = wished_tables(tensors, options, files.url)
     taken = used(tables)
     dense = tuple(tensor for key, tensor in tensors.items() if key not in taken)
     step = next((extra[key] for key in ("global_step", "step") if type(extra.get(key)) is int), None)
     held = portable_values(extra, files.url)
     nested = tuple(LeftOut(each, _NESTED) for each, value in values.items() if _holds_tensors(value))
-    held_all = Contents("torch_state", dense=dense, values=values, extra=held, step=step, left_out=nested)
+    held_all = SourceContents("torch_state", dense=dense, values=values, extra=held, step=step, left_out=nested)
     return TensorSource(held_all, tables, files.url)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from recckpt.convert.dcp_metadata import METADATA
-from recckpt.convert.source import Contents, LeftOut, Rows, SourceTable, SourceTensor, Wish
+from recckpt.convert.source import ImportOptions, LeftOut, SourceContents, SourceRows, SourceTable, SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.sources.dcp import read_tensors
 from recckpt.convert.tensor_source import STEP_BYTES, slot_of
@@ -38,13 +38,13 @@ def recognises(files: SourceFiles) -> bool:
     return False
 
 
-def open_source(files: SourceFiles, wish: Wish) -> TorchRecSource:
+def open_source(files: SourceFiles, options: ImportOptions) -> TorchRecSource:
     """Open a checkpoint of DCP, or a file with a state dict, and with optimizer states where they lie beside it.
 
     Raises:
         ConversionError: there is no table, or what belongs to one does not fit it.
     """
-    if wish.as_table:
+    if options.as_table:
         raise ConversionError(files.url, "", found="tensors that are to be tables", expected="its own tables alone")
     if METADATA in files.names:
         tensors, values = read_tensors(files)
@@ -99,11 +99,11 @@ class TorchRecSource:
         dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
         plain = {name: value for name, value in values.items() if _STATE.fullmatch(name) is None}
         left += [LeftOut(name, "is a setting of the fused optimizer") for name in values.keys() - plain.keys()]
-        self.contents = Contents(
+        self.contents = SourceContents(
             "torchrec", tuple(tables), dense=dense, values=plain, extra=_scalars(steps), left_out=tuple(left)
         )
 
-    def rows(self, table: SourceTable) -> Iterator[Rows]:
+    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows that have an id, in the order of the matrix."""
         slots, ids = self._slots[table.name], self._ids[table.name]
         step = max(1, STEP_BYTES // table.row_bytes)
@@ -111,7 +111,7 @@ class TorchRecSource:
             end = min(begin + step, ids.n_places)
             found, kept = ids.between(begin, end)
             if len(found):
-                yield Rows(found, [slots[slot.name].read(begin, end)[kept] for slot in table.slots])
+                yield SourceRows(found, [slots[slot.name].read(begin, end)[kept] for slot in table.slots])
 
     def close(self) -> None:
         """Do nothing: each file is closed once it is read."""

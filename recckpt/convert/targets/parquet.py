@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pyarrow as pa
 
 from recckpt.convert.narrowed import widened
-from recckpt.convert.source import LeftOut, Rows
+from recckpt.convert.source import LeftOut, SourceRows
 from recckpt.convert.target_files import TargetFiles, file_name
 from recckpt.convert.view import Export, TableView
 from recckpt.sparse.files.arrow_format import DTYPE_KEY, column_array, slot_field
@@ -67,7 +67,7 @@ def _batches(table: TableView, schema: pa.Schema, progress: Progress) -> Iterato
         yield pa.RecordBatch.from_arrays(list(_arrays(rows, table.slots)), schema=schema)
 
 
-def _arrays(rows: Rows, slots: tuple[SlotSpec, ...]) -> Iterator[pa.Array]:
+def _arrays(rows: SourceRows, slots: tuple[SlotSpec, ...]) -> Iterator[pa.Array]:
     yield pa.array(rows.ids)
     for slot, column in zip(slots, rows.columns, strict=True):
         is_bfloat = slot.dtype == "bfloat16"

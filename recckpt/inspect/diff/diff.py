@@ -10,9 +10,9 @@ from recckpt.dense.file_check import check_file
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
 from recckpt.format.reduced import said_of
-from recckpt.inspect.diff.found import slots_of
+from recckpt.inspect.diff.bucket_diff import slots_of
 from recckpt.inspect.diff.result import CheckpointDiff, Side, TableDiff
-from recckpt.inspect.diff.tables import Wish, compare_table
+from recckpt.inspect.diff.tables import DiffOptions, compare_table
 from recckpt.inspect.diff.tensors import compare_tensors
 from recckpt.inspect.diff.values import compare_values, files_of_values
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
@@ -65,7 +65,7 @@ def _opened(path: str) -> OpenCheckpoint:
 
 def _compared(before: OpenCheckpoint, after: OpenCheckpoint, tolerance: float, top: int) -> CheckpointDiff:
     sides = before, after
-    wish = Wish(tolerance, top, _BUDGET_BYTES, min(side.storage.threads(_THREADS) for side in sides))
+    options = DiffOptions(tolerance, top, _BUDGET_BYTES, min(side.storage.threads(_THREADS) for side in sides))
     n_bytes = sum(table.rows * table.row_bytes for side in sides for table in side.manifest.tables)
     n_bytes += sum(tensor.nbytes for side in sides for tensor in side.tensors.tensors.values())
     plain = [[name for name in side.manifest.names.dense if name not in side.tensors.model] for side in sides]
@@ -76,8 +76,8 @@ def _compared(before: OpenCheckpoint, after: OpenCheckpoint, tolerance: float, t
     what = f"comparing {before.manifest.ckpt_id} and {after.manifest.ckpt_id}"
     with Progress(what, n_bytes) as progress:
         progress.n_rows = sum(side.manifest.rows for side in sides)
-        run_all(lambda pair: _check(*pair, progress.advance), files, wish.threads)
-        tables = tuple(_tables(before, after, wish, progress.advance))
+        run_all(lambda pair: _check(*pair, progress.advance), files, options.threads)
+        tables = tuple(_tables(before, after, options, progress.advance))
         tensors = tuple(compare_tensors(before.tensors, after.tensors, tolerance, progress.advance))
     values = tuple(compare_values(before.manifest, after.manifest, (plain[0], plain[1])))
     return CheckpointDiff(_side(before), _side(after), tolerance, tables, tensors, values)
@@ -89,12 +89,12 @@ def _check(side: OpenCheckpoint, file: FileEntry, advance: Callable[[int], objec
 
 
 def _tables(
-    before: OpenCheckpoint, after: OpenCheckpoint, wish: Wish, advance: Callable[[int], object]
+    before: OpenCheckpoint, after: OpenCheckpoint, options: DiffOptions, advance: Callable[[int], object]
 ) -> Iterator[TableDiff]:
     for name in dict.fromkeys(table.name for side in (before, after) for table in side.manifest.tables):
         one, other = before.manifest.table(name), after.manifest.table(name)
         if one is not None and other is not None:
-            yield compare_table(before, after, name, wish, advance)
+            yield compare_table(before, after, name, options, advance)
         elif one is not None:
             yield TableDiff(name, "gone", one.rows, None, 0, one.rows, 0, 0, slots_of(one.slots, (), None), ())
         elif other is not None:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.tables import TableEntry
+from recckpt.inspect.diff.bucket_diff import BucketDiff, Pair
 from recckpt.inspect.diff.distances import SlotComparer
-from recckpt.inspect.diff.found import Found, Pair
 from recckpt.inspect.diff.pairing import paired
 from recckpt.inspect.diff.result import TableDiff
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
@@ -34,7 +34,7 @@ _MAPPED_THREADS = 2  # of files in memory: the batches of more drive each other 
 Advance = Callable[[int], object]
 
 
-class Wish(NamedTuple):
+class DiffOptions(NamedTuple):
     """How to compare."""
 
     tolerance: float
@@ -43,7 +43,9 @@ class Wish(NamedTuple):
     threads: int
 
 
-def compare_table(before: OpenCheckpoint, after: OpenCheckpoint, name: str, wish: Wish, advance: Advance) -> TableDiff:
+def compare_table(
+    before: OpenCheckpoint, after: OpenCheckpoint, name: str, options: DiffOptions, advance: Advance
+) -> TableDiff:
     """Return what became of a table that both have.
 
     Raises:
@@ -56,14 +58,14 @@ def compare_table(before: OpenCheckpoint, after: OpenCheckpoint, name: str, wish
     chains = [open_table(side.links, name, slots).links for side in (before, after)]
     links = [link for chain in chains for link in chain]
     is_mapped = all(link.is_mapped for link in links)
-    n_threads = min(wish.threads, _MAPPED_THREADS) if is_mapped else wish.threads
+    n_threads = min(options.threads, _MAPPED_THREADS) if is_mapped else options.threads
     n_slices = max(1, min(n_threads, sum(entry.rows for entry in entries) // _SLICE_ROWS))
-    budget_bytes = wish.budget_bytes * 3 // 4 // n_slices
+    budget_bytes = options.budget_bytes * 3 // 4 // n_slices
     if is_mapped:  # else a batch on both sides of a border would be read again
         budget_bytes = min(budget_bytes, len(links) * _RANGE_BYTES)
     borders = [N_BUCKETS * n // n_slices for n in range(n_slices + 1)]
-    work = partial(_compare_slice, chains, pairs, wish._replace(budget_bytes=budget_bytes), advance)
-    first, *others = run_all(work, list(pairwise(borders)), wish.threads)
+    work = partial(_compare_slice, chains, pairs, options._replace(budget_bytes=budget_bytes), advance)
+    first, *others = run_all(work, list(pairwise(borders)), options.threads)
     for other in others:
         first.merge(other)
     for chain, n_rows in zip(chains, first.n_rows, strict=True):
@@ -80,19 +82,19 @@ def _comparable(before: TableEntry, after: TableEntry) -> list[Pair]:
 def _compare_slice(
     chains: Sequence[Sequence[TableReader]],
     pairs: Sequence[Pair],
-    wish: Wish,
+    options: DiffOptions,
     advance: Advance,
     buckets: tuple[int, int],
-) -> Found:
-    found = Found(pairs, wish.top)
-    comparers = [SlotComparer(*pair, wish.tolerance) for pair in pairs]
+) -> BucketDiff:
+    found = BucketDiff(pairs, options.top)
+    comparers = [SlotComparer(*pair, options.tolerance) for pair in pairs]
     cursors = [[LinkCursor(link, buckets) for link in chain] for chain in chains]
     columns = [(ID_SPEC, *chain[0].specs) for chain in chains]
     names = [slot.name for slot in columns[1]]
     in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
     chunk_rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
     room = [[np.empty(chunk_rows, row_of(slot)) for slot in side] for side in columns]
-    for part in bucket_ranges([link for chain in chains for link in chain], buckets, wish.budget_bytes):
+    for part in bucket_ranges([link for chain in chains for link in chain], buckets, options.budget_bytes):
         sides = [RangeRows(cursor, part, lambda piece, rows: None) for cursor in cursors]
         at = paired(sides[0].hashes, sides[1].hashes)
         found.n_both += len(at[0])
@@ -110,7 +112,7 @@ def _compare_rows(
     after: Sequence[npt.NDArray[np.void]],
     pairs: Sequence[Pair],
     comparers: Sequence[SlotComparer],
-    found: Found,
+    found: BucketDiff,
 ) -> None:
     ids = ids_of([list(before)])
     changed = np.zeros(len(ids), np.bool_)

@@ -10,10 +10,10 @@ from recckpt.format.moments import time_of
 from recckpt.inspect.report.result import (
     CheckpointSize,
     Finding,
-    Leftover,
     Level,
     RunReport,
     TableHealth,
+    UnusableDirectory,
 )
 from recckpt.inspect.report.row_counts import EXPLODING
 from recckpt.inspect.save_times import SaveTimes
@@ -52,7 +52,9 @@ def findings_of(found: RunReport, now: datetime, overdue_sec: float | None = Non
     return sorted(findings, key=lambda finding: finding.level != "problem")
 
 
-def _of_dir(url: str, checkpoints: Sequence[CheckpointSize], leftovers: Sequence[Leftover]) -> Iterator[Finding]:
+def _of_dir(
+    url: str, checkpoints: Sequence[CheckpointSize], leftovers: Sequence[UnusableDirectory]
+) -> Iterator[Finding]:
     where = one_line(url)
     if not checkpoints:
         remedy = f"See what is there with `recckpt ls {where}`; if checkpoints were moved or removed, put them back."

@@ -11,7 +11,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.result import TableHealth
-from recckpt.inspect.report.row_counts import Clock
+from recckpt.inspect.report.row_counts import TakenAt
 from recckpt.inspect.report.tables import read_tables
 from recckpt.inspect.verify_checkpoint import Checkup
 from recckpt.output_dir.checkpoint_dir import has_manifest
@@ -50,13 +50,13 @@ def _check_others(storage: Storage, directory: str, threads: int, advance: Calla
     return [said_of(error) for error in [*look.errors, *found] if not layout.has_rows(error.path.removeprefix(own))]
 
 
-def _clock(manifest: Manifest) -> Clock:
+def _clock(manifest: Manifest) -> TakenAt:
     """Return when a checkpoint was taken, by the time of its events where its run has one."""
     event_time = manifest.state.get(EVENT_TIME)
     try:
         if isinstance(event_time, int | float):
-            return Clock(manifest.step, float(event_time))
+            return TakenAt(manifest.step, float(event_time))
         written = datetime.fromisoformat(manifest.time.replace("Z", "+00:00"))  # Python 3.10 does not know Z
-        return Clock(manifest.step, written.timestamp() if written.tzinfo is not None else None)
+        return TakenAt(manifest.step, written.timestamp() if written.tzinfo is not None else None)
     except (ValueError, OverflowError):
-        return Clock(manifest.step, None)
+        return TakenAt(manifest.step, None)

@@ -10,7 +10,7 @@ from recckpt.inspect.report import lines, plots
 from recckpt.text import count, escaped, html, plural
 
 if TYPE_CHECKING:
-    from recckpt.inspect.report.result import Column, Finding, RunReport, TableHealth
+    from recckpt.inspect.report.result import Distribution, Finding, RunReport, TableHealth
 
 _STYLE = """
 .recckpt .finding { border-left: .3em solid #e09f3e; padding: .3em .8em; margin: .6em 0; background: #8881; }
@@ -140,7 +140,7 @@ def _table(table: TableHealth) -> Iterator[str]:
         yield _note(f"largest norms, by id: {ids}")
 
 
-def _distribution(what: str, column: Column, colour: str) -> str:
+def _distribution(what: str, column: Distribution, colour: str) -> str:
     """Return how numbers are spread, as a plot and in words."""
     spread, bars = column.spread, column.bars
     said = what

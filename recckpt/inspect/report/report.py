@@ -14,7 +14,7 @@ from recckpt.inspect.repair import unfinished
 from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.newest import read_newest
-from recckpt.inspect.report.result import CheckpointSize, Leftover, RunReport, TableHealth
+from recckpt.inspect.report.result import CheckpointSize, RunReport, TableHealth, UnusableDirectory
 from recckpt.inspect.save_times import saves_of
 from recckpt.output_dir.claims import NO_TAKEOVER, last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
@@ -92,7 +92,7 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
     )
 
 
-def _refuse(storage: Storage, leftovers: list[Leftover]) -> None:
+def _refuse(storage: Storage, leftovers: list[UnusableDirectory]) -> None:
     """Raise CheckpointNotFoundError where there is nothing of a run, not even what a save left that died."""
     if is_checkpoint(storage.url):
         raise CheckpointNotFoundError(f"{storage.url}: is a checkpoint itself, expected an output dir; name its parent")
@@ -100,14 +100,14 @@ def _refuse(storage: Storage, leftovers: list[Leftover]) -> None:
         raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
 
 
-def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
+def _leftovers(storage: Storage, listing: Listing) -> Iterator[UnusableDirectory]:
     for directory, damage in listing.damaged.items():
         what = "newer" if isinstance(damage, FormatVersionError) else "damaged"
-        yield Leftover(directory, what, said_of(damage), False)
+        yield UnusableDirectory(directory, what, said_of(damage), False)
     for directory, error in listing.unreadable.items():
-        yield Leftover(directory, "unreadable", str(error), False)
+        yield UnusableDirectory(directory, "unreadable", str(error), False)
     for directory, reason in listing.fenced.items():
-        yield Leftover(directory, "fenced", reason, True)
+        yield UnusableDirectory(directory, "fenced", reason, True)
     try:
         last = last_takeover(storage)
     except CorruptCheckpointError:  # which the listing has among the damaged
@@ -117,9 +117,9 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[Leftover]:
         if not any(map(layout.is_ours, names)):
             continue
         if layout.is_offer_dir(directory):
-            yield Leftover(directory, "unfinished", "an offer that is not adopted", False)
+            yield UnusableDirectory(directory, "unfinished", "an offer that is not adopted", False)
         else:
-            yield Leftover(directory, "unfinished", *unfinished(storage, directory, last, names))
+            yield UnusableDirectory(directory, "unfinished", *unfinished(storage, directory, last, names))
 
 
 def _size(checkpoint: Checkpoint, is_pinned: bool) -> CheckpointSize:

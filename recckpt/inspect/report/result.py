@@ -78,7 +78,7 @@ class LargeRow:
 
 
 @dataclass(frozen=True)
-class Column:
+class Distribution:
     """How the numbers of a table's rows are spread: their norms, counts or ages.
 
     Attributes:
@@ -118,10 +118,10 @@ class TableHealth:
     row_bytes: int
     rows_read: int = 0
     damage: tuple[str, ...] = ()
-    norms: Column | None = None
-    counts: Column | None = None
-    ages_steps: Column | None = None
-    ages_days: Column | None = None
+    norms: Distribution | None = None
+    counts: Distribution | None = None
+    ages_steps: Distribution | None = None
+    ages_days: Distribution | None = None
     not_finite: Mapping[str, int] | None = None
     not_finite_ids: tuple[int, ...] = ()
     dead: int | None = None
@@ -132,7 +132,7 @@ class TableHealth:
 
 
 @dataclass(frozen=True)
-class Leftover:
+class UnusableDirectory:
     """A directory that is no checkpoint which counts.
 
     Attributes:
@@ -169,7 +169,7 @@ class RunReport:
     url: str
     findings: tuple[Finding, ...]
     checkpoints: tuple[CheckpointSize, ...]
-    leftovers: tuple[Leftover, ...]
+    leftovers: tuple[UnusableDirectory, ...]
     saves: tuple[SaveTimes, ...]
     newest: str | None
     damage: tuple[str, ...]

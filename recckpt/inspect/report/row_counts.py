@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.tables import TableEntry
-from recckpt.inspect.report.result import Column, LargeRow, TableHealth
+from recckpt.inspect.report.result import Distribution, LargeRow, TableHealth
 from recckpt.inspect.spread import Floats, Histogram, Int64s
 from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME
 from recckpt.types import EMBEDDING, SlotSpec
@@ -27,7 +27,7 @@ _WITHIN = (1e-240, 1e300)  # what stands for sums that float64 cannot hold eithe
 Array = npt.NDArray[Any]
 
 
-class Clock(NamedTuple):
+class TakenAt(NamedTuple):
     """When the checkpoint was taken."""
 
     step: int | None
@@ -37,7 +37,7 @@ class Clock(NamedTuple):
 class RowCounts:
     """What some rows of a table come to; not thread-safe."""
 
-    def __init__(self, entry: TableEntry, clock: Clock) -> None:
+    def __init__(self, entry: TableEntry, clock: TakenAt) -> None:
         self._entry, self._clock = entry, clock
         self._optimizer = [slot.name for slot in entry.slots if slot.name.startswith(OPTIMIZER)]
         self._numbers = {name: Histogram() for name in ("norms", "counts", "ages_steps", "ages_days")}
@@ -163,6 +163,6 @@ def _squares(values: Array) -> Array:
     return squares
 
 
-def _column(histogram: Histogram) -> Column | None:
+def _column(histogram: Histogram) -> Distribution | None:
     spread = histogram.spread()
-    return None if spread is None else Column(spread, histogram.bars(_BARS))
+    return None if spread is None else Distribution(spread, histogram.bars(_BARS))

@@ -18,7 +18,7 @@ from recckpt.inspect.diff.distances import numbers
 from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.result import TableHealth
-from recckpt.inspect.report.row_counts import Clock, RowCounts
+from recckpt.inspect.report.row_counts import RowCounts, TakenAt
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
 from recckpt.sparse.files.chain_table import open_table
@@ -37,13 +37,13 @@ _MERGE_BYTES = 256 << 20  # of all threads
 Advance = Callable[[int], object]
 
 
-def read_tables(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> list[TableHealth]:
+def read_tables(opened: OpenCheckpoint, clock: TakenAt, threads: int, advance: Advance) -> list[TableHealth]:
     """Return how the tables of a checkpoint are; what is damaged is said of each, and left out of its figures."""
     read = _read_parts if len(opened.checkpoint.links) == 1 else _read_chain
     return list(read(opened, clock, threads, advance))
 
 
-def _read_parts(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
+def _read_parts(opened: OpenCheckpoint, clock: TakenAt, threads: int, advance: Advance) -> Iterator[TableHealth]:
     """Read a full checkpoint: its parts, one a thread."""
     tables = opened.manifest.tables
     [link] = opened.links
@@ -65,7 +65,7 @@ def _read_parts(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Adv
 
 
 def _read_part(
-    opened: OpenCheckpoint, clock: Clock, advance: Advance, part: Part
+    opened: OpenCheckpoint, clock: TakenAt, advance: Advance, part: Part
 ) -> tuple[PartCheck, dict[str, RowCounts]]:
     manifest, [link] = opened.manifest, opened.links
     counts: dict[str, RowCounts] = {}
@@ -103,7 +103,7 @@ class _Damage:
         return tuple(map(said_of, errors))
 
 
-def _read_chain(opened: OpenCheckpoint, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
+def _read_chain(opened: OpenCheckpoint, clock: TakenAt, threads: int, advance: Advance) -> Iterator[TableHealth]:
     """Read a delta and what it stands on: table by table, a range of buckets a thread."""
     frames: dict[str, tuple[str, ...]] = {}
     for table in opened.manifest.tables:
@@ -149,7 +149,7 @@ def _of_frame(link: TableReader, part: Part, mapped: memoryview | None) -> tuple
 
 
 def _read_slice(
-    chain: Sequence[TableReader], clock: Clock, budget_bytes: int, advance: Advance, buckets: tuple[int, int]
+    chain: Sequence[TableReader], clock: TakenAt, budget_bytes: int, advance: Advance, buckets: tuple[int, int]
 ) -> RowCounts:
     entry, specs = chain[0].entry, chain[0].specs
     counts, cursors = RowCounts(entry, clock), [LinkCursor(link, buckets) for link in chain]

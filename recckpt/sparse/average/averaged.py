@@ -107,7 +107,7 @@ class AverageTable(Table):
             return {EMBEDDING: slots[FROM], OF: slots[OF], SINCE: slots[SINCE]}
         return {EMBEDDING: slots[EMBEDDING]} if EMBEDDING in slots else {}
 
-    def _copy_rows_of(self, other: types.HashTable) -> None:
+    def _copy_rows_of(self, other: types.SavableTable) -> None:
         """Become a copy of an average, or stand at the rows of another table until the next update."""
         with other.store.lock if isinstance(other, FollowedTable) else nullcontext():  # rows of one moment
             ids, embeddings = flat_ids(other.ids()), other.embeddings()

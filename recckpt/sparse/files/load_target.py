@@ -16,7 +16,7 @@ from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
 from recckpt.storage.base import Files
-from recckpt.types import HashTable as AnyTable
+from recckpt.types import SavableTable
 
 
 class LoadTarget:
@@ -26,7 +26,7 @@ class LoadTarget:
     in a store of their own, which is not seen yet. Other tables change batch by batch.
     """
 
-    def __init__(self, table: AnyTable) -> None:
+    def __init__(self, table: SavableTable) -> None:
         self.table = table
         self.was_empty = len(table) == 0
         self.lock = threading.RLock()
@@ -70,7 +70,7 @@ class LoadTarget:
 class TableLoad:
     """One table to fill from the table ``entry`` of a checkpoint."""
 
-    table: AnyTable
+    table: SavableTable
     entry: TableEntry
     slots: Mapping[str, str]  # here -> there; slots left out start at their initial values in new rows
     with_rows: bool  # whether ids are taken; otherwise only the slots of ids that the table has

@@ -22,7 +22,7 @@ from recckpt.sparse.files.arrow_format import ID, ids_in
 from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.sparse.files.load_target import LinkLoad, LoadTarget
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.table_fill import Filler
+from recckpt.sparse.files.table_fill import TableFiller
 from recckpt.sparse.table.kernels import first_outside
 from recckpt.storage.local_files import mapped
 from recckpt.storage.read_again import read_twice
@@ -31,7 +31,7 @@ from recckpt.types import SlotSpec
 log = logging.getLogger("recckpt")
 _RUN_BATCHES = 16  # batches that one thread reads before it takes the next run
 
-Take = Callable[[Filler, Mapping[str, pa.Array], str], None]
+Take = Callable[[TableFiller, Mapping[str, pa.Array], str], None]
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ def load_tables(
         PartlyLoadedError: reading failed when tables with rows had been changed; says which.
     """
 
-    def fill(filler: Filler, columns: Mapping[str, pa.Array], path: str) -> None:
+    def fill(filler: TableFiller, columns: Mapping[str, pa.Array], path: str) -> None:
         filler.fill(columns, path)
         advance(len(columns[ID]) * filler.load.row_bytes)
 
     loads = {id(load): load for link in links for load in link.tables}
     targets = {id(load.table): LoadTarget(load.table) for load in loads.values()}
-    by_load = {key: Filler(load, targets[id(load.table)]) for key, load in loads.items()}
+    by_load = {key: TableFiller(load, targets[id(load.table)]) for key, load in loads.items()}
     passes = [LinkPass(link, with_rows, by_load) for with_rows in (True, False) for link in links]
     fillers = list(by_load.values())
     has_rows, bytes_read = any(len(filler.load.table) for filler in fillers), 0
     if has_rows:
-        bytes_read += sum(one.run(Filler.check, concurrency) for one in passes)
+        bytes_read += sum(one.run(TableFiller.check, concurrency) for one in passes)
         when_checked()
     try:
         with _undone_on_error(fillers):
@@ -94,7 +94,7 @@ def load_tables(
 
 
 @contextmanager
-def _undone_on_error(fillers: Sequence[Filler]) -> Iterator[None]:
+def _undone_on_error(fillers: Sequence[TableFiller]) -> Iterator[None]:
     """After an error, empty what was to be emptied, and say which tables are no longer what they were."""
     try:
         yield
@@ -115,7 +115,7 @@ def _undone_on_error(fillers: Sequence[Filler]) -> Iterator[None]:
         raise
 
 
-def _counted(fillers: Sequence[Filler], bytes_read: int) -> Loaded:
+def _counted(fillers: Sequence[TableFiller], bytes_read: int) -> Loaded:
     taken, filtered = Counter[str](), Counter[str]()
     slot_rows: dict[tuple[str, str], int] = {}
     for filler in fillers:  # rows whose slots come from several checkpoints count once
@@ -130,9 +130,9 @@ def _counted(fillers: Sequence[Filler], bytes_read: int) -> Loaded:
 class LinkPass:
     """The tables that one link fills at one go."""
 
-    def __init__(self, link: LinkLoad, with_rows: bool, by_load: Mapping[int, Filler]) -> None:
+    def __init__(self, link: LinkLoad, with_rows: bool, by_load: Mapping[int, TableFiller]) -> None:
         self._link = link
-        self._fillers: dict[str, list[Filler]] = {}
+        self._fillers: dict[str, list[TableFiller]] = {}
         for load in link.tables:
             if load.with_rows == with_rows:
                 self._fillers.setdefault(load.entry.name, []).append(by_load[id(load)])
@@ -149,7 +149,7 @@ class LinkPass:
             filler.expect(link.directory, rows[filler.load.entry.name])
 
     @property
-    def _every(self) -> list[Filler]:
+    def _every(self) -> list[TableFiller]:
         return [filler for some in self._fillers.values() for filler in some]
 
     def start(self) -> None:
@@ -172,7 +172,7 @@ class LinkPass:
                 filler.end_link(deletes.of(table))
         return n_bytes
 
-    def _read_deletes(self, run: _Run, deletes: LinkDeletes) -> int:
+    def _read_deletes(self, run: _BatchRun, deletes: LinkDeletes) -> int:
         n_bytes = 0
         for batch, columns, path in run.read(self._link, self._slots(run.part)):
             ids = ids_in(columns)
@@ -180,7 +180,7 @@ class LinkPass:
             n_bytes += ids.nbytes
         return n_bytes
 
-    def _read_rows(self, run: _Run, deletes: LinkDeletes, take: Take) -> int:
+    def _read_rows(self, run: _BatchRun, deletes: LinkDeletes, take: Take) -> int:
         n_bytes = 0
         for batch, columns, path in run.read(self._link, self._slots(run.part)):
             ids = ids_in(columns)
@@ -208,10 +208,10 @@ class LinkPass:
             return ()
         return next(filler for batch in part.batches for filler in self._takers(batch)).load.entry.slots
 
-    def _takers(self, batch: Batch) -> list[Filler]:
+    def _takers(self, batch: Batch) -> list[TableFiller]:
         return [filler for filler in self._fillers.get(batch.table, ()) if filler.load.wants(batch)]
 
-    def _runs(self, shard: int, parts: Sequence[Part]) -> Iterator[_Run]:
+    def _runs(self, shard: int, parts: Sequence[Part]) -> Iterator[_BatchRun]:
         for part in parts:
             wanted: dict[frozenset[str], list[int]] = {}
             for number, batch in enumerate(part.batches):
@@ -221,11 +221,11 @@ class LinkPass:
                     wanted.setdefault(columns, []).append(number)
             for columns, numbers in wanted.items():
                 for begin in range(0, len(numbers), _RUN_BATCHES):
-                    yield _Run(shard, part, columns, numbers[begin : begin + _RUN_BATCHES])
+                    yield _BatchRun(shard, part, columns, numbers[begin : begin + _RUN_BATCHES])
 
 
 @dataclass(frozen=True)
-class _Run:
+class _BatchRun:
     """Some wanted batches of one part, read by one thread."""
 
     shard: int

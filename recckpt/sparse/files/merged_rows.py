@@ -123,7 +123,9 @@ class RangeRows:
         if is_one_piece and (rows[1:] - rows[:-1] == 1).all():
             return [column[rows[0] : rows[-1] + 1] for column in columns]
         room = [np.empty(len(rows), column.dtype) for column in columns] if room is None else room
-        copies = [_Copy(int(of_piece[0]), rows, slice(0, len(rows)))] if is_one_piece else list(_copies(rows, of_piece))
+        copies = (
+            [_RowCopy(int(of_piece[0]), rows, slice(0, len(rows)))] if is_one_piece else list(_copies(rows, of_piece))
+        )
         for copy in copies:
             for number, values in enumerate(room):
                 copy.do(self._pieces[copy.piece][number], values)
@@ -136,7 +138,7 @@ class RangeRows:
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _RowCopy:
     """Rows of a piece, and where in a batch they belong: positions, or a slice of which others fill the gaps later."""
 
     piece: int
@@ -151,7 +153,7 @@ class _Copy:
             target[self.to] = source[self.rows]
 
 
-def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_Copy]:
+def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_RowCopy]:
     """Yield what fills a batch, first the pieces that have most of the rows where they are: they go in one by one."""
     by_piece = np.argsort(of_piece, kind="stable")
     found = np.split(by_piece, np.flatnonzero(np.diff(of_piece[by_piece])) + 1)
@@ -161,12 +163,12 @@ def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_Copy]:
         if first >= end and 2 * len(at) > last - first:
             every = np.full(last - first, rows[first])
             every[at - first] = rows[at]
-            yield _Copy(int(of_piece[first]), every, slice(first, last))
+            yield _RowCopy(int(of_piece[first]), every, slice(first, last))
             end = last
         else:
             few.append(at)
     for at in few:
-        yield _Copy(int(of_piece[at[0]]), rows[at], at)
+        yield _RowCopy(int(of_piece[at[0]]), rows[at], at)
 
 
 def _as_one(pieces: Sequence[Piece]) -> list[Piece]:

@@ -35,7 +35,7 @@ PIECE_BYTES = 512 << 10  # of a column, copied, hashed and written: it stays in 
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowRange:
     """Rows [begin, end) of one table, counted in bucket order."""
 
     table: int
@@ -50,7 +50,7 @@ class PartPlan:
     group: int
     number: int
     slots: tuple[SlotSpec, ...]
-    chunks: tuple[Chunk, ...]  # in file order; of different tables
+    chunks: tuple[RowRange, ...]  # in file order; of different tables
 
     @property
     def row_bytes(self) -> int:
@@ -99,12 +99,12 @@ def plan_parts(
     ]
 
 
-def _roll(tables: Sequence[tuple[int, int]], target_bytes: int, row_bytes: int) -> Iterator[tuple[Chunk, ...]]:
+def _roll(tables: Sequence[tuple[int, int]], target_bytes: int, row_bytes: int) -> Iterator[tuple[RowRange, ...]]:
     """Cut the rows of (table, rows) pairs, laid end to end, into parts of equal size near the target."""
     n_rows = sum(rows for _, rows in tables)
     n_parts = max(1, min(n_rows, round(n_rows * row_bytes / target_bytes)))
     part_rows = -(-n_rows // n_parts)
-    chunks: list[Chunk] = []
+    chunks: list[RowRange] = []
     room = part_rows
     for table, rows in tables:
         begin = 0
@@ -113,7 +113,7 @@ def _roll(tables: Sequence[tuple[int, int]], target_bytes: int, row_bytes: int) 
                 yield tuple(chunks)
                 chunks, room = [], part_rows
             end = min(rows, begin + room)
-            chunks.append(Chunk(table, begin, end))
+            chunks.append(RowRange(table, begin, end))
             room -= end - begin
             begin = end
     if chunks:
@@ -211,7 +211,7 @@ class SparseSaver:
         share = min(source.n_rows, source.n_all) * self._batch_bytes // max(1, source.n_all)
         return max(1, max(share, min(LEAST_BATCH_BYTES, self._batch_bytes)) // row_bytes)
 
-    def _batches(self, chunk: Chunk, order: BucketOrder, batch_rows: int) -> Iterator[npt.NDArray[Any]]:
+    def _batches(self, chunk: RowRange, order: BucketOrder, batch_rows: int) -> Iterator[npt.NDArray[Any]]:
         """Yield the rows of each batch of a chunk."""
         for begin in range(chunk.begin, chunk.end, self._order_rows):
             end = min(chunk.end, begin + self._order_rows)
@@ -234,7 +234,7 @@ class SparseSaver:
                 self._buffers.append(buffer)
 
 
-def _repeats_before(chunk: Chunk, source: TableSource, order: BucketOrder) -> RepeatFinder:
+def _repeats_before(chunk: RowRange, source: TableSource, order: BucketOrder) -> RepeatFinder:
     """Return what looks for ids twice in a chunk; it knows those of its first bucket that are in the chunk before."""
     repeats = RepeatFinder()
     begin = order.bucket_begin(chunk.begin) if 0 < chunk.begin < chunk.end else chunk.begin

@@ -20,13 +20,12 @@ from recckpt.sparse.files.known_ids import KnownIds, LinkRows, RepeatedIdError
 from recckpt.sparse.files.load_target import LoadTarget, TableLoad
 from recckpt.sparse.files.row_filter import RowFilter, numbers
 from recckpt.sparse.table.table import HashTable
-from recckpt.types import EMBEDDING, SlotSpec
-from recckpt.types import HashTable as AnyTable
+from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
 
-class Filler:
+class TableFiller:
     """Fills one table from the links of a chain, newest first; ``check`` and ``fill`` from several threads.
 
     It is told first what to ``expect`` of each link. Between ``begin_link`` and ``end_link`` it gets the rows of one
@@ -201,7 +200,7 @@ class Filler:
             store.write(rows, self._fitted(rows, values))
             self.n_rows += len(rows)
 
-    def _fill_foreign(self, table: AnyTable, ids: Int64s, values: dict[str, Tensor]) -> None:
+    def _fill_foreign(self, table: SavableTable, ids: Int64s, values: dict[str, Tensor]) -> None:
         wide = self.load.entry.reduced.dtypes if self.load.entry.reduced else {}
         slots = {
             name: tensor.to(getattr(torch, wide[there])) if (there := self.load.slots[name]) in wide else tensor.clone()

@@ -19,8 +19,7 @@ from recckpt.sparse.table.checks import check_slot_name
 from recckpt.sparse.table.column import BLOCK_BYTES, Column
 from recckpt.sparse.table.kernels import count_buckets, place_rows
 from recckpt.sparse.table.table import HashTable
-from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
-from recckpt.types import HashTable as AnyTable
+from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
 _ID_SPEC = SlotSpec("id", "int64", ())
@@ -179,7 +178,7 @@ class StillTable:
         """Do nothing: memory goes with the last reference."""
 
 
-def source_of(table: AnyTable) -> StillTable:
+def source_of(table: SavableTable) -> StillTable:
     """Return the rows of a table as they are now, without copying them, for as long as it does not change.
 
     Raises:
@@ -215,7 +214,7 @@ def deleted_from(source: TableSource) -> StillTable:
     return StillTable(source.name, len(ids), Column.over(_ID_SPEC, torch.from_numpy(ids)), {}, source.n_all)
 
 
-def source_to_save(table: AnyTable, slots: Collection[str] | None = None, *, detached: bool) -> TableSource:
+def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *, detached: bool) -> TableSource:
     """Return a snapshot of a table of ours, or the rows of a foreign one, copied where it is to be ``detached``.
 
     ``slots`` are those that are read; None for all.

@@ -33,7 +33,7 @@ class PartCheck:
 
 
 @dataclass(frozen=True)
-class PartTask:
+class VerifyTask:
     """A part to check, by whoever reaches the URL."""
 
     url: str
@@ -47,7 +47,7 @@ class PartTask:
         return self.part.n_bytes
 
 
-def check_part_anywhere(task: PartTask) -> PartCheck:
+def check_part_anywhere(task: VerifyTask) -> PartCheck:
     """Do a task, as a worker of an executor does."""
     return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda batch, values: None)
 

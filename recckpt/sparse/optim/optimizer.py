@@ -22,7 +22,7 @@ from recckpt.types import EMBEDDING, positive_int
 
 Int64s = npt.NDArray[np.int64]
 made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # those of this process that are alive, by id
-Tables = Mapping[str, types.HashTable] | Iterable[types.HashTable] | Iterable[Group]
+Tables = Mapping[str, types.SavableTable] | Iterable[types.SavableTable] | Iterable[Group]
 
 
 class SparseOptimizer(Optimizer):

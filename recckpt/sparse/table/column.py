@@ -33,14 +33,14 @@ def aligned_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
     return memory[begin : begin + n_bytes]
 
 
-class Blocks(NamedTuple):
+class ColumnMemory(NamedTuple):
     """The memory of a column: whoever reads keeps this, and with it the memory."""
 
     tensors: list[Tensor]
     addresses: Int64s
 
     @classmethod
-    def of(cls, tensors: list[Tensor]) -> Blocks:
+    def of(cls, tensors: list[Tensor]) -> ColumnMemory:
         """Wrap tensors."""
         return cls(tensors, np.array([tensor.data_ptr() for tensor in tensors], np.int64))
 
@@ -58,7 +58,7 @@ class Column:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
         self.shift = max((BLOCK_BYTES // max(spec.row_bytes, 1)).bit_length() - 1, 6)
-        self._memory = Blocks.of([])
+        self._memory = ColumnMemory.of([])
         self._written: torch.cuda.Event | None = None  # behind all writes of the thread that made this
 
     @classmethod
@@ -66,7 +66,7 @@ class Column:
         """Wrap a tensor of another owner as a column, without a copy where it is contiguous."""
         column = cls(spec, values.device)
         column.shift = _ONE_BLOCK
-        column._memory = Blocks.of([values.detach().contiguous()])
+        column._memory = ColumnMemory.of([values.detach().contiguous()])
         return column
 
     @property
@@ -75,7 +75,7 @@ class Column:
         return self._memory.tensors
 
     @property
-    def memory(self) -> Blocks:
+    def memory(self) -> ColumnMemory:
         """The memory of now."""
         return self._memory
 
@@ -102,7 +102,7 @@ class Column:
             blocks[:1] = [first]
         while sum(len(block) for block in blocks) < n_rows:
             blocks.append(self._new_block(full))
-        self._memory = Blocks.of(blocks)
+        self._memory = ColumnMemory.of(blocks)
 
     def gather(self, rows: Int64s) -> Tensor:
         """Return a copy of ``rows``, shape (len(rows), *shape)."""
@@ -212,19 +212,19 @@ class Column:
         if 0 < twin.capacity < len(self.blocks[0]):
             twin.blocks[0].copy_(self.blocks[0][: twin.capacity])
         else:
-            twin._memory = Blocks.of(self.blocks[: max(1, -(-n_rows >> self.shift))])
+            twin._memory = ColumnMemory.of(self.blocks[: max(1, -(-n_rows >> self.shift))])
         return twin
 
     def shrink(self, n_blocks: int) -> None:
         """Let go of all blocks but the first ones."""
-        self._memory = Blocks.of(self.blocks[:n_blocks])
+        self._memory = ColumnMemory.of(self.blocks[:n_blocks])
 
     def to(self, device: torch.device) -> Column:
         """Return a copy of this column on ``device``."""
         column = Column(self.spec, device)
         column.shift = self.shift
         with torch.inference_mode(False):
-            column._memory = Blocks.of([block.to(device, copy=True) for block in self.blocks])
+            column._memory = ColumnMemory.of([block.to(device, copy=True) for block in self.blocks])
         return column
 
     @torch.inference_mode(False)  # a block outlives the mode in which it happened to be made
@@ -234,7 +234,7 @@ class Column:
             return memory.view(self.dtype).view(n_rows, *self.spec.shape)
         return torch.empty((n_rows, *self.spec.shape), dtype=self.dtype, device=self.device)
 
-    def _by_block(self, memory: Blocks, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _by_block(self, memory: ColumnMemory, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (block, positions in ``rows``, rows inside the block) for each block that is touched."""
         numbers = rows >> self.shift
         for number in np.unique(numbers):

@@ -18,7 +18,7 @@ import torch
 from recckpt.format.distinct import distinct
 from recckpt.policies.evict import NORM, Evict, Mask, first_rows
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.eviction_plan import ALL, Part, Plan, Policy, plan_of
+from recckpt.sparse.table.eviction_plan import ALL, HashRange, Plan, Policy, plan_of
 from recckpt.sparse.table.kernels import row_norms
 from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.recomputation import is_in_backward
@@ -47,7 +47,7 @@ _CROWDED = (
 )
 
 
-class Found(NamedTuple):
+class EvictionScan(NamedTuple):
     """What of a part goes by the rules, and the others: their ids, and what a capacity orders them by."""
 
     gone: Int64s
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 
 _NONE = np.empty(0, np.int64)
-_NOTHING = Found(_NONE, _NONE, _NONE, 0)
+_NOTHING = EvictionScan(_NONE, _NONE, _NONE, 0)
 
 
 class EvictingTable(TrackedTable):
@@ -153,7 +153,7 @@ class EvictingTable(TrackedTable):
                 return
         self._evict(plan, plan.due(before, step, pace))
 
-    def _evict(self, plan: Plan, parts: Sequence[Part], target: int | None = None) -> int:
+    def _evict(self, plan: Plan, parts: Sequence[HashRange], target: int | None = None) -> int:
         """Drop what goes of some parts; of all rows, more than a ``target``, if there is one."""
         gone, n_gone = [_NONE], 0
         for part in parts:
@@ -163,7 +163,7 @@ class EvictingTable(TrackedTable):
         self._n_evicted += n_evicted
         return n_evicted
 
-    def _gone_of(self, plan: Plan, part: Part, n_gone: int, target: int | None) -> list[Int64s]:
+    def _gone_of(self, plan: Plan, part: HashRange, n_gone: int, target: int | None) -> list[Int64s]:
         """Return what goes of a part, where so many rows of others go before."""
         problem: Exception | None = None
         try:
@@ -179,7 +179,7 @@ class EvictingTable(TrackedTable):
         excess = plan.capacity.excess(n_left, n_in_part, part.share) if target is None else n_left - target
         return [found.gone, found.ids[self._first_rows(found.by, found.ids, excess)]]
 
-    def _found(self, plan: Plan, part: Part) -> Found:
+    def _found(self, plan: Plan, part: HashRange) -> EvictionScan:
         """Ask the rules, a piece of the rows after the other, which of a part go."""
         now, store, capacity = self.now, self._store, plan.capacity
         gone, left, by = [_NONE], [_NONE], [_NONE]
@@ -193,9 +193,9 @@ class EvictingTable(TrackedTable):
                 if capacity is not None:
                     left.append(ids[~goes])
                     by.append(columns[capacity.by][~goes])
-            return Found(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
+            return EvictionScan(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
 
-    def _pieces(self, part: Part) -> Iterator[tuple[Int64s, Int64s]]:
+    def _pieces(self, part: HashRange) -> Iterator[tuple[Int64s, Int64s]]:
         """Yield the rows of a part and their ids, but for padding: as many as a cache holds what is looked at of."""
         store = self._store
         some = None if part == ALL else store.rows.index.part(*part)

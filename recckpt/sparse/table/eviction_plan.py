@@ -16,7 +16,7 @@ Policy = Evict | Capacity
 MIN_PART_ROWS = 1024  # of a capacity: parts of fewer would differ too much in how many rows they hold
 
 
-class Part(NamedTuple):
+class HashRange(NamedTuple):
     """The ids whose hashes end on 16 bits in [begin, end)."""
 
     begin: int
@@ -28,7 +28,7 @@ class Part(NamedTuple):
         return (self.end - self.begin) / N_PARTS
 
 
-ALL = Part(0, N_PARTS)
+ALL = HashRange(0, N_PARTS)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Plan:
         most = N_PARTS if self.capacity is None else max(1, self.capacity.n // MIN_PART_ROWS)
         return min(self.every, N_PARTS, most)
 
-    def due(self, before: int | None, step: int, pace: int = 1) -> list[Part]:
+    def due(self, before: int | None, step: int, pace: int = 1) -> list[HashRange]:
         """Return the parts that are due at a step, where those up to the step ``before`` are done; None is the last.
 
         At a ``pace`` of 2 all parts are looked at in half of the steps.
@@ -73,7 +73,7 @@ class Plan:
         numbers = range(max(first, last - n_parts) + 1, last + 1)
         # The further ones are as far from each other as can be: each was looked at as long ago as the others.
         due = {(number + n * n_parts // pace) % n_parts: None for number in numbers for n in range(pace)}
-        return [Part(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
+        return [HashRange(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
 
 
 def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any, budget_ms: Any) -> Plan:

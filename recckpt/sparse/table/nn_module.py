@@ -77,7 +77,7 @@ class TableModule(AnchoredModule):
         names = {table.name.removeprefix(f"{self.name}."): table for table in self._own_tables()}
         return {tuple(name.split(".")): table for name, table in names.items()}
 
-    def _copy_rows_of(self, other: types.HashTable) -> None:
+    def _copy_rows_of(self, other: types.SavableTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
         raise NotImplementedError
 

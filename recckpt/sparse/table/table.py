@@ -280,7 +280,7 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         """Return an empty table for counts of ids that have no row, in this slice and on the CPU."""
         return HashTable(n_values, name=f"{self.name}.{name}", dtype=dtype, device="cpu", slice=self.slice)
 
-    def _copy_rows_of(self, other: types.HashTable) -> None:
+    def _copy_rows_of(self, other: types.SavableTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
         with other.store.lock if isinstance(other, HashTable) else nullcontext():  # rows of one moment
             ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)

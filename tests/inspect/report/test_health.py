@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from recckpt.inspect.report.health import findings_of
-from recckpt.inspect.report.result import CheckpointSize, LargeRow, Leftover, RunReport, TableHealth
+from recckpt.inspect.report.result import CheckpointSize, LargeRow, RunReport, TableHealth, UnusableDirectory
 from recckpt.inspect.save_times import SaveTimes
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
@@ -69,13 +69,13 @@ def test_unhealthy_rows_are_named_with_what_to_do(fields, level, what, remedy):
     ],
 )
 def test_directories_that_do_not_count_are_named_with_what_to_do(kind, is_dead, level, remedy):
-    [found] = said(leftovers=[Leftover("ckpt_8", kind, "reason", is_dead)])
+    [found] = said(leftovers=[UnusableDirectory("ckpt_8", kind, "reason", is_dead)])
     assert (found.level, "reason" in found.what) == (level, True)
     assert remedy in found.remedy
 
 
 def test_problems_come_before_warnings_and_nothing_usable_is_one():
-    found = said(checkpoints=(), leftovers=[Leftover("ckpt_8", "unfinished", "reason", True)])
+    found = said(checkpoints=(), leftovers=[UnusableDirectory("ckpt_8", "unfinished", "reason", True)])
     assert [finding.level for finding in found] == ["problem", "warning"]
 
 

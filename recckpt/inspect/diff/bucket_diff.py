@@ -16,7 +16,7 @@ from recckpt.types import EMBEDDING, SlotSpec
 Pair = tuple[SlotSpec, SlotSpec]  # a slot, before and after
 
 
-class Found:
+class BucketDiff:
     """What was found in some buckets of a table."""
 
     def __init__(self, pairs: Sequence[Pair], top: int) -> None:
@@ -53,7 +53,7 @@ class Found:
         order = np.lexsort((ids, np.where(np.isnan(l2), -np.inf, -l2)))[: self._top]
         self._moved = [(ids[order], l2[order], cosine[order])]
 
-    def merge(self, other: Found) -> None:
+    def merge(self, other: BucketDiff) -> None:
         """Add what was found in other buckets."""
         self.n_rows = [one + more for one, more in zip(self.n_rows, other.n_rows, strict=True)]
         self.n_changed, self.n_both = self.n_changed + other.n_changed, self.n_both + other.n_both
@@ -79,13 +79,13 @@ class Found:
         return TableDiff(before.name, "same" if is_same else "changed", n_before, n_after, *counts, slots, moved)
 
 
-def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], found: Found | None) -> tuple[SlotDiff, ...]:
+def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], found: BucketDiff | None) -> tuple[SlotDiff, ...]:
     """Return the slots of both sides, with what was found of those that could be compared."""
     one, other = ({slot.name: slot for slot in slots} for slots in (before, after))
     return tuple(_slot(name, one.get(name), other.get(name), found) for name in {**one, **other})
 
 
-def _slot(name: str, before: SlotSpec | None, after: SlotSpec | None, found: Found | None) -> SlotDiff:
+def _slot(name: str, before: SlotSpec | None, after: SlotSpec | None, found: BucketDiff | None) -> SlotDiff:
     kinds = (None if before is None else before.kind, None if after is None else after.kind)
     if found is None or name not in found.changed:
         return SlotDiff(name, *kinds, None, None, None)
