@@ -47,7 +47,7 @@ class SlowServer:
 
 def serve(latency_ms: int, mb_per_s: int) -> None:
     """Serve until the standard input ends; each line of it is answered with the number of requests."""
-    sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+    sys.path.insert(0, str(TESTS))
     from faults.http_proxy import Proxy  # type: ignore[import-not-found]  # by the path above, unknown to mypy
     from servers.process import ServerProcess  # type: ignore[import-not-found]  # likewise
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-import disks
 import pytest
-from gate import Gate
 from hypothesis import HealthCheck, settings
 from servers.process import ServerProcess
-from sweeps import mark_slow
+from support import disks
+from support.gate import Gate
+from support.sweeps import mark_slow
 
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a shared machine may be slow
 settings.register_profile("anew", **_UNTIMED)  # by --hypothesis-profile

@@ -8,7 +8,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from rank_processes import fork_ranks
+from support.rank_processes import fork_ranks
 from torch import nn
 
 from recckpt import Saver, telemetry

@@ -8,8 +8,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import version
 
-import paths
 import pytest
+from support import paths
 
 ROOT = paths.ROOT / "recckpt"
 
@@ -20,7 +20,8 @@ ROOMS = """
     cli  manager
     inspect  convert  saver
     load  save  checkpointer
-    compaction
+    compaction  forget
+    checkpoint
     sparse  dense
     output_dir
     storage  policies
@@ -45,8 +46,20 @@ LIBRARIES = {  # library -> the rooms and files that may know it
     "pyarrow": {"sparse.files", "inspect", "convert", "cli.rows"},
 }
 TORCH_FREE = {
-    *("cli", "inspect", "convert", "compaction", "output_dir", "storage", "policies", "format", "parallel"),
-    *("errors", "types", "text", "telemetry"),
+    *(
+        "cli",
+        "inspect",
+        "convert",
+        "compaction",
+        "forget",
+        "checkpoint",
+        "output_dir",
+        "storage",
+        "policies",
+        "format",
+        "parallel",
+    ),
+    *("format", "parallel", "errors", "types", "text", "telemetry"),
 }
 
 
@@ -171,3 +184,9 @@ def test_no_class_name_stands_twice():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_the_index_of_helpers_lists_each_of_them():
+    index = ast.get_docstring(ast.parse((paths.SUPPORT / "__init__.py").read_text()))
+    listed = [line.partition(":")[0] for line in index.splitlines()[1:] if line and not line.startswith(" ")]
+    assert listed == sorted(path.stem for path in paths.SUPPORT.glob("*.py") if path.stem != "__init__")

@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders import Run, state_of, tree
-from forge import Forge
-from sweeps import mostly_slow
+from support.builders import Run, state_of, tree
+from support.forge import Forge
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointReader, Deltas
 from recckpt.errors import CorruptCheckpointError

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import Run, state_of, tree
-from forge import Forge, empty, filled, load, save_tables
-from forked import outcomes
-from sweeps import mostly_slow
+from support.builders import Run, state_of, tree
+from support.forge import Forge, empty, filled, load, save_tables
+from support.forked import outcomes
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

@@ -4,7 +4,7 @@ import inspect
 import re
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 import recckpt
 from recckpt import CheckpointManager, Saver, sparse

@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import warm_python
-from documents import DOCS, PAGES, TEXTS, blocks, commands, is_said, named_in_vain
-from paths import ROOT, SUPPORT, TESTS
+from support import warm_python
+from support.documents import DOCS, PAGES, TEXTS, blocks, commands, is_said, named_in_vain
+from support.paths import ROOT, SUPPORT, TESTS
 
 import recckpt
 import recckpt.sparse

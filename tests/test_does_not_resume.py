@@ -8,8 +8,8 @@ import traceback
 from pathlib import Path
 
 import pytest
-import symptoms
-from symptoms import PAGE, SYMPTOMS, Log
+from support import symptoms
+from support.symptoms import PAGE, SYMPTOMS, Log
 
 
 def as_shown(said: str | Exception, here: Path) -> str:

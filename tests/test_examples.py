@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import warm_python
-from documents import blocks
-from paths import ROOT
+from support import warm_python
+from support.documents import blocks
+from support.paths import ROOT
 
 from recckpt import CheckpointReader
 

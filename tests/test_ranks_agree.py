@@ -5,8 +5,8 @@ from contextlib import suppress
 
 import pytest
 import torch
-from builders import checkpoints
-from thread_ranks import on_ranks
+from support.builders import checkpoints
+from support.thread_ranks import on_ranks
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import LoadConfError, RecckptError, SaveFailedError

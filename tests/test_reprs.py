@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from forge import filled
-from pages import HOSTILE, harmless_text
+from support.forge import filled
+from support.pages import HOSTILE, harmless_text
 from torch import nn
 
 import recckpt

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from builders import OPTIMIZERS, ClickModel, bits, checkpoints, table_state, tree
-from forge import Forge
-from sweeps import mostly_slow
+from support.builders import OPTIMIZERS, ClickModel, bits, checkpoints, table_state, tree
+from support.forge import Forge
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

@@ -5,7 +5,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 from recckpt.format import catalog as catalogs
 from recckpt.format import manifest as manifests

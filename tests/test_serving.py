@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from paths import ROOT
+from support.paths import ROOT
 from torch import nn
 
 from recckpt import Saver

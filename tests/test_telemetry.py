@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm_python
-from builders import Run
-from gate import Gate
-from in_fork import in_fork
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from paths import ROOT
-from rank_processes import results, run_script
+from support import warm_python
+from support.builders import Run
+from support.gate import Gate
+from support.in_fork import in_fork
+from support.paths import ROOT
+from support.rank_processes import results, run_script
 from torch import nn
 
 import recckpt

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 import torch
-from builders import Run, checkpoints, table_state
-from crowd import crowd
-from in_fork import in_fork
+from support.builders import Run, checkpoints, table_state
+from support.crowd import crowd
+from support.in_fork import in_fork
 from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Saver

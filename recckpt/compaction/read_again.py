@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from recckpt.compaction.held_ids import OpenedLink, open_link
+from recckpt.checkpoint.chain import open_link
 from recckpt.dense.file_check import check_file
 from recckpt.dense.tensors import read_index
 from recckpt.errors import CorruptCheckpointError
@@ -14,6 +14,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.chain_table import OpenLink
 from recckpt.sparse.files.verifier import check_part
 from recckpt.storage import Storage
 
@@ -67,7 +68,7 @@ def _problems(storage: Storage, form: Checkpoint, concurrency: int) -> Iterator[
     yield from _problems_of_others(link)
 
 
-def _problems_of_others(link: OpenedLink) -> Iterator[CorruptCheckpointError]:
+def _problems_of_others(link: OpenLink) -> Iterator[CorruptCheckpointError]:
     manifest, directory = link.checkpoint.manifest, link.checkpoint.directory
     for file in (file for file in manifest.files if not layout.is_part(file.name)):
         yield from check_file(link.files, directory, file, index=None, advance=_unseen)

@@ -7,8 +7,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from recckpt.checkpoint.copied_files import copied_bytes, copy_others
 from recckpt.compaction.chain import ChainName, opened
-from recckpt.compaction.other_files import copied_bytes, copy_others
 from recckpt.compaction.part_task import CompactionTask, write_part
 from recckpt.compaction.plan import PlannedPart, plan_parts
 from recckpt.errors import CorruptCheckpointError

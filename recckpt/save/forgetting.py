@@ -10,10 +10,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from recckpt.compaction.forget import check_table, checked_ids
-from recckpt.compaction.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
-from recckpt.compaction.held_ids import Ids
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
+from recckpt.forget.forget import check_table, checked_ids
+from recckpt.forget.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
+from recckpt.forget.held_ids import Ids
 from recckpt.output_dir.forget_requests import audit, check_none_pending, pending, requests
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from writer_hooks import Failing, Noting, notes
+from support.writer_hooks import Failing, Noting, notes
 
 from recckpt.checkpointer import RankInfo, make_async_checkpointer, make_sync_checkpointer
 from recckpt.errors import CheckpointNotFoundError

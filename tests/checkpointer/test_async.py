@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointing import frozen, save
-from writer_hooks import Failing, Noting, Pausing, notes
+from support.checkpointing import frozen, save
+from support.writer_hooks import Failing, Noting, Pausing, notes
 
 from recckpt.checkpointer import make_sync_checkpointer
 from recckpt.errors import SaveFailedError

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpointing import everything, frozen, save
-from writer_hooks import Failing, Noting, notes
+from support.checkpointing import everything, frozen, save
+from support.writer_hooks import Failing, Noting, notes
 
 from recckpt.checkpointer import (
     Checkpointer,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 EXAMPLE = ROOT / "examples/state_dict.py"
 SMALL = ("--steps", "12", "--save-interval", "5", "--output-dir")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpointing import everything
+from support.checkpointing import everything
 
 from recckpt.checkpointer.pack import pack
 from recckpt.dense.torch_archive import ArchiveContents, write_archive

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointing import everything, frozen, save
-from paths import PYTHONPATH
-from sweeps import SWEEP_STRIDE
-from writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
+from support.checkpointing import everything, frozen, save
+from support.paths import PYTHONPATH
+from support.sweeps import SWEEP_STRIDE
+from support.writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
 
 from recckpt.checkpointer import PartlyCommittedError, make_async_checkpointer, make_sync_checkpointer
 from recckpt.checkpointer.child import DiedError
@@ -187,7 +187,7 @@ from recckpt.checkpointer import RankInfo
 from recckpt.checkpointer.child import Arena
 from recckpt.checkpointer.child import Child
 from recckpt.checkpointer.worker import Setup
-from writer_hooks import Pausing
+from support.writer_hooks import Pausing
 
 assert "torch" not in sys.modules
 child = Child(pickle.dumps(Setup(RankInfo(0, 1), Pausing(), None, ())))

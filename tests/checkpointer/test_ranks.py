@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm_python import WarmProcess
+from support.warm_python import WarmProcess
 
 from recckpt.checkpointer import make_sync_checkpointer
 

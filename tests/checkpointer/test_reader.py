@@ -10,10 +10,10 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from checkpointing import STATES, everything, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweeps import SWEEP_STRIDE
+from support.checkpointing import STATES, everything, frozen
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.checkpointer import CheckpointWriter, RankInfo, StateReader
 from recckpt.errors import CorruptCheckpointError, StateMismatchError

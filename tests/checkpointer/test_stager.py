@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
-from checkpointing import everything
+from support.checkpointing import everything
 
 from recckpt.checkpointer import SharedMemoryStager
 from recckpt.checkpointer.child import Arena

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from checkpointing import frozen
-from crowd import crowd
-from in_fork import in_fork
-from writer_hooks import Pausing
+from support.checkpointing import frozen
+from support.crowd import crowd
+from support.in_fork import in_fork
+from support.writer_hooks import Pausing
 
 from recckpt.checkpointer import make_sync_checkpointer
 

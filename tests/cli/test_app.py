@@ -6,8 +6,8 @@ import sys
 from importlib import import_module
 
 import pytest
-from builders import Run
-from forge import filled, save_tables
+from support.builders import Run
+from support.forge import filled, save_tables
 
 from recckpt import text
 from recckpt.storage import open_storage

@@ -1,5 +1,5 @@
 import pytest
-from delta_runs import rows_of, run_with_chain
+from support.delta_runs import rows_of, run_with_chain
 from torch import nn
 
 from recckpt import Saver

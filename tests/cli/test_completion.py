@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from forge import filled, save_tables
+from support.forge import filled, save_tables
 
 from recckpt.storage import open_storage
 

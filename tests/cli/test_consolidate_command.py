@@ -3,8 +3,8 @@ import zipfile
 
 import pytest
 import torch
-from builders import Run, flip_bit, tree
-from chunked import chunk_of, save_chunked
+from support.builders import Run, flip_bit, tree
+from support.chunked import chunk_of, save_chunked
 
 WHOLE = {
     "w": torch.arange(60.0).reshape(10, 6),

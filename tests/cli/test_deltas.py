@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from forge import filled, save_tables
-from spec_reader import counting
-from spec_writer import write_delta, write_form
+from support.forge import filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
 from torch import nn
 
 from recckpt import Saver

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from builders import Run
-from forge import filled, save_tables
-from pages import HOSTILE, harmless_text
+from support.builders import Run
+from support.forge import filled, save_tables
+from support.pages import HOSTILE, harmless_text
 
 from recckpt.storage import open_storage
 

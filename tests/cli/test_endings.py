@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forge import filled, save_tables
+from support.forge import filled, save_tables
 
 from recckpt.storage import open_storage
 
@@ -17,7 +17,7 @@ from recckpt.storage import open_storage
 WAITS = """
 import sys, threading
 from recckpt.cli import app
-from recckpt.cli.result import Outcome
+from recckpt.cli.result import CommandResult
 from recckpt.storage import new_file
 def run(args):
     with new_file(args.dir + "/half") as sink:

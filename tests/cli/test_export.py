@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from conversions import some_rows
+from support.conversions import some_rows
 
 
 @pytest.fixture

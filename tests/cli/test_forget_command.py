@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import tree
-from delta_runs import rows_of, run_with_chain
+from support.builders import tree
+from support.delta_runs import rows_of, run_with_chain
 
 from recckpt.output_dir.fence import Fence
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from conversions import some_rows
 from safetensors.numpy import save_file
+from support.conversions import some_rows
 
 from recckpt import CheckpointReader
 

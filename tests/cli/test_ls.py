@@ -1,7 +1,7 @@
-from builders import Run
-from forge import Forge, filled, save_tables
-from spec_reader import counting
-from spec_writer import write_delta, write_form
+from support.builders import Run
+from support.forge import Forge, filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
 
 from recckpt.output_dir.rotation import pin
 from recckpt.storage import open_storage

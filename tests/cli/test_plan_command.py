@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from bank_runs import run, table
+from support.bank_runs import run, table
 from torch import nn
 
 from recckpt import Saver

@@ -1,8 +1,8 @@
 import shutil
 
 import pytest
-from builders import Run
-from forge import Forge
+from support.builders import Run
+from support.forge import Forge
 
 from recckpt.inspect import repair as repairing
 from recckpt.output_dir.checkpoint_dir import Intent, write_intent

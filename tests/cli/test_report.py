@@ -1,7 +1,7 @@
 import pytest
-from builders import Run
-from forge import filled, save_tables
-from pages import HOSTILE, harmless_text
+from support.builders import Run
+from support.forge import filled, save_tables
+from support.pages import HOSTILE, harmless_text
 
 from recckpt.storage import open_storage
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from forge import Forge, filled, save_tables
+from support.forge import Forge, filled, save_tables
 
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage

@@ -1,7 +1,7 @@
 import pyarrow as pa
 import pytest
-from builders import flip_bit
-from forge import Forge, filled, save_tables
+from support.builders import flip_bit
+from support.forge import Forge, filled, save_tables
 
 from recckpt.storage import open_storage
 

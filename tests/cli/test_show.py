@@ -1,8 +1,8 @@
 import numpy as np
 import polars as pl
 import torch
-from builders import Run, Stream, flip_bit
-from forge import Forge, filled, save_tables
+from support.builders import Run, Stream, flip_bit
+from support.forge import Forge, filled, save_tables
 
 from recckpt import Saver
 from recckpt.format.buckets import gen_slice

@@ -3,7 +3,7 @@ import io
 import sys
 
 import pytest
-from builders import Run
+from support.builders import Run
 
 pytest.importorskip("duckdb", reason="DUCKDB IS NOT INSTALLED: pip install '.[sql]'")
 

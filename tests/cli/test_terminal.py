@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from builders import Run
+from support.builders import Run
 
 from recckpt.cli import main
 from recckpt.cli.terminal import complain, print_lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 
 def test_the_page_of_the_command_line_is_the_help_of_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_what_only_looks_like_an_option_is_none(recckpt, line):
 
 
 def test_a_misspelt_table_or_slot_is_told_the_nearest(recckpt, tmp_path):
-    from forge import filled, save_tables
+    from support.forge import filled, save_tables
 
     from recckpt.storage import open_storage
 

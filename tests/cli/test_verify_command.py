@@ -3,8 +3,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from builders import Run, flip_bit
-from forge import Forge
+from support.builders import Run, flip_bit
+from support.forge import Forge
 
 
 def test_what_is_whole_is_good(recckpt, url):

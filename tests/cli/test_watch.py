@@ -2,7 +2,7 @@ import json
 import re
 
 import pytest
-from builders import Run
+from support.builders import Run
 
 from recckpt.cli import terminal, watch
 from recckpt.inspect.watch.look import Watcher

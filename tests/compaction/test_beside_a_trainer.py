@@ -1,7 +1,7 @@
 """A trainer saves deltas, a compactor makes offers of them meanwhile, and what is restored is what was saved."""
 
 import pytest
-from builders import Run, state_of
+from support.builders import Run, state_of
 
 import recckpt
 from recckpt import Deltas

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from builders import flip_bit
-from delta_runs import rows_of, run_with_chain
+from support.builders import flip_bit
+from support.delta_runs import rows_of, run_with_chain
 
 import recckpt
 import recckpt.inspect.verify
@@ -172,8 +172,8 @@ def test_nothing_is_offered_of_a_damaged_chain(run, damage):
 
 
 def test_rows_that_are_not_as_many_as_the_manifest_says_are_not_offered(tmp_path):
-    from spec_reader import counting
-    from spec_writer import write_delta
+    from support.spec_reader import counting
+    from support.spec_writer import write_delta
 
     run = run_with_chain(tmp_path / "runs")
     newest = counting(Path(run.url))[-1]

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from delta_runs import rows_of, run_with_chain
-from killed import killed_at
-from sweeps import SWEEP_STRIDE
+from support.delta_runs import rows_of, run_with_chain
+from support.killed import killed_at
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.whole import Means

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from builders import Run, flip_bit
-from delta_runs import rows_of, run_with_chain
-from paths import ROOT
+from support.builders import Run, flip_bit
+from support.delta_runs import rows_of, run_with_chain
+from support.paths import ROOT
 
 import recckpt
 from recckpt import Deltas

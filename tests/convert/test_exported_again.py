@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conversions import arrow_table, rows_bytes, some_rows, table_bytes
-from delta_runs import run_with_chain
 from safetensors.numpy import save_file
+from support.conversions import arrow_table, rows_bytes, some_rows, table_bytes
+from support.delta_runs import run_with_chain
 
 from recckpt import CheckpointReader
 from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint

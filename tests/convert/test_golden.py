@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from conversions import rows_bytes, table_bytes
+from support.conversions import rows_bytes, table_bytes
 
 from recckpt import CheckpointReader
 from recckpt.convert import ImportOptions, import_checkpoint

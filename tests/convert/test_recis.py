@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conversions import rows_bytes, table_bytes
-from recis_files import rank_blocks, safetensors_bytes, write_recis
 from safetensors import safe_open
+from support.conversions import rows_bytes, table_bytes
+from support.recis_files import rank_blocks, safetensors_bytes, write_recis
 from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Saver

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from recis_files import write_recis
 from safetensors.numpy import load_file
+from support.recis_files import write_recis
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

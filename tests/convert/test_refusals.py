@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conversions import arrow_table, some_rows, vectors
 from safetensors.numpy import save_file
+from support.conversions import arrow_table, some_rows, vectors
 
 from recckpt.convert import ImportOptions, import_checkpoint
 from recckpt.errors import ConversionError

@@ -4,11 +4,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conversions import arrow_table, import_rows, rows_bytes, some_rows, table_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.numpy import save_file
+from support.conversions import arrow_table, import_rows, rows_bytes, some_rows, table_bytes
 
 from recckpt import CheckpointReader
 from recckpt.convert import ImportOptions, import_checkpoint

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conversions import rows_bytes, some_rows, table_bytes
-from delta_runs import rows_of, run_with_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from support.conversions import rows_bytes, some_rows, table_bytes
+from support.delta_runs import rows_of, run_with_chain
 from torch import nn
 
 from recckpt import CheckpointReader, Saver, dataset

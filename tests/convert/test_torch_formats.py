@@ -7,8 +7,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conversions import rows_bytes, some_rows, table_bytes
 from safetensors.numpy import save_file
+from support.conversions import rows_bytes, some_rows, table_bytes
 from torch.distributed import checkpoint as dcp
 
 from recckpt import CheckpointReader

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conversions import rows_bytes, table_bytes
+from support.conversions import rows_bytes, table_bytes
 from torch.distributed import checkpoint as dcp
 
 from recckpt import CheckpointReader

@@ -3,7 +3,7 @@
 import fsspec
 import numpy as np
 import pytest
-from conversions import import_rows, rows_bytes, some_rows, table_bytes
+from support.conversions import import_rows, rows_bytes, some_rows, table_bytes
 
 from recckpt.convert import export_checkpoint, import_checkpoint
 from recckpt.errors import ConversionError

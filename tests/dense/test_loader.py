@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from chunked import chunk_of, save_chunked
+from support.chunked import chunk_of, save_chunked
 
 from recckpt.dense.loader import check_indexed, load_state
 from recckpt.dense.saver import save_state

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from builders import frozen
+from support.builders import frozen
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

@@ -8,9 +8,9 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from chunked import save_chunked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chunked import save_chunked
 
 from recckpt import CheckpointReader
 from recckpt.dense.state_copy import portable

@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict, defaultdict
 import numpy as np
 import pytest
 import torch
-from drawn import drawn
 from hypothesis import strategies as st
+from support.drawn import drawn
 from torch import nn
 
 from recckpt.dense.file_check import check_loadable

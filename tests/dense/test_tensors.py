@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from chunked import chunk_of, edit_index, save_chunked
-from forge import Forge
-from forked import outcomes
-from mutations import mutated, mutated_json
-from sweeps import SWEEP_STRIDE
+from support.chunked import chunk_of, edit_index, save_chunked
+from support.forge import Forge
+from support.forked import outcomes
+from support.mutations import mutated, mutated_json
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt import CheckpointReader
 from recckpt.dense import tensors

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from builders import flip_bit
-from rank_processes import fork_ranks
+from support.builders import flip_bit
+from support.rank_processes import fork_ranks
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec

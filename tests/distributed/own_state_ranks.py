@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_processes import fork_ranks
+from support.rank_processes import fork_ranks
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rank_processes import fork_ranks
+from support.rank_processes import fork_ranks
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 

@@ -4,11 +4,11 @@ import json
 import signal
 
 import pytest
-from dying_ranks import HANG, PHASES, Job
-from paths import SUPPORT
-from rank_processes import run_script
-from sweeps import SWEEP_STRIDE
-from thread_ranks import on_ranks
+from support.dying_ranks import HANG, PHASES, Job
+from support.paths import SUPPORT
+from support.rank_processes import run_script
+from support.sweeps import SWEEP_STRIDE
+from support.thread_ranks import on_ranks
 
 from recckpt import CheckpointManager
 from recckpt.inspect.verify import verify

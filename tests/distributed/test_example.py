@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from paths import ROOT
+from support.paths import ROOT
 
 from recckpt import CheckpointReader
 

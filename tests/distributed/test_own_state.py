@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from rank_processes import run_script
+from support.rank_processes import run_script
 
 from recckpt import CheckpointReader
 

@@ -6,11 +6,11 @@ from itertools import product, starmap
 from types import SimpleNamespace
 
 import pytest
-from paths import SUPPORT
-from rank_processes import results, run_script
-from resharding import Job, check
-from sweeps import mostly_slow
-from thread_ranks import on_ranks
+from support.paths import SUPPORT
+from support.rank_processes import results, run_script
+from support.resharding import Job, check
+from support.sweeps import mostly_slow
+from support.thread_ranks import on_ranks
 
 from recckpt.format import catalog as catalogs
 from recckpt.format.manifest import ShardEntry

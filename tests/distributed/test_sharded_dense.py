@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import flip_bit
-from rank_processes import run_script
+from support.builders import flip_bit
+from support.rank_processes import run_script
 
 from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import results, run_script
+from support.rank_processes import results, run_script
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 

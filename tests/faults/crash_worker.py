@@ -13,10 +13,10 @@ import signal
 import sys
 import traceback
 
-import disks
 import torch
 from faults import plants
 from faults.job import Job
+from support import disks
 
 import recckpt
 from recckpt.errors import CommitNotDurableError, SaveFailedError

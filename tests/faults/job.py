@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 import torch
-from builders import bits, table_state
+from support.builders import bits, table_state
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver

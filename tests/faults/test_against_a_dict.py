@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE
 
 NUMBERS = st.integers(0, 99)
 RAM = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

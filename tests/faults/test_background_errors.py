@@ -5,7 +5,7 @@ import errno
 import pytest
 from faults.job import Job, State, check_tidy, restored
 from faults.storage_faults import Faults
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 import recckpt.save.stage
 from recckpt import CheckpointManager

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from builders import Run
 from faults.test_flips import ALWAYS
 from faults.test_fuzz import (
     CATALOG,
@@ -20,8 +19,9 @@ from faults.test_fuzz import (
     raw,
     sizes_resealed,
 )
-from forge import sealed
-from mutations import mutated_json
+from support.builders import Run
+from support.forge import sealed
+from support.mutations import mutated_json
 
 SHORT = 0.1
 INTERVALS = {1: 5, 2: 2}  # by max_keep: a chain of two links, and one of five

@@ -4,10 +4,10 @@ import errno
 from itertools import count
 
 import pytest
-import spec_reader
 import torch
 from faults.storage_faults import WHEN, Faults
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support import spec_reader
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 from torch import nn
 
 import recckpt

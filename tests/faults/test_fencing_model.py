@@ -7,7 +7,7 @@ import pytest
 from faults.all_states import Lost
 from faults.fencing_model import Model, Rules
 from faults.fencing_states import NO_STEP
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 # the steps that each writer saves: a later writer that saves a step again has rolled back
 ONE_EACH = ((1,), (1,), (1,))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
-from builders import Run, state_of
-from forge import Forge
-from forked import outcomes
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.builders import Run, state_of
+from support.forge import Forge
+from support.forked import outcomes
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import Deltas
 from recckpt.errors import FormatVersionError

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 from faults.job import Job, State, check_index, check_tidy, restored
-from sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify

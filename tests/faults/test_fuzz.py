@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from builders import Run, state_of
-from forge import Forge, filled, save_tables, sealed
-from forked import outcomes
-from mutations import mutated, mutated_json
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.builders import Run, state_of
+from support.forge import Forge, filled, save_tables, sealed
+from support.forked import outcomes
+from support.mutations import mutated, mutated_json
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.cli import main

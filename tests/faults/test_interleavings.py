@@ -14,7 +14,7 @@ import pytest
 from faults.interleaving import Scene, crossed, operations, overtaken
 from faults.trainer import Trainer
 from faults.watched_storage import watch
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import SaveFailedError, WriterFencedError
 

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from faults.scenes import FORMS_AND_DOUBTS, OFFERS, SCENES
 from faults.tracing import killing
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage

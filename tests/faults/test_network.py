@@ -11,7 +11,7 @@ from faults.plants import plant
 from faults.store_scene import Scene, Store, options_of
 from faults.store_worker import LargeJob
 from fsspec.config import conf
-from sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.errors import SaveFailedError
 from recckpt.storage import upload

@@ -11,8 +11,8 @@ from faults.http_proxy import Proxy
 from faults.store_scene import Scene, Store, as_json, options_of
 from faults.store_worker import JOBS
 from fsspec.config import conf
-from sweeps import SWEEP_STRIDE
-from warm_python import Piped
+from support.sweeps import SWEEP_STRIDE
+from support.warm_python import Piped
 
 SWEEPS = {  # scene, job, whether deaths begin with the process: which requests, of those that SWEEP_STRIDE leaves
     ("first", "small", True): 2,

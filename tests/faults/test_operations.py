@@ -13,7 +13,7 @@ from faults.job import Job, State, check_tidy, restored
 from faults.scenes import SCENES
 from faults.storage_faults import WHEN, Faults
 from faults.tracing import disturbing
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.inspect.verify import verify

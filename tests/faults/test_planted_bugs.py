@@ -11,7 +11,7 @@ from faults.test_full_disk import mount  # noqa: F401, a fixture
 from faults.test_kills import Sweep
 from faults.test_operations import Kernel
 from faults.test_power_cuts import History, try_all
-from sweeps import mostly_slow
+from support.sweeps import mostly_slow
 
 slow = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from output_dir.test_offers import run  # noqa: F401
 from save import test_delta_base, test_deltas, test_full_or_delta
 from save.test_deltas import training  # noqa: F401
 from sparse.table import test_marks
-from spec_reader import DamagedError
+from support.spec_reader import DamagedError
 
 between = test_marks.test_what_changes_before_and_during_a_save_is_in_the_delta_after_it
 WRONG = (AssertionError, DamagedError)

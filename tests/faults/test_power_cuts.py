@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders import tree
 from faults.disk_model import Disk, cuts, digest, put
 from faults.job import NOTHING, State, restored
 from faults.scenes import FORMS_AND_DOUBTS, SCENES
 from faults.strace_log import read_log, recording
-from sweeps import SWEEP_STRIDE
+from support.builders import tree
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints

@@ -8,10 +8,10 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-import rotating_run
-from paths import PYTHONPATH
-from rotating_run import READERS, Run, WrongReadError, read_often, write_until
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support import rotating_run
+from support.paths import PYTHONPATH
+from support.rotating_run import READERS, Run, WrongReadError, read_often, write_until
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import CheckpointRemovedError
 from recckpt.output_dir import open_files

@@ -4,8 +4,8 @@ import random
 from signal import SIGTERM
 
 import pytest
-from signalled_run import Job, Runs
-from sweeps import SWEEP_STRIDE
+from support.signalled_run import Job, Runs
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage

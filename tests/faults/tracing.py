@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from faults.crash_worker import NOT_DURABLE, SAVE_FAILED, SAVED
 from faults.job import State
-from warm_python import Piped
+from support.warm_python import Piped
 
 STRACE = shutil.which("strace")
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from forge import sealed
+from support.forge import sealed
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout

@@ -2,9 +2,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from forge import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forge import sealed
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout

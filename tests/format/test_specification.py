@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from paths import ROOT
-from spec_reader import DamagedError, buckets_of, counting, read
-from spec_writer import write_delta, write_form
-from sweeps import mostly_slow
+from support.paths import ROOT
+from support.spec_reader import DamagedError, buckets_of, counting, read
+from support.spec_writer import write_delta, write_form
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver

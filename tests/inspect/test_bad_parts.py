@@ -1,8 +1,8 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from forge import Forge, empty, filled, load, save_tables
-from sweeps import mostly_slow
+from support.forge import Forge, empty, filled, load, save_tables
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError

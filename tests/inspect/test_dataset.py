@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
-from forge import Forge, filled, save_tables
-from paths import ROOT
+from support.forge import Forge, filled, save_tables
+from support.paths import ROOT
 
 import recckpt
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from builders import Run
+from support.builders import Run
 from torch import nn
 
 import recckpt

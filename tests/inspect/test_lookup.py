@@ -5,9 +5,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from builders import flip_bit
-from forge import Forge, filled, save_tables
-from sweeps import mostly_slow
+from support.builders import flip_bit
+from support.forge import Forge, filled, save_tables
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointReader, Saver

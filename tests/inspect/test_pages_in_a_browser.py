@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import Run
-from forge import filled, save_tables
-from pages import HOSTILE
+from support.builders import Run
+from support.forge import filled, save_tables
+from support.pages import HOSTILE
 
 import recckpt
 from recckpt.storage import open_storage

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
-from builders import Run, flip_bit
-from forge import Forge, filled, save_tables
+from support.builders import Run, flip_bit
+from support.forge import Forge, filled, save_tables
 from torch import nn
 
 from recckpt import CheckpointReader, Saver

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pytest
-from forge import filled, save_tables, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import ROOT
-from spec_reader import counting
-from spec_writer import write_delta, write_form
+from support.forge import filled, save_tables, sealed
+from support.paths import ROOT
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
 
 import recckpt
 from recckpt import CheckpointReader

@@ -5,11 +5,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel, Run
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sweeps import mostly_slow
+from support.builders import OPTIMIZERS, ClickModel, Run
+from support.sweeps import mostly_slow
 from torch import nn
 
 import recckpt

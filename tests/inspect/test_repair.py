@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
-from builders import Run, checkpoints, flip_bit, tree
-from forge import Forge, filled, save_tables
-from spec_reader import counting
-from spec_writer import write_delta, write_form
+from support.builders import Run, checkpoints, flip_bit, tree
+from support.forge import Forge, filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
 
 from recckpt.errors import CheckpointNotFoundError, FormatVersionError
 from recckpt.inspect import repair as repairing

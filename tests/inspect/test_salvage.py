@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from builders import flip_bit, table_state, tree
-from forge import Forge, empty, filled, load, save_tables
-from paths import ROOT
+from support.builders import flip_bit, table_state, tree
+from support.forge import Forge, empty, filled, load, save_tables
+from support.paths import ROOT
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of

@@ -2,9 +2,9 @@
 
 import pyarrow as pa
 import pytest
-from forge import filled, save_tables
-from spec_reader import counting
-from spec_writer import write_delta, write_form
+from support.forge import filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
 
 from recckpt.inspect.salvage import salvage
 from recckpt.storage import open_storage

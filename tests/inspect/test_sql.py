@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 import torch
-from builders import Run
-from delta_runs import rows_of, run_with_chain
-from forge import Forge, filled, save_tables
-from paths import ROOT
+from support.builders import Run
+from support.delta_runs import rows_of, run_with_chain
+from support.forge import Forge, filled, save_tables
+from support.paths import ROOT
 
 import recckpt
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from builders import Run, flip_bit
-from forge import Forge, filled, save_tables
-from sweeps import mostly_slow
+from support.builders import Run, flip_bit
+from support.forge import Forge, filled, save_tables
+from support.sweeps import mostly_slow
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout

@@ -9,13 +9,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from builders import Run, flip_bit
-from forge import Forge, filled, save_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec_reader import counting
-from spec_writer import write_delta, write_form
-from sweeps import SWEEP_STRIDE
+from support.builders import Run, flip_bit
+from support.forge import Forge, filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Deltas
 from recckpt.format.offer import encode_first

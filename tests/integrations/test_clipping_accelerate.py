@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import twins
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AutocastKwargs
+from support import twins
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
-import twins
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     LearningRateMonitor,
@@ -14,6 +13,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from support import twins
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-import twins
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs
+from support import twins
 from torch.amp import GradScaler
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments

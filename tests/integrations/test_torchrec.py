@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torchrec_models as models
-from conversions import rows_bytes, table_bytes
-from rank_processes import run_script
+from support import torchrec_models as models
+from support.conversions import rows_bytes, table_bytes
+from support.rank_processes import run_script
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (

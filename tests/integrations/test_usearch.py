@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
-from paths import ROOT
+from support.paths import ROOT
 
 from recckpt.convert import export_checkpoint, import_checkpoint
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torchrec_models as models
-from rank_processes import fork_ranks
+from support import torchrec_models as models
+from support.rank_processes import fork_ranks
 from torch.distributed import checkpoint as dcp
 
 from recckpt import CheckpointManager, Saver

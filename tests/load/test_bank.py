@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from bank_runs import INITIAL, Model, live_bytes, run, saved, slots_of, table, values_of
+from support.bank_runs import INITIAL, Model, live_bytes, run, saved, slots_of, table, values_of
 from torch import nn
 
 from recckpt import Saver

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drawn import drawn
-from foreign import ForeignTable
-from forge import Tables
 from hypothesis import strategies as st
-from spec_writer import Held, write_delta_of, write_full
+from support.drawn import drawn
+from support.foreign import ForeignTable
+from support.forge import Tables
+from support.spec_writer import Held, write_delta_of, write_full
 
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError

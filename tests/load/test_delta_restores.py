@@ -4,9 +4,9 @@ import tracemalloc
 
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel, Run, bits, state_of
-from sweeps import mostly_slow
-from thread_ranks import on_ranks
+from support.builders import OPTIMIZERS, ClickModel, Run, bits, state_of
+from support.sweeps import mostly_slow
+from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver

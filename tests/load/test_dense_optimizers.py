@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
-from bank_runs import run
-from builders import flip_bit, frozen
-from forge import Forge
+from support.bank_runs import run
+from support.builders import flip_bit, frozen
+from support.forge import Forge
 from torch import nn
 
 from recckpt import CheckpointManager

@@ -5,7 +5,7 @@ from collections import UserDict, UserList
 
 import pytest
 import torch
-from bank_runs import run, saved, slots_of, table, values_of
+from support.bank_runs import run, saved, slots_of, table, values_of
 from torch import nn
 
 from recckpt import CheckpointManager

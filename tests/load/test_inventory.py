@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from bank_runs import run, saved, table
-from builders import flip_bit
+from support.bank_runs import run, saved, table
+from support.builders import flip_bit
 from torch import nn
 
 from recckpt.dense.tensors import DenseTensors

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel, bits, flip_bit, table_state
-from foreign import ForeignTable
+from support.builders import OPTIMIZERS, ClickModel, bits, flip_bit, table_state
+from support.foreign import ForeignTable
 from torch import nn
 
 from recckpt import Saver

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
-from bank_runs import live_bytes, run, saved, slots_of, table, values_of
-from builders import Run, flip_bit, state_of, table_state, tree
-from foreign import ForeignTable
-from forge import Tables
-from thread_ranks import ThreadGroup, on_ranks
+from support.bank_runs import live_bytes, run, saved, slots_of, table, values_of
+from support.builders import Run, flip_bit, state_of, table_state, tree
+from support.foreign import ForeignTable
+from support.forge import Tables
+from support.thread_ranks import ThreadGroup, on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

@@ -1,10 +1,10 @@
 """Loads of what turns out to be damaged when it is read: another form of it is taken, or nothing changes."""
 
 import pytest
-from builders import flip_bit
-from spec_writer import Held, write_delta_of, write_form, write_full
-from sweeps import mostly_slow
-from thread_ranks import on_ranks
+from support.builders import flip_bit
+from support.spec_writer import Held, write_delta_of, write_form, write_full
+from support.sweeps import mostly_slow
+from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

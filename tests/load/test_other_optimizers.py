@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from bank_runs import run
-from builders import frozen
+from support.bank_runs import run
+from support.builders import frozen
 from torch import nn
 
 from recckpt import CheckpointManager

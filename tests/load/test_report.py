@@ -6,7 +6,7 @@ import logging
 import pickle
 
 import pytest
-from bank_runs import run, table
+from support.bank_runs import run, table
 
 from recckpt.format.buckets import gen_slice
 from recckpt.format.names import Name, slot_name

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel, Run, Stream, checkpoints, state_of, table_state
-from gate import Gate
-from sweeps import SWEEP_STRIDE
+from support.builders import OPTIMIZERS, ClickModel, Run, Stream, checkpoints, state_of, table_state
+from support.gate import Gate
+from support.sweeps import SWEEP_STRIDE
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

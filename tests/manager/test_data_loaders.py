@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from builders import table_state
-from sweeps import mostly_slow
+from support.builders import table_state
+from support.sweeps import mostly_slow
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawn import drawn
 from hypothesis import strategies as st
+from support.drawn import drawn
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver

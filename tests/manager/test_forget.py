@@ -6,16 +6,16 @@ import threading
 import numpy as np
 import pytest
 import torch
-from builders import tree
-from forgetting import LONG, ForgettingRun, files_with, fill, ids_at
-from spec_reader import read
-from thread_ranks import on_ranks
+from support.builders import tree
+from support.forgetting import LONG, ForgettingRun, files_with, fill, ids_at
+from support.spec_reader import read
+from support.thread_ranks import on_ranks
 
 import recckpt
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.compaction.compact import make_offer
-from recckpt.compaction.forget import forget
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
+from recckpt.forget.forget import forget
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.repair import repair

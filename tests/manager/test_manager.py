@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 import torch
-from builders import ClickModel, Run, checkpoints, flip_bit, state_of, table_state, tree
-from sweeps import mostly_slow
+from support.builders import ClickModel, Run, checkpoints, flip_bit, state_of, table_state, tree
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

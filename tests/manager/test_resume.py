@@ -7,11 +7,11 @@ import tempfile
 import numpy as np
 import pytest
 import torch
-from builders import OPTIMIZERS, Run, state_of, table_state
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.builders import OPTIMIZERS, Run, state_of, table_state
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, Normal, SparseAdam

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from builders import flip_bit
-from spec_writer import Held, write_delta_of, write_form, write_full
-from thread_ranks import on_ranks
+from support.builders import flip_bit
+from support.spec_writer import Held, write_delta_of, write_form, write_full
+from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

@@ -5,8 +5,8 @@ import tempfile
 import numpy as np
 import pytest
 import torch
-from drawn import drawn
 from hypothesis import strategies as st
+from support.drawn import drawn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.output_dir.listing import list_checkpoints

@@ -11,9 +11,9 @@ import threading
 from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1, SIGUSR2
 
 import pytest
-from builders import checkpoints
-from paths import PYTHONPATH
-from signalled_run import Job, Runs
+from support.builders import checkpoints
+from support.paths import PYTHONPATH
+from support.signalled_run import Job, Runs
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

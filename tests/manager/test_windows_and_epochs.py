@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from builders import checkpoints
-from sweeps import SWEEP_STRIDE
-from thread_ranks import on_ranks
+from support.builders import checkpoints
+from support.sweeps import SWEEP_STRIDE
+from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from drawn import drawn
 from faults import delta_states as model
-from links import SLOTS, as_in_the_model, delta, form, full, output_dirs
+from support.drawn import drawn
+from support.links import SLOTS, as_in_the_model, delta, form, full, output_dirs
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format.links import MAX_LINKS

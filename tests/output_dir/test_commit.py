@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forge import fence_of, filled, save_tables
+from support.forge import fence_of, filled, save_tables
 
 from recckpt.errors import CheckpointExistsError, CorruptCheckpointError
 from recckpt.format import layout

@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forge import filled, save_tables
-from spec_reader import counting
-from spec_writer import write_delta, write_form
+from support.forge import filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.output_dir import at_path

@@ -1,10 +1,10 @@
 """Which links go and which are kept for others: rotation against the model of the protocol, without a disk."""
 
-from drawn import drawn
 from faults.delta_states import Reader, Rules, State, Trainer
 from faults.delta_trainer import Habits, TrainerTurn
 from hypothesis import strategies as st
-from links import as_in_the_model, attempt_of, delta, form, full, output_dirs
+from support.drawn import drawn
+from support.links import as_in_the_model, attempt_of, delta, form, full, output_dirs
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.manifest import Manifest

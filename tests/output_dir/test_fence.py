@@ -8,9 +8,9 @@ import socket
 
 import pytest
 import torch
-from builders import tree
-from forge import fence_of, filled, save_tables
-from forgetting import ForgettingRun, fill
+from support.builders import tree
+from support.forge import fence_of, filled, save_tables
+from support.forgetting import ForgettingRun, fill
 from torch import nn
 
 import recckpt

@@ -4,9 +4,9 @@ import logging
 import shutil
 
 import pytest
-from builders import Run
 from faults.watched_storage import watch
-from sweeps import mostly_slow
+from support.builders import Run
+from support.sweeps import mostly_slow
 
 from recckpt.format import layout
 from recckpt.output_dir.index_file import index_problem

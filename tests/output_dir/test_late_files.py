@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from builders import Run
-from forge import fence_of
-from late_storage import LateStorage
+from support.builders import Run
+from support.forge import fence_of
+from support.late_storage import LateStorage
 
 from recckpt.errors import SaveFailedError, WriterFencedError
 from recckpt.format import layout

@@ -1,7 +1,7 @@
 """``latest`` and ``latest~1`` in place of a checkpoint's own name."""
 
 import pytest
-from forge import filled, save_tables
+from support.forge import filled, save_tables
 
 from recckpt import CheckpointReader
 from recckpt.cli import main

@@ -3,7 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from forge import Forge, filled, save_tables
+from support.forge import Forge, filled, save_tables
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.output_dir.at_path import locate_path, open_checkpoint, read_checkpoint

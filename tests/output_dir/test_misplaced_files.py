@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from builders import Run, checkpoints, tree
-from sweeps import mostly_slow
+from support.builders import Run, checkpoints, tree
+from support.sweeps import mostly_slow
 
 from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.inspect.reader import CheckpointReader

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from delta_runs import rows_of, run_with_chain
-from spec_reader import counting
-from spec_writer import write_delta
+from support.delta_runs import rows_of, run_with_chain
+from support.spec_reader import counting
+from support.spec_writer import write_delta
 
 from recckpt.compaction.compact import make_offer
 from recckpt.compaction.whole import Means

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from forge import filled, save_tables
+from support.forge import filled, save_tables
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.output_dir.listing import locate

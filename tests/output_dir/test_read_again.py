@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rotating_run import N_ROWS, Run
-from sweeps import mostly_slow
+from support.rotating_run import N_ROWS, Run
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.cli import main

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from bank_runs import run, table
+from support.bank_runs import run, table
 
 from recckpt import CheckpointManager
 from recckpt.errors import CheckpointNotFoundError

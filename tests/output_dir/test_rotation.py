@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders import Run, flip_bit
-from delta_runs import rows_of
-from forge import Forge, filled, save_tables
-from spec_reader import counting
-from spec_writer import write_delta, write_form
+from support.builders import Run, flip_bit
+from support.delta_runs import rows_of
+from support.forge import Forge, filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta, write_form
 from torch import nn
 
 from recckpt import Deltas, Saver

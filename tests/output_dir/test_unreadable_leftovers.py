@@ -4,8 +4,8 @@ import errno
 import os
 
 import pytest
-from builders import Run, checkpoints
-from delta_runs import run_with_chain
+from support.builders import Run, checkpoints
+from support.delta_runs import run_with_chain
 
 from recckpt.cli.app import main
 from recckpt.compaction.compact import make_offer

@@ -2,7 +2,7 @@
 
 import re
 
-from documents import PAGES
+from support.documents import PAGES
 
 import recckpt
 

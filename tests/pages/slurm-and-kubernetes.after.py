@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import yaml
-from documents import PAGES, blocks
+from support.documents import PAGES, blocks
 
 page = blocks("slurm-and-kubernetes.md")
 script, ranks = (block.text for block in page if block.language == "bash")

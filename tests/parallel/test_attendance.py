@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 from recckpt.parallel.attendance import Attendance
 

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 from recckpt.errors import RankLostError
 from recckpt.parallel import lost_ranks

@@ -6,9 +6,9 @@ import signal
 
 import numpy as np
 import pytest
-from builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
-from paths import SUPPORT
-from warm_python import WarmProcess
+from support.builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
+from support.paths import SUPPORT
+from support.warm_python import WarmProcess
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError, StateMismatchError

@@ -3,7 +3,7 @@ import sys
 import threading
 
 import pytest
-from builders import ClickModel
+from support.builders import ClickModel
 
 from recckpt import Saver
 from recckpt.parallel.threads import _Crew, give_way, run_all

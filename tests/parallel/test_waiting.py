@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from raising import _silent
-from sweeps import mostly_slow
+from support.raising import _silent
+from support.sweeps import mostly_slow
 
 from recckpt.parallel import waiting
 from recckpt.parallel.attendance import moments

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from datetime import datetime, timezone
 
-from drawn import drawn
 from hypothesis import given
 from hypothesis import strategies as st
+from support.drawn import drawn
 
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir import rotation

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
-import warm_python
-from builders import Run, checkpoints, state_of, table_state
-from sweeps import mostly_slow
+from support import warm_python
+from support.builders import Run, checkpoints, state_of, table_state
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver

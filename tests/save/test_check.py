@@ -5,7 +5,7 @@ import errno
 import numpy as np
 import pytest
 import torch
-from foreign import ForeignTable
+from support.foreign import ForeignTable
 from torch import nn
 
 from recckpt import Saver

@@ -1,9 +1,9 @@
 """The base of a saver: what it may count changes from, so that no delta stands on what somebody removes."""
 
 import pytest
-import spec_reader
 import torch
-from builders import Run, state_of
+from support import spec_reader
+from support.builders import Run, state_of
 
 import recckpt
 from recckpt import Deltas, Saver

@@ -4,9 +4,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-import spec_reader
-from rank_processes import results, run_script
-from sweeps import mostly_slow
+from support import spec_reader
+from support.rank_processes import results, run_script
+from support.sweeps import mostly_slow
 
 from recckpt.inspect.verify import verify
 

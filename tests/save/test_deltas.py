@@ -6,14 +6,14 @@ import shutil
 from contextlib import suppress
 
 import pytest
-import spec_reader
 import torch
-from builders import OPTIMIZERS, ClickModel
-from foreign import ForeignTable
-from forge import Tables
-from spec_reader import DamagedError
-from sweeps import mostly_slow
-from thread_ranks import on_ranks
+from support import spec_reader
+from support.builders import OPTIMIZERS, ClickModel
+from support.foreign import ForeignTable
+from support.forge import Tables
+from support.spec_reader import DamagedError
+from support.sweeps import mostly_slow
+from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import Deltas, Saver

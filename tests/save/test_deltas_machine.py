@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spec_reader
 import torch
-from forge import Tables
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from sweeps import SWEEP_STRIDE
+from support import spec_reader
+from support.forge import Tables
+from support.sweeps import SWEEP_STRIDE
 
 import recckpt
 from recckpt import Deltas, Saver

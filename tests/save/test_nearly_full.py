@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from builders import table_state
-from thread_ranks import on_ranks
+from support.builders import table_state
+from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import Deltas, Saver

@@ -2,7 +2,7 @@
 
 import threading
 
-from builders import Run, state_of
+from support.builders import Run, state_of
 
 from recckpt import Deltas
 from recckpt.compaction import whole

@@ -3,7 +3,7 @@
 import pytest
 from faults.plants import Plant
 from save import test_delta_base, test_deltas
-from spec_reader import DamagedError
+from support.spec_reader import DamagedError
 
 BEGIN, COMMIT = "recckpt.output_dir.commit:begin", "recckpt.output_dir.commit:commit"
 CONFIRM, SAVE = "recckpt.save.delta_base:Changes.confirm", "recckpt.save.save:write_and_commit"

@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 
 import polars as pl
 import pytest
-import spec_reader
 import torch
-from drawn import drawn
-from foreign import ForeignTable
-from forge import Tables
 from hypothesis import strategies as st
-from thread_ranks import on_ranks
+from support import spec_reader
+from support.drawn import drawn
+from support.foreign import ForeignTable
+from support.forge import Tables
+from support.thread_ranks import on_ranks
 
 import recckpt
 from recckpt import CheckpointManager, CheckpointReader, Deltas, Saver

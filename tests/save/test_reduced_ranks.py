@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import spec_reader
-from rank_processes import results, run_script
+from support import spec_reader
+from support.rank_processes import results, run_script
 
 from recckpt.inspect.verify import verify
 

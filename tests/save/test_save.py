@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel, Run, checkpoints, tree
+from support.builders import OPTIMIZERS, ClickModel, Run, checkpoints, tree
 from torch import nn
 
 from recckpt import Saver

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import results, run_script
+from support.rank_processes import results, run_script
 from torch import nn
 
 from recckpt import Saver

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from builders import OPTIMIZERS, ClickModel
+from support.builders import OPTIMIZERS, ClickModel
 from torch import nn
 
 from recckpt.dense.registered import extra_registry, io_registry

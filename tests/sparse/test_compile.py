@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.sparse import HashTable, SparseSGD
 

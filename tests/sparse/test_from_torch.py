@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from rooms import on_ranks
+from support.rooms import on_ranks
 from torch import nn
 
 from recckpt import Saver, filter_out_sparse_param

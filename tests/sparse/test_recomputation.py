@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from rooms import on_ranks
-from sweeps import mostly_slow
+from support.rooms import on_ranks
+from support.sweeps import mostly_slow
 from torch.utils.checkpoint import checkpoint
 
 from recckpt.policies.admit import MinCount, Probability

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from builders import ClickModel
+from support.builders import ClickModel
 from torch import nn
 
 from recckpt import CheckpointReader, Saver, filter_out_sparse_param, split_sparse_dense_state_dict

@@ -4,12 +4,12 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-import disks
 import fsspec
 import pytest
 from fsspec.config import conf
 from servers import azurite, openssh
 from servers.process import ServerProcess
+from support import disks
 
 _numbers = count()
 

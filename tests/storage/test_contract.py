@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import xxhash
-from sweeps import mostly_slow
+from support.sweeps import mostly_slow
 
 from recckpt.storage import NOT_READABLE, HashingSink, Storage, open_parent, open_storage
 

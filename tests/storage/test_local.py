@@ -3,7 +3,7 @@ import os
 from pathlib import Path
 
 import pytest
-from forge import filled, save_tables
+from support.forge import filled, save_tables
 
 from recckpt.storage import NotPlainError, open_parent, open_storage
 from recckpt.storage.local import LocalStorage

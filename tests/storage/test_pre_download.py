@@ -8,8 +8,8 @@ import pytest
 import torch
 from faults.http_proxy import Proxy
 from faults.store_scene import options_of
-from forge import empty, filled, load, rows_of, save_tables
 from fsspec.config import conf
+from support.forge import empty, filled, load, rows_of, save_tables
 
 from recckpt import Saver
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError

@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from builders import Run, flip_bit, state_of
 from fsspec.implementations.memory import MemoryFileSystem
+from support.builders import Run, flip_bit, state_of
 
 from recckpt.inspect.reader import CheckpointReader, dataset
 from recckpt.inspect.sql import connect, scan

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from builders import Run, state_of
-from forge import filled, save_tables
+from support.builders import Run, state_of
+from support.forge import filled, save_tables
 
 from recckpt import CheckpointReader
 from recckpt.errors import WriterFencedError

@@ -9,7 +9,7 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from crowd import crowd
+from support.crowd import crowd
 
 from recckpt.storage.upload_limit import UploadSlots
 

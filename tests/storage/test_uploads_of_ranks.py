@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from faults.http_proxy import Proxy
 from faults.store_scene import as_json, options_of
-from warm_python import Piped
+from support.warm_python import Piped
 
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import Run, state_of
 from faults.http_proxy import Proxy
 from faults.store_scene import as_json, options_of
+from support.builders import Run, state_of
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from builders import ClickModel, table_state
 from fsspec.config import conf
-from late_storage import LateStorage
+from support.builders import ClickModel, table_state
+from support.late_storage import LateStorage
 
 from recckpt import Saver
 from recckpt import saver as saving

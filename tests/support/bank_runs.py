@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from builders import OPTIMIZERS, bits, frozen, table_state
 from torch import nn
 
 from recckpt import Saver
 from recckpt.sparse import Constant, HashTable
+from support.builders import OPTIMIZERS, bits, frozen, table_state
 
 INITIAL = 0.5  # of embeddings that nobody has set
 

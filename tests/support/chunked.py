@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge import Forge, filled, save_tables
 from torch import Tensor
 
 from recckpt.dense.saver import save_tensors
 from recckpt.dense.sharded import OwnChunk
 from recckpt.format import layout
 from recckpt.storage import open_storage
+from support.forge import Forge, filled, save_tables
 
 Box = tuple[Sequence[int], Sequence[int]]  # where it begins, and its sizes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from builders import flip_bit
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, SparseAdamW
+from support.builders import flip_bit
 
 
 class Model(torch.nn.Module):

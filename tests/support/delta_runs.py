@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from forge import filled, save_tables
-from spec_reader import Rows, counting, read
-from spec_writer import write_delta
-
 from recckpt.storage import Storage, open_storage
+from support.forge import filled, save_tables
+from support.spec_reader import Rows, counting, read
+from support.spec_writer import write_delta
 
 
 def run_with_chain(path: Path) -> Storage:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from paths import ROOT, TESTS
+
+from support.paths import ROOT, TESTS
 
 DOCS = ROOT / "docs"
 PAGES = {"README.md": ROOT / "README.md", **{str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md"))}}

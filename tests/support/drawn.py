@@ -2,7 +2,8 @@
 
 import pytest
 from hypothesis import given, settings
-from sweeps import SWEEP_STRIDE
+
+from support.sweeps import SWEEP_STRIDE
 
 
 def drawn(*strategies, few, many):

@@ -19,7 +19,6 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it has much to say of connections
 
 import torch
 import torch.distributed as dist
-from rank_processes import whole_life
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -27,6 +26,7 @@ from recckpt.errors import RecckptError
 from recckpt.parallel.ranks import Ranks
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from recckpt.storage.local import LocalStorage
+from support.rank_processes import whole_life
 
 PHASES = ("staging", "writing", "written", "commit", "committed", "rotation")
 N_ROWS = 60

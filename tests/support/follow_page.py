@@ -2,6 +2,6 @@
 
 import sys
 
-from documents import follow
+from support.documents import follow
 
 follow(sys.argv[1])

@@ -13,13 +13,13 @@ import signal
 import sys
 import threading
 
-import disks
 import numpy as np
 import torch
 from torch import nn
 
 from recckpt import Saver
 from recckpt.sparse import HashTable, Normal, SparseAdamW
+from support import disks
 
 
 class Run:

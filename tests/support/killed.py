@@ -3,10 +3,9 @@
 import os
 import signal
 
-from in_fork import in_fork
-
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.local_files import LocalSink
+from support.in_fork import in_fork
 
 STORAGE_CALLS = ("make_dir", "put_if_absent", "replace", "create", "sync_dir", "remove", "remove_empty_dirs")
 CALLS = [

@@ -6,4 +6,4 @@ from pathlib import Path
 SUPPORT = Path(__file__).parent
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
-PYTHONPATH = os.pathsep.join(map(str, (ROOT, TESTS, SUPPORT)))
+PYTHONPATH = os.pathsep.join(map(str, (ROOT, TESTS)))

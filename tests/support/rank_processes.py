@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from warm_python import WarmProcess
+from support.warm_python import WarmProcess
 
 _SECONDS = 60  # that a collective may take
 

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rank_processes import fork_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from recckpt.sparse.files.saver import SparseSaver
+from support.rank_processes import fork_ranks
 
 TABLES = {"wide": 32, "narrow": 2}
 STEP = 7

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from warm_python import Piped
 
 from recckpt import CheckpointManager, Saver
 from recckpt.policies.when import EveryEventTime
 from recckpt.sparse import HashTable, SparseAdagrad, gen_slice
 from recckpt.storage.local import LocalStorage
+from support.warm_python import Piped
 
 N_ROWS = 50
 

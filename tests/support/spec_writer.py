@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
-from spec_reader import Checkpoint, buckets_of
+
+from support.spec_reader import Checkpoint, buckets_of
 
 Vectors = Mapping[int, Sequence[float]]  # id -> the numbers of its slots, one after another; all slots are float32
 Shards = Sequence[tuple[Vectors, Sequence[int]]]  # rows and deleted ids of each

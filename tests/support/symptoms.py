@@ -14,16 +14,16 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from click_runs import Model, Position, damage, go_on, made, trained
-from in_fork import in_fork
-from paths import ROOT
 from servers.expired_s3 import expired_s3
-from thread_ranks import on_ranks
 
 import recckpt
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import RecckptError
 from recckpt.sparse import HashTable, SparseAdagrad, SparseAdamW, gen_slice
+from support.click_runs import Model, Position, damage, go_on, made, trained
+from support.in_fork import in_fork
+from support.paths import ROOT
+from support.thread_ranks import on_ranks
 
 PAGE = ROOT / "docs/does-not-resume.md"
 

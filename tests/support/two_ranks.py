@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from builders import OPTIMIZERS, ClickModel, Stream, flip_bit, table_state
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
+from support.builders import OPTIMIZERS, ClickModel, Stream, flip_bit, table_state
 
 SIZE = 2
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from paths import PYTHONPATH, SUPPORT
+from support.paths import PYTHONPATH, SUPPORT
 
 _AS_IT_STARTS = {
     "PYTHONPATH": PYTHONPATH,

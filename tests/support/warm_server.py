@@ -11,8 +11,8 @@ import select
 import signal
 import socket
 
-import disks
-from interpreter import be_python
+from support import disks
+from support.interpreter import be_python
 
 
 def command_of_a_fork():
@@ -45,7 +45,8 @@ def warm_up():
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.optim
-    from builders import Run
+
+    from support.builders import Run
 
     torch.set_num_threads(1)
     disks.leave_to_the_kernel()

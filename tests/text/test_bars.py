@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from thread_ranks import on_ranks
+from support.thread_ranks import on_ranks
 
 from recckpt import Saver
 from recckpt.text import Progress, bars

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from builders import Run
-from delta_runs import run_with_chain
-from forge import Forge, empty, filled, save_tables
-from paths import ROOT
+from support.builders import Run
+from support.delta_runs import run_with_chain
+from support.forge import Forge, empty, filled, save_tables
+from support.paths import ROOT
 
 import recckpt
 from recckpt import CheckpointReader, Saver

@@ -6,8 +6,8 @@ from collections import Counter
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from builders import Run
-from forge import filled, save_tables
+from support.builders import Run
+from support.forge import filled, save_tables
 
 from recckpt import Deltas
 from recckpt.inspect.watch.history import history_of

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from sweeps import mostly_slow
+from support.sweeps import mostly_slow
 from torch import nn
 from torch.optim.swa_utils import (
     AveragedModel,

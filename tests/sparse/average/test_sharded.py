@@ -1,7 +1,7 @@
 """Averages of tables that lie on many ranks: each rank averages what it owns, and look-ups are of all."""
 
 import torch
-from rooms import on_ranks
+from support.rooms import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

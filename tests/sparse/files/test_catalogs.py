@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from forge import Forge, filled, save_tables
-from spec_reader import counting
-from spec_writer import write_delta
+from support.forge import Forge, filled, save_tables
+from support.spec_reader import counting
+from support.spec_writer import write_delta
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.output_dir.at_path import read_checkpoint

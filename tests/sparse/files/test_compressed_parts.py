@@ -3,7 +3,7 @@ import io
 import numpy as np
 import pyarrow as pa
 import pytest
-from forge import Forge, filled, save_tables
+from support.forge import Forge, filled, save_tables
 
 from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError

@@ -5,9 +5,9 @@ from itertools import product, starmap
 import numpy as np
 import pytest
 import torch
-from foreign import ForeignTable
-from forge import Forge, empty, filled, load, parts_of, rows_of, save_tables
-from sweeps import mostly_slow
+from support.foreign import ForeignTable
+from support.forge import Forge, empty, filled, load, parts_of, rows_of, save_tables
+from support.sweeps import mostly_slow
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, PartlyLoadedError, StateMismatchError
 from recckpt.output_dir import open_files

@@ -8,10 +8,10 @@ from itertools import count, pairwise, zip_longest
 import numpy as np
 import pyarrow as pa
 import pytest
-from forge import filled, save_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweeps import mostly_slow
+from support.forge import filled, save_tables
+from support.sweeps import mostly_slow
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS, bucket_of

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from forge import Forge, empty, filled, load, parts_of, save_tables
-from sweeps import SWEEP_STRIDE
+from support.forge import Forge, empty, filled, load, parts_of, save_tables
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of

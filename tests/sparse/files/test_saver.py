@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from foreign import ForeignTable
-from forge import empty, filled, load, parts_of, rows_of, save_tables
+from support.foreign import ForeignTable
+from support.forge import empty, filled, load, parts_of, rows_of, save_tables
 
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.saver import SparseSaver

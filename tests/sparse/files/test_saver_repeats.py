@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sweeps import mostly_slow
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import Saver

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from foreign import ForeignTable
+from support.foreign import ForeignTable
 
 from recckpt.errors import StateMismatchError
 from recckpt.sparse import HashTable

@@ -1,7 +1,7 @@
 import numpy as np
 import pyarrow as pa
 import pytest
-from forge import Forge, filled, save_tables
+from support.forge import Forge, filled, save_tables
 
 from recckpt.format.buckets import bucket_of
 from recckpt.inspect.verify import verify

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from rooms import on_ranks
+from support.rooms import on_ranks
 
 from recckpt.sparse import (
     Constant,

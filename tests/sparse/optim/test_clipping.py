@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import twins
-from rooms import on_ranks
+from support import twins
+from support.rooms import on_ranks
 from torch import nn
 from torch.amp import GradScaler
 

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-import twins
-from rooms import on_ranks
+from support import twins
+from support.rooms import on_ranks
 from torch import nn
 from torch.amp import GradScaler
 

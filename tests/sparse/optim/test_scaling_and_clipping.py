@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from rooms import on_ranks
+from support.rooms import on_ranks
 from torch import nn
 from torch.amp import GradScaler
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from rank_processes import fork_ranks
+from support.rank_processes import fork_ranks
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import LookupFailedError

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # of which every rank would import its own
 import torch.distributed as dist
-from rank_processes import fork_ranks
+from support.rank_processes import fork_ranks
 from torch.distributed.fsdp import fully_shard
 
 from recckpt import Saver, filter_out_sparse_param

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rooms import on_ranks
+from support.rooms import on_ranks
 
 from recckpt.errors import LookupFailedError
 from recckpt.sparse import EmbeddingCollection, HashTable, Normal, ShardedHashTable

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rank_processes import results, run_script
+from support.rank_processes import results, run_script
 
 from recckpt import CheckpointReader
 

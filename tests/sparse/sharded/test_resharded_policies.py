@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import torch
-from drawn import drawn
 from hypothesis import strategies as st
-from thread_ranks import on_ranks
+from support.drawn import drawn
+from support.thread_ranks import on_ranks
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.policies.admit import MinCount, Probability

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import results, run_script
+from support.rank_processes import results, run_script
 
 from recckpt import Saver
 from recckpt.sparse import HashTable, SparseAdam

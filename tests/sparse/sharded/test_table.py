@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from builders import OPTIMIZERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rooms import on_ranks
-from sweeps import mostly_slow
+from support.builders import OPTIMIZERS
+from support.rooms import on_ranks
+from support.sweeps import mostly_slow
 
 from recckpt import Saver
 from recckpt.errors import LookupFailedError

@@ -5,10 +5,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from drawn import drawn
 from hypothesis import strategies as st
-from raising import RaisingAt
-from sweeps import mostly_slow
+from support.drawn import drawn
+from support.raising import RaisingAt
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
 from recckpt.errors import StateMismatchError

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from drawn import drawn
 from hypothesis import strategies as st
+from support.drawn import drawn
 
 from recckpt.format.buckets import mix64
 from recckpt.policies.evict import Capacity, LowCount, SmallNorm, Unseen, UnseenFor

@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from paths import PYTHONPATH, SUPPORT
-from raising import CallingAt, RaisingAt
-from sweeps import SWEEP_STRIDE, mostly_slow
+from support.paths import PYTHONPATH, SUPPORT
+from support.raising import CallingAt, RaisingAt
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseAdamW

@@ -4,7 +4,7 @@ import sys
 import threading
 
 import numpy as np
-from paths import PYTHONPATH
+from support.paths import PYTHONPATH
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse.table.kernels import add_rows, compiled, count_buckets, gather_rows, place_rows, scatter_rows

@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from raising import RaisingAt
-from sweeps import SWEEP_STRIDE
+from support.raising import RaisingAt
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Saver
 from recckpt.sparse import HashTable

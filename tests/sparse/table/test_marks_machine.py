@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from counting import Counting
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from sweeps import SWEEP_STRIDE
+from support.counting import Counting
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.format.buckets import bucket_of
 from recckpt.sparse import Constant, HashTable

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from sweeps import mostly_slow
+from support.sweeps import mostly_slow
 
 from recckpt.sparse import HashTable
 from recckpt.sparse.table import column as column_module

@@ -8,9 +8,6 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from builders import OPTIMIZERS
-from counting import Counting
-from forge import rows_of
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,8 +17,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from stepped import Stepped, halt_where_columns_are_read
-from sweeps import SWEEP_STRIDE
+from support.builders import OPTIMIZERS
+from support.counting import Counting
+from support.forge import rows_of
+from support.stepped import Stepped, halt_where_columns_are_read
+from support.sweeps import SWEEP_STRIDE
 from torch import nn
 
 from recckpt import Saver

@@ -7,9 +7,9 @@ import numpy as np
 import polars
 import pytest
 import torch
-from drawn import drawn
 from hypothesis import strategies as st
-from sweeps import mostly_slow
+from support.drawn import drawn
+from support.sweeps import mostly_slow
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.sparse import HashTable, ShardedHashTable, SparseAdam

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-import spec_reader
 import torch
-from drawn import drawn
-from forge import Tables
 from hypothesis import strategies as st
+from support import spec_reader
+from support.drawn import drawn
+from support.forge import Tables
 
 from recckpt import Deltas, Saver
 from recckpt.sparse import Constant, HashTable, Normal, SparseAdam, SparseRowWiseAdagrad

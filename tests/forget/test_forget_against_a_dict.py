@@ -4,15 +4,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-from drawn import drawn
-from forgetting import ForgettingRun, files_with, fill, ids_at
 from hypothesis import strategies as st
-from spec_reader import read
+from support.drawn import drawn
+from support.forgetting import ForgettingRun, files_with, fill, ids_at
+from support.spec_reader import read
 
 import recckpt
 from recckpt import CheckpointManager
 from recckpt.compaction.adopting import adopt
-from recckpt.compaction.forget import forget
+from recckpt.forget.forget import forget
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
 

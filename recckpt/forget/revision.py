@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recckpt.compaction.held_ids import Held, OpenedLink, open_link, rows_in_chain
-from recckpt.compaction.other_files import copy_others
-from recckpt.compaction.revised_part import OmittedRows, copy_part, revise_part
+from recckpt.checkpoint.chain import open_link
+from recckpt.checkpoint.copied_files import copy_others
 from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, WriterFencedError
+from recckpt.forget.held_ids import Held, rows_in_chain
+from recckpt.forget.revised_part import OmittedRows, copy_part, revise_part
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.catalog import encode as encode_catalog
@@ -22,6 +23,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.chain_table import OpenLink
 from recckpt.storage import Storage
 from recckpt.storage.transfers import VISIBLE
 
@@ -90,7 +92,7 @@ def _write(
     return tuple(shards), tuple(sorted(files, key=lambda file: file.name))
 
 
-def _part(link: OpenedLink, part: Part, to: Target, revising: Revising) -> Part | None:
+def _part(link: OpenLink, part: Part, to: Target, revising: Revising) -> Part | None:
     if part.file in revising.held[0].parts:
         return revise_part(link, part, to, revising.erasure)
     return copy_part(link, part, to)

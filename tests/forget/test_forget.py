@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import tree
-from delta_runs import rows_of, run_with_chain
-from forgetting import ForgettingRun, files_with, fill, ids_at
-from spec_reader import read
-from sweeps import mostly_slow
+from support.builders import tree
+from support.delta_runs import rows_of, run_with_chain
+from support.forgetting import ForgettingRun, files_with, fill, ids_at
+from support.spec_reader import read
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import Saver
 from recckpt.compaction.adopting import adopt
-from recckpt.compaction.forget import finish, forget
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriterFencedError
+from recckpt.forget.forget import finish, forget
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify

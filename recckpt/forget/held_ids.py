@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.checkpoint.chain import open_link
 from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Catalog
 from recckpt.format.distinct import distinct, is_among
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.forget_requests import meant_in, tables_of
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.arrow_format import ids_in
-from recckpt.sparse.files.catalogs import read_catalogs
+from recckpt.sparse.files.chain_table import OpenLink
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.storage import Storage
 
@@ -51,22 +50,6 @@ class Held:
         return bool(self.parts)
 
 
-@dataclass(frozen=True)
-class OpenedLink:
-    """A checkpoint by itself, whose catalogs have been read."""
-
-    checkpoint: Checkpoint
-    files: HeldFiles
-    catalogs: Sequence[Catalog]
-
-
-def open_link(storage: Storage, checkpoint: Checkpoint) -> OpenedLink:
-    """Read the catalogs of a checkpoint; CorruptCheckpointError where one is damaged."""
-    sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
-    files = HeldFiles(storage, checkpoint.directory, sizes, first=())
-    return OpenedLink(checkpoint, files, read_catalogs(checkpoint, files))
-
-
 def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> Held:
     """Look for ids of a table, and of its counts, in the files of one checkpoint; only batches that can hold them.
 
@@ -79,7 +62,7 @@ def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> H
     return Held({name: _of_table(link, entry, ids) for name, entry in entries.items()})
 
 
-def _of_table(link: OpenedLink, entry: TableEntry | None, ids: Ids) -> HeldOfTable:
+def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> HeldOfTable:
     rows, deletes = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
     n_deletes, parts = 0, set[str]()
     if entry is not None:

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from delta_runs import rows_of, run_with_chain
-from in_fork import in_fork
-from killed import killed_at
-from sweeps import SWEEP_STRIDE
+from support.delta_runs import rows_of, run_with_chain
+from support.in_fork import in_fork
+from support.killed import killed_at
+from support.sweeps import SWEEP_STRIDE
 
 import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.compaction.adopting import adopt
-from recckpt.compaction.forget import finish, forget
+from recckpt.forget.forget import finish, forget
 from recckpt.inspect.absent import look_for
 from recckpt.output_dir.forget_requests import pending, requests
 from recckpt.storage import open_storage

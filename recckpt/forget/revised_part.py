@@ -9,14 +9,15 @@ from itertools import chain as chained
 
 import numpy as np
 
-from recckpt.compaction.held_ids import Ids, OpenedLink
 from recckpt.errors import CorruptCheckpointError
+from recckpt.forget.held_ids import Ids
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part
 from recckpt.format.distinct import is_among
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
+from recckpt.sparse.files.chain_table import OpenLink
 from recckpt.sparse.files.link_cursors import row_of
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
@@ -36,7 +37,7 @@ class OmittedRows:
     ids: Ids
 
 
-def copy_part(link: OpenedLink, part: Part, to: Target) -> Part:
+def copy_part(link: OpenLink, part: Part, to: Target) -> Part:
     """Copy a part, and hold every byte of the copy against the catalog."""
     source, copy = layout.join(link.checkpoint.directory, part.file), layout.join(to.directory, part.file)
     with link.files.open(source) as content, to.storage.create(copy) as sink:
@@ -46,7 +47,7 @@ def copy_part(link: OpenedLink, part: Part, to: Target) -> Part:
     return part
 
 
-def revise_part(link: OpenedLink, part: Part, to: Target, erasure: OmittedRows) -> Part | None:
+def revise_part(link: OpenLink, part: Part, to: Target, erasure: OmittedRows) -> Part | None:
     """Write a part without some ids and return its catalog entry, None where nothing is left of it.
 
     All other rows keep their bytes and their order; what was written is read back and compared with the source.
@@ -71,7 +72,7 @@ def revise_part(link: OpenedLink, part: Part, to: Target, erasure: OmittedRows) 
     return written
 
 
-def _slots(link: OpenedLink, part: Part) -> tuple[SlotSpec, ...]:
+def _slots(link: OpenLink, part: Part) -> tuple[SlotSpec, ...]:
     return link.checkpoint.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
 
 
@@ -92,7 +93,7 @@ def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: OmittedRows,
             yield batch.table, (int(first), int(last) + 1), as_bytes
 
 
-def _check(to: Target, link: OpenedLink, written: Part, of_source: RowSums | None) -> None:
+def _check(to: Target, link: OpenLink, written: Part, of_source: RowSums | None) -> None:
     """Read a part that was written; where its rows were added up, add them up once more."""
     sums = RowSums()
     specs = (ID_SPEC, *_slots(link, written))

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from forgetting import ForgettingRun, ids_at
+from support.forgetting import ForgettingRun, ids_at
 
 import recckpt
 from recckpt.compaction.adopting import adopt
-from recckpt.compaction.forget import forget
 from recckpt.convert.importing import import_checkpoint
 from recckpt.errors import CorruptCheckpointError, RecckptError
+from recckpt.forget.forget import forget
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit

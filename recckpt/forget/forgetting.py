@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from recckpt.compaction.held_ids import Held, Ids, held_in
-from recckpt.compaction.revised_part import OmittedRows
-from recckpt.compaction.revision import Revising, revise
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.forget.held_ids import Held, Ids, held_in
+from recckpt.forget.revised_part import OmittedRows
+from recckpt.forget.revision import Revising, revise
 from recckpt.format import layout
 from recckpt.format.forget_request import Request
 from recckpt.output_dir import rotation

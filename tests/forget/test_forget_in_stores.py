@@ -7,14 +7,14 @@ import fsspec
 import numpy as np
 import pytest
 from faults.storage_faults import Faults
-from forgetting import ForgettingRun, ids_at
-from sweeps import SWEEP_STRIDE
+from support.forgetting import ForgettingRun, ids_at
+from support.sweeps import SWEEP_STRIDE
 
 import recckpt
 from recckpt import CheckpointReader
 from recckpt.compaction import forget as forget_module
-from recckpt.compaction.forget import finish, forget
 from recckpt.errors import RecckptError
+from recckpt.forget.forget import finish, forget
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.forget_requests import pending, requests
