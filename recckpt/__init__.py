@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.compaction.compact import compact
-    from recckpt.forget.forget import forget
+    from recckpt.forgetting.forget import forget
     from recckpt.inspect.diff.diff import diff
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
     from recckpt.inspect.reader import CheckpointReader, dataset
@@ -39,7 +39,7 @@ _HOMES = {
     "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
     "compact": "compaction.compact",
-    "forget": "forget.forget",
+    "forget": "forgetting.forget",
     "diff": "inspect.diff.diff",
     "report": "inspect.report.report",
     "connect": "inspect.sql",

@@ -20,7 +20,7 @@ ROOMS = """
     cli  manager
     inspect  convert  saver
     load  save  checkpointer
-    compaction  forget
+    compaction  forgetting
     checkpoint
     sparse  dense
     output_dir
@@ -190,3 +190,10 @@ def test_the_index_of_helpers_lists_each_of_them():
     index = ast.get_docstring(ast.parse((paths.SUPPORT / "__init__.py").read_text()))
     listed = [line.partition(":")[0] for line in index.splitlines()[1:] if line and not line.startswith(" ")]
     assert listed == sorted(path.stem for path in paths.SUPPORT.glob("*.py") if path.stem != "__init__")
+
+
+def test_no_room_has_the_name_of_a_public_function():
+    """The import of such a room would put the module in the place of the function."""
+    import recckpt
+
+    assert {name for name in recckpt.__all__ if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()} == set()

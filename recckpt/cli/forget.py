@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
-from recckpt.forget.forget import finish
-from recckpt.forget.forget import forget as forget_ids
-from recckpt.forget.forgetting import Forgotten
+from recckpt.forgetting.forget import finish
+from recckpt.forgetting.forget import forget as forget_ids
+from recckpt.forgetting.forgetting import Forgotten
 from recckpt.format import layout
 from recckpt.inspect.ids_file import read_ids
 from recckpt.text import escaped, one_line, plural

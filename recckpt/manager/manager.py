@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from recckpt.forget.forgetting import Forgotten
+from recckpt.forgetting.forgetting import Forgotten
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.resumable import Resumable

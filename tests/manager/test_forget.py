@@ -15,7 +15,7 @@ import recckpt
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.compaction.compact import make_offer
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
-from recckpt.forget.forget import forget
+from recckpt.forgetting.forget import forget
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.repair import repair

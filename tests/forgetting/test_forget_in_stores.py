@@ -12,9 +12,9 @@ from support.sweeps import SWEEP_STRIDE
 
 import recckpt
 from recckpt import CheckpointReader
-from recckpt.compaction import forget as forget_module
 from recckpt.errors import RecckptError
-from recckpt.forget.forget import finish, forget
+from recckpt.forgetting import forget as forget_module
+from recckpt.forgetting.forget import finish, forget
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.forget_requests import pending, requests

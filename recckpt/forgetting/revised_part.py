@@ -10,7 +10,7 @@ from itertools import chain as chained
 import numpy as np
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.forget.held_ids import Ids
+from recckpt.forgetting.held_ids import Ids
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from recckpt.errors import CheckpointNotFoundError
-from recckpt.forget.forgetting import Forgotten, check_readable, finish_pending, forget_as_owner, scan
-from recckpt.forget.held_ids import Ids
+from recckpt.forgetting.forgetting import Forgotten, check_readable, finish_pending, forget_as_owner, scan
+from recckpt.forgetting.held_ids import Ids
 from recckpt.format.distinct import distinct
 from recckpt.format.forget_request import MAX_IDS
 from recckpt.output_dir.fence import Fence

@@ -18,7 +18,7 @@ import recckpt
 from recckpt import Saver
 from recckpt.compaction.adopting import adopt
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriterFencedError
-from recckpt.forget.forget import finish, forget
+from recckpt.forgetting.forget import finish, forget
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
-from recckpt.forget.held_ids import Held, Ids, held_in
-from recckpt.forget.revised_part import OmittedRows
-from recckpt.forget.revision import Revising, revise
+from recckpt.forgetting.held_ids import Held, Ids, held_in
+from recckpt.forgetting.revised_part import OmittedRows
+from recckpt.forgetting.revision import Revising, revise
 from recckpt.format import layout
 from recckpt.format.forget_request import Request
 from recckpt.output_dir import rotation

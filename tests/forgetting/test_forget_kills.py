@@ -14,7 +14,7 @@ from support.sweeps import SWEEP_STRIDE
 import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.compaction.adopting import adopt
-from recckpt.forget.forget import finish, forget
+from recckpt.forgetting.forget import finish, forget
 from recckpt.inspect.absent import look_for
 from recckpt.output_dir.forget_requests import pending, requests
 from recckpt.storage import open_storage

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from recckpt.checkpoint.chain import open_link
 from recckpt.checkpoint.copied_files import copy_others
 from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, WriterFencedError
-from recckpt.forget.held_ids import Held, rows_in_chain
-from recckpt.forget.revised_part import OmittedRows, copy_part, revise_part
+from recckpt.forgetting.held_ids import Held, rows_in_chain
+from recckpt.forgetting.revised_part import OmittedRows, copy_part, revise_part
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.catalog import encode as encode_catalog

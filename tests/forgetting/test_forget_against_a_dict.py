@@ -12,7 +12,7 @@ from support.spec_reader import read
 import recckpt
 from recckpt import CheckpointManager
 from recckpt.compaction.adopting import adopt
-from recckpt.forget.forget import forget
+from recckpt.forgetting.forget import forget
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
 

@@ -11,7 +11,7 @@ import recckpt
 from recckpt.compaction.adopting import adopt
 from recckpt.convert.importing import import_checkpoint
 from recckpt.errors import CorruptCheckpointError, RecckptError
-from recckpt.forget.forget import forget
+from recckpt.forgetting.forget import forget
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit
