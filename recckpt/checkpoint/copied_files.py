@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import BinaryIO
 
+from recckpt.checkpoint.link import files_of
 from recckpt.dense.file_check import check_file
 from recckpt.dense.tensors import read_index
 from recckpt.errors import CorruptCheckpointError
@@ -37,7 +38,7 @@ def copy_others(
         OSError: the storage failed.
     """
     manifest, directory = checkpoint.manifest, checkpoint.directory
-    files = HeldFiles(storage, directory, {file.name: file.n_bytes for file in manifest.files}, first=())
+    files = files_of(storage, checkpoint)
     run_all(lambda entry: _copy(files, directory, entry, to, advance), _copied(checkpoint), storage.threads(threads))
     entries = list(_copied(checkpoint))
     for shard in range(len(manifest.shards)):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.cli.result import CommandResult, usage_checked
-from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest
@@ -16,7 +16,7 @@ from recckpt.format.reduced import reduced_json, said_of
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles, until_whole
+from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.catalogs import read_parts
 from recckpt.storage import Storage
 from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section, size
@@ -56,12 +56,11 @@ def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoin
 
 def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Describe the dense tensors; without CheckpointReader, since importing Arrow takes as long as all of this."""
-    manifest = checkpoint.manifest
-    sizes = {file.name: file.n_bytes for file in manifest.files if layout.has_tensors(file.name)}
-    dense = DenseTensors(HeldFiles(storage, checkpoint.directory, sizes), checkpoint.directory, manifest)
+    chain = OpenChain.of(storage, checkpoint)
+    chain.files.hold(file.name for file in checkpoint.manifest.files if layout.has_tensors(file.name))
     return [
         {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": tensor.nbytes}
-        for name, tensor in dense.model.items()
+        for name, tensor in chain.tensors.model.items()
     ]
 
 

@@ -6,7 +6,7 @@ done again, because its worker was lost, takes another part number, since the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from itertools import chain as chained
 
 import numpy as np
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.plan import PlannedPart
 from recckpt.errors import CorruptCheckpointError
@@ -25,13 +26,11 @@ from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
 from recckpt.sparse.files.merged_rows import merged_range
 from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
 from recckpt.sparse.files.row_sums import RowSums
-from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import check_part
 from recckpt.storage import Sink, Storage, open_storage
 
 TRIES = 8  # part numbers that are kept for each part
 
-Links = Mapping[str, Sequence[TableReader]]  # of each table, newest first
 _Batch = tuple[str, tuple[int, int], Sequence[ColumnBytes]]  # table, buckets, columns
 
 
@@ -62,12 +61,12 @@ def write_part(task: CompactionTask) -> Part | None:
         CorruptCheckpointError: the chain is damaged, or what was written is not what the chain holds.
         OSError: the storage failed.
     """
-    chain, storage = opened(task.chain), open_storage(task.url)
+    named, storage = opened(task.chain), open_storage(task.url)
     of_chain, of_file = RowSums(), RowSums()
-    with chain.reading(_buckets(task.part)) as links:
-        written = _write(task, links, storage, of_chain)
+    with named.mapped(_buckets(task.part)) as chain:
+        written = _write(task, chain, storage, of_chain)
     if written is not None:
-        _check(task, storage, chain.newest.tables, written, of_file)
+        _check(task, storage, named.manifest.tables, written, of_file)
     if of_file != of_chain:
         file = "no rows" if written is None else layout.join(task.directory, written.file)
         raise CorruptCheckpointError(file, "", found="other rows than its chain has", expected="the same")
@@ -81,9 +80,9 @@ def _buckets(part: PlannedPart) -> dict[str, list[tuple[int, int]]]:
     return buckets
 
 
-def _write(task: CompactionTask, links: Links, storage: Storage, sums: RowSums) -> Part | None:
+def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSums) -> Part | None:
     """Write the part; add up the rows of the chain that are to be in it."""
-    batches = _batches(task, links, sums)
+    batches = _batches(task, chain, sums)
     first = next(batches, None)
     if first is None:
         return None
@@ -111,11 +110,11 @@ def _names(part: PlannedPart) -> Iterator[str]:
         yield layout.part(part.shard, part.shards, part.group, part.number * TRIES + attempt)
 
 
-def _batches(task: CompactionTask, links: Links, sums: RowSums) -> Iterator[_Batch]:
+def _batches(task: CompactionTask, chain: OpenChain, sums: RowSums) -> Iterator[_Batch]:
     specs = (ID_SPEC, *task.part.slots)
     for cut in task.part.ranges:
-        used = partial(sums.add, cut.table)
-        for batch in merged_range(links[cut.table], (cut.begin, cut.end), task.budget_bytes, used):
+        used, table = partial(sums.add, cut.table), chain.table(cut.table, [slot.name for slot in task.part.slots])
+        for batch in merged_range(table.links, (cut.begin, cut.end), task.budget_bytes, used):
             values = [np.frombuffer(column_buffer(batch.column(spec.name)), np.uint8) for spec in specs]
             ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
             first, last = bucket_of(ids[[0, -1]])

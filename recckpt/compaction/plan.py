@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.compaction.chain import OpenChain
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.format.buckets import N_BUCKETS, gen_slice
 from recckpt.sparse.files.link_cursors import bytes_up_to
 from recckpt.types import SlotSpec
@@ -47,9 +47,9 @@ def plan_parts(chain: OpenChain) -> list[PlannedPart]:
 
     Shards get equal slices of the hashed ids, as ranks do; their parts come in the order of a catalog.
     """
-    newest = chain.newest
-    with chain.reading({table.name: () for table in newest.tables}) as links:
-        up_to = {table: bytes_up_to(found, 0) for table, found in links.items()}
+    newest = chain.manifest
+    slots = {table.name: [slot.name for slot in table.slots] for table in newest.tables}
+    up_to = {table: bytes_up_to(chain.table(table, names).links, 0) for table, names in slots.items()}
     total = sum(int(table[-1]) for table in up_to.values()) // N_BUCKETS
     target = max(LEAST_PART_BYTES, min(MOST_PART_BYTES, total // _MANY))
     groups: dict[tuple[SlotSpec, ...], list[tuple[str, _UpTo]]] = {}

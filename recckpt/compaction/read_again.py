@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from recckpt.checkpoint.chain import open_link
+from recckpt.checkpoint.link import OpenLink
 from recckpt.dense.file_check import check_file
 from recckpt.dense.tensors import read_index
 from recckpt.errors import CorruptCheckpointError
@@ -14,7 +14,6 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.chain_table import OpenLink
 from recckpt.sparse.files.verifier import check_part
 from recckpt.storage import Storage
 
@@ -56,20 +55,20 @@ def _is_of(form: Checkpoint, delta: Checkpoint) -> bool:
 def _problems(storage: Storage, form: Checkpoint, concurrency: int) -> Iterator[CorruptCheckpointError]:
     """Yield what is wrong with any byte of a checkpoint; an OSError of the storage passes through."""
     try:
-        link = open_link(storage, form)
+        link = OpenLink.of(storage, form)
+        parts = [part for catalog in link.catalogs for part in catalog.parts]
     except CorruptCheckpointError as error:
         yield error
         return
     threads = storage.threads(concurrency)
     manifest, directory = form.manifest, form.directory
-    parts = [part for catalog in link.catalogs for part in catalog.parts]
     checks = run_all(lambda part: check_part(link.files, directory, manifest.tables, part, _unseen), parts, threads)
     yield from (error for check in checks for error in check.errors)
     yield from _problems_of_others(link)
 
 
 def _problems_of_others(link: OpenLink) -> Iterator[CorruptCheckpointError]:
-    manifest, directory = link.checkpoint.manifest, link.checkpoint.directory
+    manifest, directory = link.manifest, link.directory
     for file in (file for file in manifest.files if not layout.is_part(file.name)):
         yield from check_file(link.files, directory, file, index=None, advance=_unseen)
     for shard in range(len(manifest.shards)):

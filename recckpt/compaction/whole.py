@@ -61,7 +61,7 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Mea
         tasks = [CompactionTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
         total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
         with Progress(f"compacting {checkpoint.ckpt_id}", total, has_bar=means.has_bar) as progress:
-            progress.n_rows = sum(table.rows for table in chain.newest.tables)
+            progress.n_rows = sum(table.rows for table in chain.manifest.tables)
             with _executor(means) as executor:
                 parts = run_on(
                     executor,

@@ -8,22 +8,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.convert.changed import deletes, links_since, upserts
 from recckpt.convert.formats import target_module
 from recckpt.convert.narrowed import DTYPES
 from recckpt.convert.source import LeftOut
 from recckpt.convert.target_files import TargetFiles
 from recckpt.convert.view import Export, TableView
-from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import ConversionError
 from recckpt.format import layout
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles, until_whole
-from recckpt.sparse.files.chain_table import OpenLink, open_table
+from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
-from recckpt.sparse.files.table_reader import TableReader
 from recckpt.storage import Storage
 from recckpt.text import Progress, nearest
 from recckpt.types import EMBEDDING
@@ -118,8 +116,7 @@ def export_checkpoint(
 
 
 def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots: bool) -> Export:
-    links = [OpenLink(link, _held(storage, link, rows=True)) for link in checkpoint.links]
-    manifest = checkpoint.manifest
+    chain, manifest = OpenChain.open(storage, checkpoint), checkpoint.manifest
     names = [table.name for table in manifest.tables]
     for name in choice.tables or ():
         if name not in names:
@@ -128,7 +125,8 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
             raise ConversionError(path, "", found=found, expected=f"one of {names}", remedy=remedy)
     count = None if choice.since is None else links_since(storage, checkpoint, choice.since)
     wanted = [table for table in manifest.tables if choice.tables is None or table.name in choice.tables]
-    views = [_view(table, links, count, choice, all_slots) for table in wanted]
+    newer = None if count is None else chain.newest(count)
+    views = [_view(table, chain, newer, choice, all_slots) for table in wanted]
     _check_narrowed(views, choice.dtype, checkpoint.directory)
     said: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
     said["source"] = layout.join(storage.url, checkpoint.directory)
@@ -136,16 +134,7 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
         base = checkpoint.links[count].manifest
         gone = [table.name for table in base.tables if table.name not in names]
         said |= {"since": base.ckpt_id, "dropped_tables": gone}
-    others = _held(storage, checkpoint, rows=False)
-
-    def load(name: str) -> dict[str, Any]:
-        from recckpt.dense.loader import load_state  # torch, which exports of rows do without
-
-        entry = manifest.file(name)
-        return load_state(others, checkpoint.directory, entry) if entry else {}
-
-    tensors = DenseTensors(others, checkpoint.directory, manifest)
-    return Export(views, tensors, said, len(manifest.shards), load)
+    return Export(views, chain.tensors, said, len(manifest.shards), chain.state)
 
 
 def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) -> None:
@@ -164,9 +153,7 @@ def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) ->
         raise ConversionError(path, "dtype", found=found, expected=expected, remedy="export without a dtype")
 
 
-def _view(
-    table: TableEntry, links: Sequence[OpenLink], count: int | None, choice: _Choice, all_slots: bool
-) -> TableView:
+def _view(table: TableEntry, chain: OpenChain, newer: OpenChain | None, choice: _Choice, all_slots: bool) -> TableView:
     slots = {slot.name: slot for slot in table.slots}
     stored = [slots[name] for name in _asked(table, choice, all_slots)]
     filtered = {name: slots[name] for name in choice.where.slots if name in slots and math.prod(slots[name].shape) == 1}
@@ -174,8 +161,8 @@ def _view(
         missing = sorted(choice.where.slots - filtered.keys())
         found, expected = f"no number a row in {missing}", "slots of one number a row"
         raise ConversionError(f"table {table.name!r}", "where", found=found, expected=expected)
-    if count is None:
-        read = open_table(links, table.name, list(slots))
+    if newer is None:
+        read = chain.table(table.name, list(slots))
         return TableView(
             table.name,
             tuple(stored),
@@ -185,25 +172,19 @@ def _view(
             choice.dtype,
             filtered,
         )
-    replaced = count > 0 and _newer(table, links[:count])[-1].entry.is_whole
+    changes = newer.table(table.name, list(slots))
+    replaced = any(link.entry.is_whole for link in changes.links)
     return TableView(
         table.name,
         tuple(stored),
         None,
-        lambda names: upserts(_newer(table, links[:count], names)),
+        lambda names: upserts(changes.with_slots(names).links),
         choice.where,
         choice.dtype,
         filtered,
         replaced,
-        lambda: iter(()) if replaced else deletes(_newer(table, links[:count], ())),
+        lambda: iter(()) if replaced else deletes(changes.with_slots(()).links),
     )
-
-
-def _newer(table: TableEntry, links: Sequence[OpenLink], slots: Sequence[str] = ()) -> list[TableReader]:
-    """Return what the newest links hold of a table, down to one that holds all of it; [] of no links."""
-    if not links:
-        return []
-    return list(open_table(links, table.name, list(slots)).links)
 
 
 def _asked(table: TableEntry, choice: _Choice, all_slots: bool) -> list[str]:
@@ -231,8 +212,3 @@ def _states_left(checkpoint: Checkpoint, export: Export, *, with_states: bool) -
         plain = (name for name in names.dense if name not in export.tensors.model)
         lost += [*names.extra, *names.io_state, *plain]
     return [LeftOut(name, "is state that is no tensor and no row; it stays in the checkpoint") for name in lost]
-
-
-def _held(storage: Storage, checkpoint: Checkpoint, *, rows: bool) -> HeldFiles:
-    files = (file for file in checkpoint.manifest.files if layout.has_rows(file.name) == rows)
-    return HeldFiles(storage, checkpoint.directory, {file.name: file.n_bytes for file in files})

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.checkpoint.chain import open_link
+from recckpt.checkpoint.link import OpenLink
 from recckpt.format.buckets import bucket_of
 from recckpt.format.distinct import distinct, is_among
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.forget_requests import meant_in, tables_of
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ids_in
-from recckpt.sparse.files.chain_table import OpenLink
-from recckpt.sparse.files.table_reader import TableReader
 from recckpt.storage import Storage
 
 Ids = npt.NDArray[np.int64]  # ascending, all different
@@ -56,7 +54,7 @@ def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> H
     Raises:
         CorruptCheckpointError: a file is damaged.
     """
-    link = open_link(storage, checkpoint)
+    link = OpenLink.of(storage, checkpoint)
     meant = meant_in(checkpoint.manifest, table)
     entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
     return Held({name: _of_table(link, entry, ids) for name, entry in entries.items()})
@@ -67,7 +65,7 @@ def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> HeldOfTable
     n_deletes, parts = 0, set[str]()
     if entry is not None:
         buckets = distinct(bucket_of(ids))
-        reader = TableReader(link.files, link.checkpoint.directory, link.catalogs, entry, ())
+        reader = link.reader(entry.name, ())
         for catalog in link.catalogs:
             for part, _, batch in reader.batches(catalog, "rows", buckets):
                 parts.update([part.file] if _mark(rows, ids, ids_in(batch)) else ())

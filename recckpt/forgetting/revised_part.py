@@ -9,6 +9,7 @@ from itertools import chain as chained
 
 import numpy as np
 
+from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CorruptCheckpointError
 from recckpt.forgetting.held_ids import Ids
 from recckpt.format import layout
@@ -17,7 +18,6 @@ from recckpt.format.catalog import Part
 from recckpt.format.distinct import is_among
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
-from recckpt.sparse.files.chain_table import OpenLink
 from recckpt.sparse.files.link_cursors import row_of
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
@@ -39,7 +39,7 @@ class OmittedRows:
 
 def copy_part(link: OpenLink, part: Part, to: Target) -> Part:
     """Copy a part, and hold every byte of the copy against the catalog."""
-    source, copy = layout.join(link.checkpoint.directory, part.file), layout.join(to.directory, part.file)
+    source, copy = layout.join(link.directory, part.file), layout.join(to.directory, part.file)
     with link.files.open(source) as content, to.storage.create(copy) as sink:
         while data := content.read(_STEP_BYTES):
             sink.write(data)
@@ -57,7 +57,7 @@ def revise_part(link: OpenLink, part: Part, to: Target, erasure: OmittedRows) ->
         OSError: the storage failed.
     """
     slots = _slots(link, part)
-    reader = PartReader(link.files, link.checkpoint.directory, part, slots)
+    reader = PartReader(link.files, link.directory, part, slots)
     sums = RowSums()
     batches = _kept(reader, (ID_SPEC, *slots), erasure, sums)
     first = next(batches, None)
@@ -73,7 +73,7 @@ def revise_part(link: OpenLink, part: Part, to: Target, erasure: OmittedRows) ->
 
 
 def _slots(link: OpenLink, part: Part) -> tuple[SlotSpec, ...]:
-    return link.checkpoint.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
+    return link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
 
 
 def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: OmittedRows, sums: RowSums) -> Iterator[_Batch]:
@@ -98,7 +98,7 @@ def _check(to: Target, link: OpenLink, written: Part, of_source: RowSums | None)
     sums = RowSums()
     specs = (ID_SPEC, *_slots(link, written))
     seen = partial(sums.add_batch, specs) if of_source is not None else lambda batch, values: None
-    for error in check_part(to.storage, to.directory, link.checkpoint.manifest.tables, written, seen).errors:
+    for error in check_part(to.storage, to.directory, link.manifest.tables, written, seen).errors:
         raise error
     if of_source is not None and sums != of_source:
         path = layout.join(to.directory, written.file)

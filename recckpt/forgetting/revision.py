@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from recckpt.checkpoint.chain import open_link
 from recckpt.checkpoint.copied_files import copy_others
+from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, WriterFencedError
 from recckpt.forgetting.held_ids import Held, rows_in_chain
 from recckpt.forgetting.revised_part import OmittedRows, copy_part, revise_part
@@ -23,7 +23,6 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.chain_table import OpenLink
 from recckpt.storage import Storage
 from recckpt.storage.transfers import VISIBLE
 
@@ -80,7 +79,7 @@ def _write(
     storage: Storage, revising: Revising, to: Target, threads: int
 ) -> tuple[tuple[ShardEntry, ...], tuple[FileEntry, ...]]:
     """Write all files, and return the catalogs and all entries."""
-    link = open_link(storage, revising.checkpoint)
+    link = OpenLink.of(storage, revising.checkpoint)
     files = copy_others(storage, revising.checkpoint, to, lambda n_bytes: None, threads)
     shards = []
     for catalog in link.catalogs:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.text import cell, count, escaped, html, one_line, plural, size
 
 _MOST = 20  # names in a line
@@ -17,14 +17,14 @@ _STYLE = """
 """
 
 
-def words_of(opened: OpenCheckpoint) -> str:
+def words_of(opened: OpenChain) -> str:
     """Return a checkpoint in one line."""
     manifest = opened.manifest
     place = layout.join(opened.storage.url.removesuffix("/"), opened.checkpoint.directory)
     return f"{one_line(place)}: {_kind(opened)}, {_content(manifest)}, {size(manifest.n_bytes)}"
 
 
-def body_of(opened: OpenCheckpoint) -> str:
+def body_of(opened: OpenChain) -> str:
     """Return a checkpoint as a notebook shows it."""
     manifest = opened.manifest
     parts = [f"<h1>{html.text(words_of(opened))}</h1>"]
@@ -38,7 +38,7 @@ def body_of(opened: OpenCheckpoint) -> str:
     return html.body(parts, _STYLE)
 
 
-def _kind(opened: OpenCheckpoint) -> str:
+def _kind(opened: OpenChain) -> str:
     manifest, n_links = opened.manifest, len(opened.checkpoint.links)
     links = f" of {plural(n_links, 'link')}" if n_links > 1 else ""
     step = "" if manifest.step is None else f", step {manifest.step}"

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from recckpt.dense.tensors import DenseTensors
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles, until_whole
+from recckpt.output_dir.open_files import until_whole
 from recckpt.storage import SinkFile, Storage, new_file
 from recckpt.text import Progress
 
@@ -57,10 +57,9 @@ def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
     from recckpt.dense.saver import Later, write_state  # torch, which no other command needs
 
     directory, manifest = checkpoint.directory, checkpoint.manifest
-    sizes = {file.name: file.n_bytes for file in manifest.files if layout.has_tensors(file.name)}
-    files = HeldFiles(storage, directory, sizes)
-    tensors = DenseTensors(files, directory, manifest)
-    plain = _plain_values(files, checkpoint, tensors)
+    chain = OpenChain.of(storage, checkpoint)
+    chain.files.hold(file.name for file in manifest.files if layout.has_tensors(file.name))
+    tensors, plain = chain.tensors, _plain_values(chain)
     state = {
         name: Later(tensor.dtype, tensor.shape, tensor.place, partial(tensors.read, tensor)) if tensor else plain[name]
         for name in manifest.names.dense
@@ -79,13 +78,13 @@ def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
     return Consolidated(manifest.ckpt_id, tuple(state), sharded, sink.n_bytes)
 
 
-def _plain_values(files: HeldFiles, checkpoint: Checkpoint, tensors: DenseTensors) -> dict[str, Any]:
+def _plain_values(chain: OpenChain) -> dict[str, Any]:
     """Return the values of ``model.pt``, {} where it holds nothing but tensors."""
-    from recckpt.dense.loader import check_indexed, load_state
+    from recckpt.dense.loader import check_indexed
 
-    names, entry = checkpoint.manifest.names.dense, checkpoint.manifest.file(layout.MODEL)
-    if tensors.model.keys() == set(names):
+    names, tensors = chain.manifest.names.dense, chain.tensors.model
+    if tensors.keys() == set(names):
         return {}
-    state = load_state(files, checkpoint.directory, entry) if entry else {}
-    check_indexed(state, tensors.model, names, layout.join(checkpoint.directory, layout.MODEL))
+    state = chain.state(layout.MODEL)
+    check_indexed(state, tensors, names, layout.join(chain.directory, layout.MODEL))
     return state

@@ -12,20 +12,21 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.format import layout
 from recckpt.format.distinct import distinct
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
 from recckpt.inspect import at_a_glance
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.inspect.whole_slot import slot_named, whole_slot
 from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import until_whole
-from recckpt.sparse.files.aligned_rows import AlignedRows, aligned_rows, as_ids
+from recckpt.sparse.files.aligned_rows import AlignedRows, as_ids
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.chain_table import ChainTable, open_table
+from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.table_reader import table_schema
-from recckpt.storage import absolute
+from recckpt.storage import Storage, absolute
 from recckpt.text import nearest, shown
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -90,7 +91,7 @@ class CheckpointReader:
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
         self._path = absolute(str(path))
         self._moving = threading.Lock()
-        self._now = until_whole(self._located, OpenCheckpoint.opened)
+        self._now = until_whole(self._located, lambda found: OpenChain.open(*found))
 
     @shown
     def __repr__(self) -> str:
@@ -107,7 +108,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
-        self._now = OpenCheckpoint(self._now.storage, self._now.checkpoint)
+        self._now = OpenChain.of(self._now.storage, self._now.checkpoint)
 
     def refresh(self) -> bool:
         """Move on to what the path means now, such as a newer checkpoint of an output dir, and say whether it moved.
@@ -123,7 +124,7 @@ class CheckpointReader:
         """
         with self._moving:
             before = self._now
-            self._now = until_whole(self._located, lambda found: found.opened(before))
+            self._now = until_whole(self._located, lambda found: OpenChain.open(*found, before))
             return self._now.manifest.origin != before.manifest.origin
 
     def at_this_checkpoint(self) -> CheckpointReader:
@@ -195,11 +196,11 @@ class CheckpointReader:
         """
         if not isinstance(slot, str):
             raise TypeError(f"slot must be the name of one slot, found {slot!r}; read several by table(name, columns)")
-        now = self._now
+        now = self._chain
         found = {spec.name: spec for spec in now.manifest.named_table(name).slots}
         if slot not in found:
             raise KeyError(f"table {name!r} has no slot {slot!r}; it has {[*found]}{nearest(slot, found)}")
-        return aligned_rows(now.links, name, as_ids(ids), found[slot], default)
+        return now.find(name, as_ids(ids), found[slot], default)
 
     def dataset(self, name: str, *, checked: bool = True) -> Dataset:
         """Return the rows of a table for others to query; see :func:`recckpt.dataset`.
@@ -214,18 +215,18 @@ class CheckpointReader:
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
-        return list(self._now.tensors.model)
+        return list(self._chain.tensors.model)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a dense tensor, or of a slot of all rows of a table, named ``table@slot``."""
         if (of_table := self._slot(name)) is not None:
             return (of_table[0].rows, *of_table[1].shape)
-        return self._now.tensors.named(name).shape
+        return self._chain.tensors.named(name).shape
 
     def tensor_dtype(self, name: str) -> str:
         """Return the dtype of a dense tensor or of ``table@slot``, such as ``float32``."""
         of_table = self._slot(name)
-        return of_table[1].dtype if of_table is not None else self._now.tensors.named(name).dtype
+        return of_table[1].dtype if of_table is not None else self._chain.tensors.named(name).dtype
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
@@ -240,12 +241,12 @@ class CheckpointReader:
             CorruptCheckpointError: its bytes are not those that were saved.
         """
         if (of_table := self._slot(name)) is not None:
-            return whole_slot(self._now, *of_table)
-        dense = self._now.tensors
+            return whole_slot(self._chain, *of_table)
+        dense = self._chain.tensors
         return dense.read(dense.named(name))
 
     def _slot(self, name: str) -> tuple[TableEntry, SlotSpec] | None:
-        return None if name in self._now.tensors.model else slot_named(name, self.manifest)
+        return None if name in self._chain.tensors.model else slot_named(name, self.manifest)
 
     def _table(self, name: str, columns: Collection[str] | None) -> ChainTable:
         slots = [slot.name for slot in self.manifest.named_table(name).slots]
@@ -254,7 +255,12 @@ class CheckpointReader:
         for column in columns or ():
             if column not in (*slots, ID):
                 raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
-        return open_table(self._now.links, name, [slot for slot in slots if columns is None or slot in columns])
+        return self._chain.table(name, [slot for slot in slots if columns is None or slot in columns])
 
-    def _located(self) -> OpenCheckpoint:
-        return OpenCheckpoint(*locate_path(self._path))
+    @property
+    def _chain(self) -> OpenChain:
+        """The checkpoint, whose files are opened anew after :meth:`close`."""
+        return self._now.open_all()
+
+    def _located(self) -> tuple[Storage, Checkpoint]:
+        return locate_path(self._path)

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.format import layout
 from recckpt.inspect.libraries import needed
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.listing import look_around
 from recckpt.output_dir.open_files import until_whole
 from recckpt.output_dir.timeline import read_timeline
 from recckpt.sparse.files.arrow_format import TABLE
-from recckpt.sparse.files.chain_table import open_table
 from recckpt.storage import Storage
 
 if TYPE_CHECKING:
@@ -131,17 +130,17 @@ def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> p
     return frame.drop(TABLE) if TABLE in rows.schema.names else frame
 
 
-def _opened(path: str | os.PathLike[str]) -> OpenCheckpoint:
+def _opened(path: str | os.PathLike[str]) -> OpenChain:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
-    return until_whole(lambda: OpenCheckpoint(*locate_path(os.fspath(path))), OpenCheckpoint.opened)
+    return until_whole(lambda: locate_path(os.fspath(path)), lambda found: OpenChain.open(*found))
 
 
-def _rows(opened: OpenCheckpoint, name: str, *, checked: bool) -> Dataset:
+def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
     from recckpt.sparse.files.dataset import NumbersDataset, dataset_of, has_halves  # which takes its time
 
     slots = opened.manifest.named_table(name).slots
-    table = open_table(opened.links, name, [slot.name for slot in slots])
+    table = opened.table(name, [slot.name for slot in slots])
     return NumbersDataset(table) if has_halves(slots) else dataset_of(table, checked=checked)
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
-from recckpt.sparse.files.chain_table import open_table
 from recckpt.sparse.files.merged_rows import check_count
 from recckpt.text import nearest
 from recckpt.types import SlotSpec
@@ -34,9 +33,9 @@ def slot_named(name: str, manifest: Manifest) -> tuple[TableEntry, SlotSpec] | N
     return entry, slots[slot]
 
 
-def whole_slot(now: OpenCheckpoint, entry: TableEntry, slot: SlotSpec) -> npt.NDArray[Any]:
+def whole_slot(now: OpenChain, entry: TableEntry, slot: SlotSpec) -> npt.NDArray[Any]:
     """Return the values of all rows, bfloat16 as bit patterns; all slots of a table come in one order of the rows."""
-    table = open_table(now.links, entry.name, [] if slot.name == ID else [slot.name])
+    table = now.table(entry.name, [] if slot.name == ID else [slot.name])
     check_count(table.links[0], min(entry.rows, sum(link.entry.held for link in table.links)))  # before it takes memory
     values = np.empty((entry.rows, *slot.shape), NUMPY_DTYPES[slot.dtype])
     begin = 0

@@ -171,7 +171,7 @@ def test_a_refresh_makes_tables_ready_in_which_there_were_look_ups(tmp_path, mon
         model.a.insert(torch.tensor([1]), torch.full((1, 2), 2.0))
         saver.save("ckpt_2")
         assert reader.refresh()
-        monkeypatch.setattr("recckpt.sparse.files.chain_table.RowIndex", None)
+        monkeypatch.setattr("recckpt.sparse.files.row_index.RowIndex", None)
         assert reader.lookup("a", [0, 1]).values.tolist() == [[1, 1], [2, 2]]
         assert staying.lookup("a", [0, 1]).values.tolist() == [[1, 1], [1, 1]]
         assert not staying.refresh()

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.dense.file_check import check_file
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
@@ -15,7 +16,6 @@ from recckpt.inspect.diff.result import CheckpointDiff, Side, TableDiff
 from recckpt.inspect.diff.tables import DiffOptions, compare_table
 from recckpt.inspect.diff.tensors import compare_tensors
 from recckpt.inspect.diff.values import compare_values, files_of_values
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.threads import run_all
@@ -59,11 +59,11 @@ def diff(
     return _compared(_opened(os.fspath(before)), _opened(os.fspath(after)), float(tolerance), top)
 
 
-def _opened(path: str) -> OpenCheckpoint:
-    return until_whole(lambda: OpenCheckpoint(*locate_path(path)), OpenCheckpoint.opened)
+def _opened(path: str) -> OpenChain:
+    return until_whole(lambda: locate_path(path), lambda found: OpenChain.open(*found))
 
 
-def _compared(before: OpenCheckpoint, after: OpenCheckpoint, tolerance: float, top: int) -> CheckpointDiff:
+def _compared(before: OpenChain, after: OpenChain, tolerance: float, top: int) -> CheckpointDiff:
     sides = before, after
     options = DiffOptions(tolerance, top, _BUDGET_BYTES, min(side.storage.threads(_THREADS) for side in sides))
     n_bytes = sum(table.rows * table.row_bytes for side in sides for table in side.manifest.tables)
@@ -83,13 +83,13 @@ def _compared(before: OpenCheckpoint, after: OpenCheckpoint, tolerance: float, t
     return CheckpointDiff(_side(before), _side(after), tolerance, tables, tensors, values)
 
 
-def _check(side: OpenCheckpoint, file: FileEntry, advance: Callable[[int], object]) -> None:
-    for error in check_file(side.others, side.checkpoint.directory, file, index=None, advance=advance):
+def _check(side: OpenChain, file: FileEntry, advance: Callable[[int], object]) -> None:
+    for error in check_file(side.files, side.directory, file, index=None, advance=advance):
         raise error
 
 
 def _tables(
-    before: OpenCheckpoint, after: OpenCheckpoint, options: DiffOptions, advance: Callable[[int], object]
+    before: OpenChain, after: OpenChain, options: DiffOptions, advance: Callable[[int], object]
 ) -> Iterator[TableDiff]:
     for name in dict.fromkeys(table.name for side in (before, after) for table in side.manifest.tables):
         one, other = before.manifest.table(name), after.manifest.table(name)
@@ -102,7 +102,7 @@ def _tables(
             yield TableDiff(name, "added", None, other.rows, other.rows, 0, 0, 0, slots, ())
 
 
-def _side(opened: OpenCheckpoint) -> Side:
+def _side(opened: OpenChain) -> Side:
     checkpoint, manifest = opened.checkpoint, opened.manifest
     path = layout.join(opened.storage.url.removesuffix("/"), checkpoint.directory)
     reduced = said_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})

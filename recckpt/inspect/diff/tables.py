@@ -10,16 +10,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.bucket_diff import BucketDiff, Pair
 from recckpt.inspect.diff.distances import SlotComparer
 from recckpt.inspect.diff.pairing import paired
 from recckpt.inspect.diff.result import TableDiff
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC
-from recckpt.sparse.files.chain_table import open_table
 from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of, row_of
 from recckpt.sparse.files.merged_rows import RangeRows, check_count
@@ -43,9 +42,7 @@ class DiffOptions(NamedTuple):
     threads: int
 
 
-def compare_table(
-    before: OpenCheckpoint, after: OpenCheckpoint, name: str, options: DiffOptions, advance: Advance
-) -> TableDiff:
+def compare_table(before: OpenChain, after: OpenChain, name: str, options: DiffOptions, advance: Advance) -> TableDiff:
     """Return what became of a table that both have.
 
     Raises:
@@ -55,7 +52,7 @@ def compare_table(
     entries = before.manifest.named_table(name), after.manifest.named_table(name)
     pairs = _comparable(*entries)
     slots = [pair[0].name for pair in pairs]
-    chains = [open_table(side.links, name, slots).links for side in (before, after)]
+    chains = [side.table(name, slots).links for side in (before, after)]
     links = [link for chain in chains for link in chain]
     is_mapped = all(link.is_mapped for link in links)
     n_threads = min(options.threads, _MAPPED_THREADS) if is_mapped else options.threads

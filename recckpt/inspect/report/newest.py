@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CheckpointRemovedError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.result import TableHealth
 from recckpt.inspect.report.row_counts import TakenAt
@@ -29,7 +29,7 @@ def read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tuple
         CheckpointRemovedError: its writer removed it meanwhile, and the storage is not a local file system.
     """
     manifest, directory = checkpoint.manifest, checkpoint.directory
-    opened = OpenCheckpoint(storage, checkpoint).opened()
+    opened = OpenChain.open(storage, checkpoint)
     n_bytes = sum(table.rows * table.row_bytes for table in manifest.tables)
     n_bytes += sum(file.n_bytes for file in manifest.files if not layout.has_rows(file.name))
     with Progress(f"reading {manifest.ckpt_id}", n_bytes) as progress:

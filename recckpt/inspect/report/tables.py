@@ -9,19 +9,18 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.distances import numbers
-from recckpt.inspect.open_checkpoint import OpenCheckpoint
 from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.result import TableHealth
 from recckpt.inspect.report.row_counts import RowCounts, TakenAt
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
-from recckpt.sparse.files.chain_table import open_table
 from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of, row_of
 from recckpt.sparse.files.merged_rows import RangeRows, check_count
@@ -37,13 +36,13 @@ _MERGE_BYTES = 256 << 20  # of all threads
 Advance = Callable[[int], object]
 
 
-def read_tables(opened: OpenCheckpoint, clock: TakenAt, threads: int, advance: Advance) -> list[TableHealth]:
+def read_tables(opened: OpenChain, clock: TakenAt, threads: int, advance: Advance) -> list[TableHealth]:
     """Return how the tables of a checkpoint are; what is damaged is said of each, and left out of its figures."""
     read = _read_parts if len(opened.checkpoint.links) == 1 else _read_chain
     return list(read(opened, clock, threads, advance))
 
 
-def _read_parts(opened: OpenCheckpoint, clock: TakenAt, threads: int, advance: Advance) -> Iterator[TableHealth]:
+def _read_parts(opened: OpenChain, clock: TakenAt, threads: int, advance: Advance) -> Iterator[TableHealth]:
     """Read a full checkpoint: its parts, one a thread."""
     tables = opened.manifest.tables
     [link] = opened.links
@@ -65,7 +64,7 @@ def _read_parts(opened: OpenCheckpoint, clock: TakenAt, threads: int, advance: A
 
 
 def _read_part(
-    opened: OpenCheckpoint, clock: TakenAt, advance: Advance, part: Part
+    opened: OpenChain, clock: TakenAt, advance: Advance, part: Part
 ) -> tuple[PartCheck, dict[str, RowCounts]]:
     manifest, [link] = opened.manifest, opened.links
     counts: dict[str, RowCounts] = {}
@@ -80,13 +79,13 @@ def _read_part(
         advance(values.nbytes)
 
     entries = [entry for name in part.tables if (entry := manifest.table(name))]
-    return check_part(link.files, opened.checkpoint.directory, entries, part, seen), counts
+    return check_part(link.files, opened.directory, entries, part, seen), counts
 
 
 class _Damage:
     """What is wrong with the files of a full checkpoint."""
 
-    def __init__(self, opened: OpenCheckpoint, catalogs: Sequence[Catalog], checks: Mapping[str, PartCheck]) -> None:
+    def __init__(self, opened: OpenChain, catalogs: Sequence[Catalog], checks: Mapping[str, PartCheck]) -> None:
         self._opened, self._catalogs, self._checks = opened, catalogs, checks
         between = [list(between_parts(checks[part.file] for part in catalog.parts)) for catalog in catalogs]
         self._between = [error for errors in between for error in errors]
@@ -98,17 +97,17 @@ class _Damage:
         paths = {self._checks[name].path for name in parts}
         errors += [error for error in self._between if error.path in paths]
         if not errors:
-            [link], directory = self._opened.links, self._opened.checkpoint.directory
+            [link], directory = self._opened.links, self._opened.directory
             errors += repeated_between_shards(link.files, directory, table, self._catalogs)
         return tuple(map(said_of, errors))
 
 
-def _read_chain(opened: OpenCheckpoint, clock: TakenAt, threads: int, advance: Advance) -> Iterator[TableHealth]:
+def _read_chain(opened: OpenChain, clock: TakenAt, threads: int, advance: Advance) -> Iterator[TableHealth]:
     """Read a delta and what it stands on: table by table, a range of buckets a thread."""
     frames: dict[str, tuple[str, ...]] = {}
     for table in opened.manifest.tables:
         try:
-            chain = open_table(opened.links, table.name, [slot.name for slot in table.slots]).links
+            chain = opened.table(table.name, [slot.name for slot in table.slots]).links
             n_slices = max(1, min(threads, table.rows // _SLICE_ROWS))
             borders = [N_BUCKETS * n // n_slices for n in range(n_slices + 1)]
             work = partial(_read_slice, chain, clock, _MERGE_BYTES // n_slices, advance)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.sparse.files.chain_table import OpenLink, open_table
 from recckpt.sparse.files.id_check import Int64s
-from recckpt.sparse.files.row_index import ABSENT
+from recckpt.sparse.files.row_index import ABSENT, RowIndex
 from recckpt.types import SlotSpec
 
 
@@ -28,8 +27,8 @@ class AlignedRows(NamedTuple):
     found: npt.NDArray[np.bool_]
 
 
-def aligned_rows(chain: Sequence[OpenLink], table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
-    """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one knows.
+def aligned_rows(links: Iterable[RowIndex], table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
+    """Return a slot of the rows of ids, in their order; asks a link only for ids that no newer one knows.
 
     Raises:
         ValueError: ``default`` is not a value or a row of the slot.
@@ -39,26 +38,16 @@ def aligned_rows(chain: Sequence[OpenLink], table: str, ids: Int64s, slot: SlotS
     is_bfloat16 = slot.dtype == "bfloat16"
     values = _filled(table, slot, default, len(ids), np.dtype("float32" if is_bfloat16 else slot.dtype))
     found, left = np.zeros(len(ids), np.bool_), np.arange(len(ids))
-    readers = open_table(chain, table, [slot.name]).links
-    for link, reader in zip(chain, readers, strict=False):
-        if not len(left):
-            break
-        known = link.index(reader)
-        rows = known.find(ids[left])
+    for link in links if len(left) else ():
+        rows = link.find(ids[left])
         here = left[rows >= 0]
-        read = known.values(rows[rows >= 0], slot)
+        read = link.values(rows[rows >= 0], slot)
         values[here] = (read.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bfloat16 else read
         found[here] = True
         left = left[rows == ABSENT]
+        if not len(left):
+            break
     return AlignedRows(values, found)
-
-
-def index_tables(chain: Sequence[OpenLink], tables: Sequence[str]) -> None:
-    """Index the tables that a chain has, so that their first look-up need not; errors as of a look-up."""
-    for table in tables:
-        if chain[0].checkpoint.manifest.table(table) is not None:
-            for link, reader in zip(chain, open_table(chain, table, []).links, strict=False):
-                link.index(reader)
 
 
 def as_ids(ids: Any) -> Int64s:

@@ -2,69 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 
-from recckpt.errors import CorruptCheckpointError
-from recckpt.format import layout
-from recckpt.format.catalog import Catalog
 from recckpt.format.distinct import distinct, is_among
-from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.id_check import Int64s, repeats
-from recckpt.sparse.files.link_cursors import down_to_whole
 from recckpt.sparse.files.merged_rows import merged_rows
-from recckpt.sparse.files.row_index import RowIndex
 from recckpt.sparse.files.table_reader import TableReader, table_damage
-from recckpt.storage.base import Files
 
 _MERGE_BYTES = 128 << 20
-
-
-class OpenLink:
-    """A link of a chain and its files; its catalogs are read, and its tables indexed, when somebody asks for them."""
-
-    def __init__(self, checkpoint: Checkpoint, files: Files) -> None:
-        self.checkpoint, self.files = checkpoint, files
-        self.indexes: dict[str, RowIndex] = {}  # by table
-        self._lock = threading.Lock()
-
-    @cached_property
-    def catalogs(self) -> list[Catalog]:
-        """The catalogs of all shards."""
-        return read_catalogs(self.checkpoint, self.files)
-
-    def index(self, table: TableReader) -> RowIndex:
-        """Return where the rows of a table of this link lie. Thread-safe."""
-        with self._lock:
-            name = table.entry.name
-            if name not in self.indexes:
-                self.indexes[name] = RowIndex(table)
-            return self.indexes[name]
-
-
-def open_table(chain: Iterable[OpenLink], name: str, slots: Sequence[str]) -> ChainTable:
-    """Return the table of a checkpoint by its links, newest first, without those below a link that holds all of it.
-
-    Raises:
-        CorruptCheckpointError: a catalog is damaged, or a link lacks the table or has it with other slots.
-    """
-    return ChainTable(down_to_whole(_of_link(link, name, slots) for link in chain))
-
-
-def _of_link(link: OpenLink, name: str, slots: Sequence[str]) -> TableReader:
-    directory = link.checkpoint.directory
-    entry = link.checkpoint.manifest.table(name)
-    if entry is None:
-        path, expected = layout.join(directory, layout.MANIFEST), "the table, whose rows newer links change"
-        raise CorruptCheckpointError(path, f"table {name!r}", found="no such table", expected=expected)
-    return TableReader(link.files, directory, link.catalogs, entry, slots)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""One checkpoint of a chain, opened for reading by itself (no torch here)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.buckets import Slice
+from recckpt.format.catalog import Catalog, Part
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import HeldFiles
+from recckpt.sparse.files.catalogs import met_shards, parts_by_shard, read_catalogs
+from recckpt.storage import Storage
+
+if TYPE_CHECKING:  # they import pyarrow, which takes its time, and who reads no rows does without
+    from recckpt.sparse.files.row_index import RowIndex
+    from recckpt.sparse.files.table_reader import TableReader
+
+
+class OpenLink:
+    """A checkpoint and its files; reads its catalogs, and indexes its tables, when they are first asked for.
+
+    Args:
+        checkpoint: it; what it stands on is not looked at.
+        files: its files, as far as they are open already.
+        catalogs: of all shards, where the caller has read them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, files: HeldFiles, catalogs: Sequence[Catalog] | None = None) -> None:
+        self.checkpoint, self.files = checkpoint, files
+        self.indexes: dict[str, RowIndex] = {}  # by table
+        self._catalogs = catalogs
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenLink:
+        """Return one of so many links, of which no file is open yet: each is opened when it is read."""
+        return cls(checkpoint, files_of(storage, checkpoint, n_links))
+
+    @property
+    def directory(self) -> str:
+        """Where it lies in the output dir."""
+        return self.checkpoint.directory
+
+    @property
+    def manifest(self) -> Manifest:
+        """What it is."""
+        return self.checkpoint.manifest
+
+    @cached_property
+    def catalogs(self) -> Sequence[Catalog]:
+        """The catalogs of all shards; CorruptCheckpointError where one is damaged."""
+        return read_catalogs(self.checkpoint, self.files) if self._catalogs is None else self._catalogs
+
+    def reader(self, table: str, slots: Sequence[str]) -> TableReader:
+        """Return the reader of what its own files hold of a table.
+
+        Raises:
+            CorruptCheckpointError: a catalog is damaged, or it lacks the table, on which newer links stand.
+        """
+        from recckpt.sparse.files.table_reader import TableReader
+
+        entry = self.manifest.table(table)
+        if entry is None:
+            path, expected = layout.join(self.directory, layout.MANIFEST), "the table, whose rows newer links change"
+            raise CorruptCheckpointError(path, f"table {table!r}", found="no such table", expected=expected)
+        return TableReader(self.files, self.directory, self.catalogs, entry, slots)
+
+    def index(self, table: TableReader) -> RowIndex:
+        """Return where the rows of a table of this link lie. Thread-safe."""
+        from recckpt.sparse.files.row_index import RowIndex
+
+        with self._lock:
+            name = table.entry.name
+            if name not in self.indexes:
+                self.indexes[name] = RowIndex(table)
+            return self.indexes[name]
+
+    def open_rows(self) -> None:
+        """Open all files with rows."""
+        self.files.hold(file.name for file in self.manifest.files if layout.has_rows(file.name))
+
+    def open_parts(self, tables: Collection[str], slices: Collection[Slice | None]) -> list[list[Part]]:
+        """Open the files that may have rows or deletes of tables in some slices, and return these parts by shard.
+
+        Reads the catalogs of the shards that the slices meet, and no others.
+        """
+        self.files.hold(sorted(self.catalogs_of(slices)))
+        by_shard = [
+            [part for part in parts if not {*part.tables}.isdisjoint(tables)]
+            for parts in parts_by_shard(self.checkpoint, self.files, slices)
+        ]
+        self.files.hold(part.file for parts in by_shard for part in parts)
+        return by_shard
+
+    def catalogs_of(self, slices: Collection[Slice | None]) -> set[str]:
+        """Return the names of the catalogs of the shards that may have rows of some slices."""
+        return {self.manifest.shards[number].catalog for number in met_shards(self.manifest, slices)}
+
+
+def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> HeldFiles:
+    """Return the files of one of so many checkpoints that are read together; none is open yet."""
+    sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
+    return HeldFiles(storage, checkpoint.directory, sizes, (), n_links)
