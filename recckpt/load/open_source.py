@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recckpt.dense.tensors import DenseTensors
+from recckpt.checkpoint.chain import OpenChain
+from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
@@ -17,10 +18,6 @@ from recckpt.format.catalog import Part
 from recckpt.format.names import Name
 from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here, reduced_tables
 from recckpt.load.source import LocatedCheckpoint
-from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
-from recckpt.sparse.files.catalogs import met_shards, parts_by_shard
-from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 
 if TYPE_CHECKING:
@@ -30,45 +27,13 @@ log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
 
 
-@dataclass
-class _LoadLink:
-    """One checkpoint of a chain, whose files are open until they are closed."""
-
-    checkpoint: Checkpoint
-    files: HeldFiles  # those open that are held
-    parts: list[list[Part]] = field(default_factory=list)  # by shard, those with rows or deletes that may be wanted
-    tables: Collection[str] = ()  # whose rows are read from it
-    n_bytes: int = 0  # of catalogs that were read
-
-    @classmethod
-    def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int) -> _LoadLink:
-        """Return one of so many links, of which no file is open yet."""
-        sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
-        return cls(checkpoint, HeldFiles(storage, checkpoint.directory, sizes, (), n_links))
-
-    @property
-    def directory(self) -> str:
-        """Where it lies."""
-        return self.checkpoint.directory
-
-    def hold_rows(self, tables: Collection[str], slices: Collection[Slice | None]) -> None:
-        """Open the files that may have rows or deletes of tables, and of slices of their ids."""
-        manifest, self.tables = self.checkpoint.manifest, tables
-        catalogs = {manifest.shards[number].catalog for number in met_shards(manifest, slices)}
-        self.files.hold(sorted(catalogs))
-        self.n_bytes += sum(file.n_bytes for file in manifest.files if file.name in catalogs)
-        by_shard = parts_by_shard(self.checkpoint, self.files, slices)
-        self.parts = [[part for part in parts if not {*part.tables}.isdisjoint(tables)] for parts in by_shard]
-        self.files.hold(part.file for parts in self.parts for part in parts)
-
-
-def links_with_rows(checkpoint: Checkpoint) -> Iterator[tuple[Checkpoint, Collection[str]]]:
+def links_with_rows(links: Sequence[OpenLink]) -> Iterator[tuple[OpenLink, Collection[str]]]:
     """Yield the links of a checkpoint, newest first, each with the tables of which some rows are read from it.
 
     What is older than a link that has all rows of a table does not count.
     """
-    tables = {table.name for table in checkpoint.manifest.tables}
-    for link in checkpoint.links:
+    tables = {table.name for table in links[0].manifest.tables}
+    for link in links:
         yield link, tables
         tables = {name for name in tables if not link.manifest.named_table(name).is_whole}
         if not tables:
@@ -86,8 +51,17 @@ class Needs:
     gathers: bool  # whether a registered object takes what it needs from the states of all ranks that saved
 
 
+@dataclass(frozen=True)
+class _LinkRows:
+    """What a rank reads of the rows of one link."""
+
+    link: OpenLink
+    tables: Collection[str]  # whose rows are read from it
+    parts: list[list[Part]]  # by shard, those with rows or deletes that may be needed
+
+
 class OpenSource:
-    """A checkpoint whose files are open until the end of a ``with`` block: no writer that removes it disturbs.
+    """What a load takes of a checkpoint: its files are open until the end of a ``with`` block, whoever removes it.
 
     Args:
         at: the checkpoint.
@@ -100,18 +74,17 @@ class OpenSource:
 
     def __init__(self, at: LocatedCheckpoint, needs: Needs | None) -> None:
         self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
-        common = [file.name for file in self._manifest.files if not layout.is_of_rank(file.name)]
         self._n_bytes = 0
         self._states: dict[str, dict[str, Any]] = {}
-        self._links: list[_LoadLink] = []
+        self._rows: list[_LinkRows] = []
         self.held: Collection[str] = ()  # the tables of which only the links are read that are new to the model
+        self._chain = OpenChain.of(at.storage, at.checkpoint)
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
-            closed_on_error.callback(self._close)
-            self._files = self._opened(at.checkpoint).files
-            self._files.hold(common)
+            closed_on_error.callback(self._chain.close)
+            self._chain.files.hold(file.name for file in self._manifest.files if not layout.is_of_rank(file.name))
             if needs is not None:
-                self._hold(needs)
-            self.tensors = DenseTensors(self._files, self._directory, self._manifest)
+                self._open_needed(needs)
+            self.tensors = self._chain.tensors
             closed_on_error.pop_all()
 
     def __enter__(self) -> OpenSource:
@@ -119,37 +92,30 @@ class OpenSource:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.tensors.close()
-        self._close()
-        self._states, self._links = {}, []
+        self._chain.close()
+        self._states, self._rows = {}, []
 
-    def _close(self) -> None:
-        for link in self._links:
-            link.files.close()
-
-    def _opened(self, checkpoint: Checkpoint) -> _LoadLink:
-        self._links.append(_LoadLink.of(self.at.storage, checkpoint, len(self.at.checkpoint.links)))
-        return self._links[-1]
-
-    def _hold(self, needs: Needs) -> None:
+    def _open_needed(self, needs: Needs) -> None:
         """Open the files of ranks that are needed, and in all links those that may have rows for this rank."""
         everyone, own = range(self.at.shards), (0, needs.shard)
         is_resharded = self.at.shards != needs.shards
         of_ranks = [layout.rng(needs.shard)]
         of_ranks += [layout.io_state(shard) for shard in (everyone if needs.positions and is_resharded else own)]
         of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
-        self._files.hold(name for name in of_ranks if self._manifest.file(name))
+        self._chain.files.hold(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
-        for checkpoint, tables in links_with_rows(self.at.checkpoint) if slices else ():
-            if checkpoint.manifest.origin == self.at.held:
+        for link, tables in links_with_rows(self._chain.links) if slices else ():
+            if link.manifest.origin == self.at.held:
                 self.held = tables
                 break
-            link = self._links[0] if checkpoint is self.at.checkpoint else self._opened(checkpoint)
-            link.hold_rows(tables, slices)
+            self._rows.append(_LinkRows(link, tables, link.open_parts(tables, slices)))
+            catalogs = link.catalogs_of(slices)
+            self._n_bytes += sum(file.n_bytes for file in link.manifest.files if file.name in catalogs)
 
     @property
     def bytes_read(self) -> int:
         """Bytes of files that were read so far, but for rows."""
-        return self._n_bytes + self.tensors.bytes_read + sum(link.n_bytes for link in self._links)
+        return self._n_bytes + self.tensors.bytes_read
 
     def offer(self, model: Inventory) -> LoadCandidate:
         """Return what it has of the names of a model."""
@@ -166,9 +132,9 @@ class OpenSource:
         from recckpt.sparse.files.load_target import LinkLoad  # torch, which a plan does without
 
         found = []
-        for link in self._links:
-            loads = [load for load in tables if load.entry.name in link.tables]
-            found.append(LinkLoad(loads, link.parts if loads else [], link.files, link.directory))
+        for rows in self._rows:
+            loads, link = [load for load in tables if load.entry.name in rows.tables], rows.link
+            found.append(LinkLoad(loads, rows.parts if loads else [], link.files, link.directory))
             if download_dir is not None:
                 link.files.fetch(found[-1].wanted_files(), download_dir, concurrency)
         return found
@@ -181,11 +147,9 @@ class OpenSource:
 
     def read_once(self, name: str) -> dict[str, Any]:
         """Return what :meth:`state` does, and do not keep it."""
-        from recckpt.dense.loader import load_state  # torch, which a plan does without
-
         entry = self._manifest.file(name)
         self._n_bytes += entry.n_bytes if entry else 0
-        return load_state(self._files, self._directory, entry) if entry else {}
+        return self._chain.state(name)
 
     def forget_states(self) -> None:
         """Keep no state any longer: those that were read belong to what they are given to."""

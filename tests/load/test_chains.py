@@ -243,7 +243,7 @@ def test_a_long_chain_leaves_maps_to_the_process(make, monkeypatch):
     chain, table = make(THREE[0], *([({1, number}, {2})] for number in range(4, 9))), table_of("a")
     live = LiveState(Tables([table]), None, extra_registry(), io_registry(), 0, 1)
     with opened([chain.source()], live.needs) as sources:
-        assert [len(link.files._maps) for link in sources[0]._links] == [2] * 6, "of three files each"
+        assert [len(link.files._maps) for link in sources[0]._chain.links] == [2] * 6, "of three files each"
         loading.load(live, sources, Problems(), concurrency=2, download_dir=None, rng=False)
     assert rows_of(table) == chain.rows["a"]
 
