@@ -15,11 +15,10 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.distinct import distinct, is_among
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
-from recckpt.format.tables import TableEntry
 from recckpt.inspect.salvage_link import LinkRemains, Lost
 from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import read_manifest
-from recckpt.output_dir.listing import look_around
+from recckpt.output_dir.listing import Checkpoint, look_around
 from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.table_reader import table_schema
@@ -70,7 +69,7 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
         what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
         raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
     entry = manifest.named_table(table)
-    remains = _Remains(storage, _links_of(storage, directory, manifest, table))
+    remains = _Remains(storage, table, _links_of(storage, Checkpoint(directory, manifest), table))
     with new_file(out) as sink, Progress(f"salvaging {escaped(table)}", entry.rows * entry.row_bytes) as progress:
         # Not a context manager: it would complete the file on an error too.
         writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), table_schema(entry.slots))
@@ -82,20 +81,11 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     return Salvaged(remains.n_rows, entry.rows, remains.n_unverified, tuple(remains.lost))
 
 
-@dataclass(frozen=True)
-class _FoundLink:
-    """A link whose manifest is whole."""
-
-    directory: str
-    manifest: Manifest
-    entry: TableEntry  # of the table in it
-
-
 class _Remains:
     """The rows of a table that are left in its links."""
 
-    def __init__(self, storage: Storage, links: Iterable[_FoundLink | Lost]) -> None:
-        self._storage, self._links = storage, list(links)
+    def __init__(self, storage: Storage, table: str, links: Iterable[Checkpoint | Lost]) -> None:
+        self._storage, self._table, self._links = storage, table, list(links)
         self.n_rows = self.n_unverified = 0
         self.lost: list[Lost] = []
         self._known: Int64s = np.empty(0, np.int64)  # to newer links, sorted
@@ -109,8 +99,8 @@ class _Remains:
             else:
                 yield from self._of_link(link, unverified=unverified, is_last=link is self._links[-1])
 
-    def _of_link(self, link: _FoundLink, *, unverified: bool, is_last: bool) -> Iterator[pa.RecordBatch]:
-        remains = LinkRemains(self._storage, link.directory, link.manifest, link.entry)
+    def _of_link(self, link: Checkpoint, *, unverified: bool, is_last: bool) -> Iterator[pa.RecordBatch]:
+        remains = LinkRemains(self._storage, link, self._table)
         own, n_doubtful = [np.empty(0, np.int64)], 0
         for batch, vouched in remains.batches(unverified=unverified):
             ids = ids_in(batch)
@@ -143,15 +133,15 @@ def _span(buckets: npt.NDArray[np.bool_]) -> tuple[int, int]:
     return int(marked[0]), int(marked[-1]) + 1
 
 
-def _links_of(storage: Storage, directory: str, manifest: Manifest, table: str) -> Iterator[_FoundLink | Lost]:
+def _links_of(storage: Storage, newest: Checkpoint, table: str) -> Iterator[Checkpoint | Lost]:
     """Yield what a table is read from, newest link first, down to one that holds all of it; Lost for what is not there.
 
     Below a link that is lost the others are where the manifest says they were.
     """
-    entry = manifest.named_table(table)
-    yield _FoundLink(directory, manifest, entry)
-    above, slots = manifest, entry.slots
-    for hint in manifest.chain:
+    above, entry = newest.manifest, newest.manifest.named_table(table)
+    yield newest
+    slots = entry.slots
+    for hint in newest.manifest.chain:
         if entry.is_whole:
             return
         place, record, problem = _find(storage, hint, above.parent)
@@ -159,10 +149,10 @@ def _links_of(storage: Storage, directory: str, manifest: Manifest, table: str) 
         if record is None or found is None or found.slots != slots:
             path = layout.join(place, layout.MANIFEST)
             yield Lost(path, (0, N_BUCKETS), None, problem or f"has no table {table!r} with these slots")
-            above = manifest if record is None else record
+            above = newest.manifest if record is None else record
             continue
         entry, above = found, record
-        yield _FoundLink(place, record, entry)
+        yield Checkpoint(place, record)
 
 
 def _find(storage: Storage, hint: Link, parent: Parent | None) -> tuple[str, Manifest | None, str]:

@@ -15,8 +15,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.distinct import distinct
-from recckpt.format.manifest import Manifest
-from recckpt.format.tables import TableEntry
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.id_check import FormerShards, Int64s
@@ -37,12 +36,13 @@ class Lost:
 class LinkRemains:
     """One table in a damaged checkpoint; of a delta, what its own files hold."""
 
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest, entry: TableEntry) -> None:
-        self._storage, self._directory, self._manifest, self._entry = storage, directory, manifest, entry
+    def __init__(self, storage: Storage, checkpoint: Checkpoint, table: str) -> None:
+        self._storage, self._directory, self._manifest = storage, checkpoint.directory, checkpoint.manifest
+        self._entry = self._manifest.named_table(table)
         self._n_rows = 0
         self._deleted: list[Int64s] = []
         self._lost: list[Lost] = []
-        self._former = FormerShards(manifest.shards)
+        self._former = FormerShards(self._manifest.shards)
 
     def batches(self, *, unverified: bool) -> Iterator[tuple[pa.RecordBatch, bool]]:
         """Yield the whole batches of rows and whether checksums vouch for them; keep account of the others."""

@@ -111,10 +111,7 @@ class _CountTable:
                     break
         self._looks = sorted((whole[link] for link in entries), key=lambda look: look.place)
         numbers: dict[str | None, int] = {look.directory: number for number, look in enumerate(self._looks)}
-        self._nodes = [
-            Node(look.reader_of_ids(entries[look.directory]), numbers.get(below[look.directory]))
-            for look in self._looks
-        ]
+        self._nodes = [Node(look.link().reader(name, ()), numbers.get(below[look.directory])) for look in self._looks]
 
     def run(self) -> list[Counted]:
         return count_rows(self._nodes, _COUNT_BYTES)

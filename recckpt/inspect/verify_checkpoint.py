@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 
+from recckpt.checkpoint.link import OpenLink, files_of
 from recckpt.dense.file_check import check_file, check_loadable
 from recckpt.dense.tensors import read_index, tensors_of
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
@@ -26,9 +27,9 @@ from recckpt.output_dir.checkpoint_dir import (
     read_checked,
     read_manifest,
 )
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.catalogs import count_errors
 from recckpt.sparse.files.id_check import repeated_between_shards
-from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, VerifyTask, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 from recckpt.storage.read_again import check_twice
@@ -136,9 +137,11 @@ class Checkup:
         assert self.manifest is not None
         return self.manifest.place
 
-    def reader_of_ids(self, table: TableEntry) -> TableReader:
-        """Return a reader of the ids that its own files hold of a table; its catalogs are whole."""
-        return TableReader(self._storage, self.directory, self._catalogs(), table, ())
+    def link(self) -> OpenLink:
+        """Return it as a link of chains; its catalogs are whole."""
+        assert self.manifest is not None
+        checkpoint = Checkpoint(self.directory, self.manifest)
+        return OpenLink(checkpoint, files_of(self._storage, checkpoint), self._catalogs())
 
     def _path(self, name: str) -> str:
         return layout.join(self.directory, name)
