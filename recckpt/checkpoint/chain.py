@@ -19,7 +19,7 @@ from recckpt.types import SlotSpec
 if TYPE_CHECKING:  # they import pyarrow, which takes its time, and who reads no rows does without
     from recckpt.sparse.files.aligned_rows import AlignedRows
     from recckpt.sparse.files.chain_table import ChainTable
-    from recckpt.sparse.files.id_check import Int64s
+    from recckpt.sparse.files.once import Int64s
     from recckpt.sparse.files.row_index import RowIndex
 
 Buckets = Mapping[str, Sequence[tuple[int, int]]]  # table -> ranges [begin, end)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import pyarrow as pa
 
 from recckpt.convert.source import Int64s
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import N_BUCKETS
-from recckpt.format.distinct import distinct, is_among
+from recckpt.format.distinct import distinct
 from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of
 from recckpt.sparse.files.merged_rows import merged_range
+from recckpt.sparse.files.once import NamedIds
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.storage import Storage, open_parent
 
@@ -69,12 +69,12 @@ def deletes(links: Sequence[TableReader]) -> Iterator[Int64s]:
     """Yield the ids that the newest of some links delete, each once, in the order of ranges of buckets."""
     chain = [LinkCursor(link, _EVERYWHERE) for link in links]
     for begin, end in bucket_ranges(links, _EVERYWHERE, _BUDGET_BYTES):
-        known: Int64s = np.empty(0, np.int64)  # to newer links
+        named = NamedIds()
         for cursor in chain:
             rows, gone = cursor.between(begin, end)
-            there = distinct(known, ids_of(rows))
+            named.add(ids_of(rows))
             deleted = distinct(ids_of(gone))
-            new = deleted[~is_among(deleted, there)]
+            new = deleted[named.is_new(deleted)]
             if len(new):
                 yield new
-            known = distinct(there, deleted)
+            named.add(deleted)

@@ -15,6 +15,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.output_dir.forget_requests import meant_in, tables_of
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.sparse.files.once import ABSENT, DELETED, newest
 from recckpt.storage import Storage
 
 Ids = npt.NDArray[np.int64]  # ascending, all different
@@ -29,6 +30,10 @@ class HeldOfTable:
     n_deletes: int  # deletes of them, each counted as often as it is there
     deletes: _Flags  # of which ids there are deletes
     parts: frozenset[str]  # the files in which they are
+
+    def find(self, places: Ids) -> Ids:
+        """Say of ids, by their places among all, which have a row, as 0, and which are deleted."""
+        return np.where(self.rows[places], 0, np.where(self.deletes[places], DELETED, ABSENT))
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,11 @@ def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
 
 def rows_in_chain(links: Sequence[tuple[Checkpoint, Held]], table: str) -> int:
     """Return how many of the ids have a row in the checkpoint whose links these are, newest first; pure."""
-    alive: _Flags = np.zeros(len(links[0][1].tables[table].rows), np.bool_)
-    for checkpoint, of_link in reversed(links):
-        entry, held = checkpoint.manifest.table(table), of_link.tables[table]
-        if entry is None:
-            alive = np.zeros_like(alive)
-        else:
-            alive = held.rows if entry.is_whole else (alive & ~held.deletes) | held.rows
-    return int(np.count_nonzero(alive))
+    of_table: list[HeldOfTable] = []
+    for checkpoint, of_link in links:
+        entry = checkpoint.manifest.table(table)
+        of_table += [] if entry is None else [of_link.tables[table]]
+        if entry is None or entry.is_whole:
+            break
+    places = np.arange(len(links[0][1].tables[table].rows))
+    return sum(len(here) for _, here, _ in newest(of_table, places))

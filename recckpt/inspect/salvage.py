@@ -12,7 +12,6 @@ import pyarrow as pa
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.format.distinct import distinct, is_among
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.salvage_link import LinkRemains, Lost
@@ -20,7 +19,7 @@ from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import Checkpoint, look_around
 from recckpt.sparse.files.arrow_format import ids_in
-from recckpt.sparse.files.id_check import Int64s
+from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import SinkFile, Storage, new_file, open_parent, open_storage
 from recckpt.text import Progress, escaped
@@ -88,7 +87,7 @@ class _Remains:
         self._storage, self._table, self._links = storage, table, list(links)
         self.n_rows = self.n_unverified = 0
         self.lost: list[Lost] = []
-        self._known: Int64s = np.empty(0, np.int64)  # to newer links, sorted
+        self._newer = NamedIds()
         self._is_doubtful = np.zeros(N_BUCKETS, np.bool_)  # where newer links have lost rows or deletes
 
     def batches(self, *, unverified: bool) -> Iterator[pa.RecordBatch]:
@@ -101,11 +100,11 @@ class _Remains:
 
     def _of_link(self, link: Checkpoint, *, unverified: bool, is_last: bool) -> Iterator[pa.RecordBatch]:
         remains = LinkRemains(self._storage, link, self._table)
-        own, n_doubtful = [np.empty(0, np.int64)], 0
+        own, n_doubtful = list[Int64s](), 0
         for batch, vouched in remains.batches(unverified=unverified):
             ids = ids_in(batch)
             own += [] if is_last else [ids]
-            is_wanted = ~is_among(ids, self._known)
+            is_wanted = self._newer.is_new(ids)
             is_doubtful = is_wanted & self._is_doubtful[bucket_of(ids)]
             n_doubtful += int(is_doubtful.sum())
             is_wanted &= unverified | ~is_doubtful
@@ -118,7 +117,7 @@ class _Remains:
         if n_doubtful and not unverified:
             path, reason = layout.join(link.directory, layout.SPARSE_DIR), "may have changed or gone in newer links"
             lost.append(Lost(path, _span(self._is_doubtful), n_doubtful, reason))
-        self._known = distinct(self._known, remains.deleted, *own)
+        self._newer.add(remains.deleted, *own)
         self._lose(lost)
 
     def _lose(self, lost: Iterable[Lost]) -> None:

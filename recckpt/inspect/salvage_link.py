@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -15,10 +16,12 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.distinct import distinct
+from recckpt.format.manifest import ShardEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
-from recckpt.sparse.files.id_check import FormerShards, Int64s
+from recckpt.sparse.files.id_check import overlap
+from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.storage import NOT_READABLE, Storage, missing
 from recckpt.storage.local_files import mapped
 
@@ -42,7 +45,7 @@ class LinkRemains:
         self._n_rows = 0
         self._deleted: list[Int64s] = []
         self._lost: list[Lost] = []
-        self._former = FormerShards(self._manifest.shards)
+        self._former = _FormerShards(self._manifest.shards)
 
     def batches(self, *, unverified: bool) -> Iterator[tuple[pa.RecordBatch, bool]]:
         """Yield the whole batches of rows and whether checksums vouch for them; keep account of the others."""
@@ -161,6 +164,25 @@ class LinkRemains:
             Lost(self._path(file), buckets, int(repeated.sum()), f"ids that another shard has, such as {first}")
         )
         return batch.take(pa.array(np.flatnonzero(~repeated)))
+
+
+class _FormerShards:
+    """Tells which ids a shard before this one had. Keeps 8 bytes an id, and nothing where shards do not overlap."""
+
+    def __init__(self, shards: Sequence[ShardEntry]) -> None:
+        self._may_repeat = overlap([shard.buckets for shard in shards if shard.buckets != (0, 0)])
+        self._before, self._own = NamedIds(), list[Int64s]()
+
+    def next_shard(self) -> None:
+        """Count the ids so far as those of former shards."""
+        self._before.add(*self._own)
+        self._own = []
+
+    def had(self, ids: Int64s) -> npt.NDArray[np.bool_]:
+        """Return a mask of the ids that former shards had, and remember all as those of this one."""
+        if self._may_repeat:
+            self._own.append(ids.copy())
+        return ~self._before.is_new(ids)
 
 
 def _lies_in(batch: pa.RecordBatch, entry: Batch) -> bool:

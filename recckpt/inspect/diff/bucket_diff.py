@@ -10,7 +10,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.distances import Moves
 from recckpt.inspect.diff.result import MovedRow, SlotDiff, TableDiff
 from recckpt.inspect.spread import Floats, Histogram
-from recckpt.sparse.files.id_check import Int64s
+from recckpt.sparse.files.once import Int64s
 from recckpt.types import EMBEDDING, SlotSpec
 
 Pair = tuple[SlotSpec, SlotSpec]  # a slot, before and after

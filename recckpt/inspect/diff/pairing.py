@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.sparse.files.id_check import Int64s
+from recckpt.sparse.files.once import Int64s
 
 Hashes = npt.NDArray[np.uint64]
 _TO_BUCKET = np.uint64(48)  # bits below those of the bucket

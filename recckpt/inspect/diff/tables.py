@@ -19,9 +19,9 @@ from recckpt.inspect.diff.pairing import paired
 from recckpt.inspect.diff.result import TableDiff
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC
-from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of, row_of
 from recckpt.sparse.files.merged_rows import RangeRows, check_count
+from recckpt.sparse.files.once import Int64s
 from recckpt.sparse.files.table_reader import TableReader
 
 _RANGE_BYTES = 4 << 20  # of each link, that are read and compared at once: half a batch, which stays in the caches

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.sparse.files.id_check import Int64s
-from recckpt.sparse.files.row_index import ABSENT, RowIndex
+from recckpt.sparse.files.once import Int64s, newest
+from recckpt.sparse.files.row_index import RowIndex
 from recckpt.types import SlotSpec
 
 
@@ -37,16 +37,11 @@ def aligned_rows(links: Iterable[RowIndex], table: str, ids: Int64s, slot: SlotS
     """
     is_bfloat16 = slot.dtype == "bfloat16"
     values = _filled(table, slot, default, len(ids), np.dtype("float32" if is_bfloat16 else slot.dtype))
-    found, left = np.zeros(len(ids), np.bool_), np.arange(len(ids))
-    for link in links if len(left) else ():
-        rows = link.find(ids[left])
-        here = left[rows >= 0]
-        read = link.values(rows[rows >= 0], slot)
+    found = np.zeros(len(ids), np.bool_)
+    for link, here, rows in newest(links, ids):
+        read = link.values(rows, slot)
         values[here] = (read.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bfloat16 else read
         found[here] = True
-        left = left[rows == ABSENT]
-        if not len(left):
-            break
     return AlignedRows(values, found)
 
 

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS
-from recckpt.format.distinct import distinct, is_among
-from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of
+from recckpt.sparse.files.once import Int64s, LinkIds, newest
 from recckpt.sparse.files.table_reader import TableReader
 
 
@@ -39,18 +37,18 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
     counted = [Counted() for _ in nodes]
     cursors = [LinkCursor(node.link, (0, N_BUCKETS)) for node in nodes]
     for buckets in bucket_ranges([node.link for node in nodes], (0, N_BUCKETS), budget_bytes):
-        ids = _Ids(nodes)
-        for number, (node, count) in enumerate(zip(nodes, counted, strict=True)):
+        named: list[list[LinkIds]] = []  # by each node and those below, newest first
+        for node, count, cursor in zip(nodes, counted, cursors, strict=True):
             count.is_known &= node.below is None or counted[node.below].is_known
+            own = _ids_of([], [])
             if count.is_known:
                 try:
-                    ids.add(*cursors[number].between(*buckets))
+                    own = _ids_of(*cursor.between(*buckets))
                 except (CorruptCheckpointError, OSError) as error:
                     count.error, count.is_known = error, False
-            if not count.is_known:
-                ids.add([], [])
-        for number, count in enumerate(counted):
-            more, absent = ids.changes(number)
+            below = [] if node.below is None else named[node.below]
+            named.append([own, *below])
+            more, absent = _changes(own, below)
             count.rows += more
             count.absent += absent
     for node, count in zip(nodes, counted, strict=True):
@@ -58,32 +56,15 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
     return counted
 
 
-class _Ids:
-    """The ids of a range of buckets, by node."""
+def _ids_of(rows: Sequence[Piece], deletes: Sequence[Piece]) -> LinkIds:
+    return LinkIds(np.sort(ids_of(rows)), [ids_of(deletes)])
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self._nodes = nodes
-        self._upserts: list[Int64s] = []
-        self._deletes: list[Int64s] = []  # of which none is an upsert of the same node
 
-    def add(self, rows: Sequence[Piece], deletes: Sequence[Piece]) -> None:
-        """Take the ids of the next node."""
-        self._upserts.append(np.sort(ids_of(rows)))
-        deleted = distinct(ids_of(deletes))
-        self._deletes.append(deleted[~is_among(deleted, self._upserts[-1])])
+def _changes(own: LinkIds, below: Sequence[LinkIds]) -> tuple[int, int]:
+    """Return how many rows more a node has than those below, newest first, and its deletes of ids not there."""
+    n_present = _n_there(below, own.deletes)
+    return len(own.rows) - _n_there(below, own.rows) - n_present, len(own.deletes) - n_present
 
-    def changes(self, number: int) -> tuple[int, int]:
-        """Return how many rows more a node has than the one below, and how many of its deletes are of ids not there."""
-        upserts, deletes, below = self._upserts[number], self._deletes[number], self._nodes[number].below
-        present = self._are_there(below, deletes).sum()
-        return int((~self._are_there(below, upserts)).sum() - present), int(len(deletes) - present)
 
-    def _are_there(self, number: int | None, ids: Int64s) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ids that have a row at a node, by the newest that knows them."""
-        mask, left = np.zeros(len(ids), np.bool_), np.arange(len(ids))
-        while number is not None and len(left):
-            is_row = is_among(ids[left], self._upserts[number])
-            mask[left[is_row]] = True
-            left = left[~(is_row | is_among(ids[left], self._deletes[number]))]
-            number = self._nodes[number].below
-        return mask
+def _n_there(links: Sequence[LinkIds], ids: Int64s) -> int:
+    return sum(len(here) for _, here, _ in newest(links, ids))

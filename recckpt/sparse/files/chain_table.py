@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
-from recckpt.format.distinct import distinct, is_among
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.id_check import Int64s, repeats
 from recckpt.sparse.files.merged_rows import merged_rows
+from recckpt.sparse.files.once import Int64s, LinkIds, check_once, newest
 from recckpt.sparse.files.table_reader import TableReader, table_damage
 
 _MERGE_BYTES = 128 << 20
@@ -44,40 +44,33 @@ class ChainTable:
         """
         if len(self.links) == 1:
             return self.links[0].rows_of(ids)
-        return self._newest_of(ids)
-
-    def _newest_of(self, left: Int64s) -> Iterator[pa.RecordBatch]:
-        """Ask each link for the ids of which no newer one knows."""
-        for link in self.links:
-            if not len(left):
-                return
-            batches, deleted = _rows_and_deletes(link, left)
-            yield from batches
-            known = [batch.column(ID).to_numpy() for batch in batches]
-            left = left[~is_among(left, distinct(deleted, *known))]
+        return (batch for link, _, _ in newest(map(_AskedTable, self.links), ids) for batch in link.batches)
 
     def with_slots(self, slots: Sequence[str]) -> ChainTable:
         """Return the reader of other slots of the table."""
         return ChainTable([replace(link, slots=slots) for link in self.links])
 
 
-def _rows_and_deletes(link: TableReader, ids: Int64s) -> tuple[list[pa.RecordBatch], Int64s]:
-    """Return the rows of ids that one link has, and the ids that it deletes, some of which may be rows as well."""
-    batches: list[pa.RecordBatch] = []
-    deleted = [np.empty(0, np.int64)]
-    for catalog in link.catalogs:
-        shard = link.of_shards(catalog)
-        upserted = list(shard.rows_of(ids))
-        deleted.append(shard.deletes_of(ids))
-        _refuse_repeats(link, "in one shard", [_ids(upserted), deleted[-1]])
-        batches += upserted
-    _refuse_repeats(link, "between shards", [_ids(batches)])
-    return batches, distinct(*deleted)
+class _AskedTable:
+    """What one link has of the ids that it was asked for.
 
+    Attributes:
+        batches: their rows.
+    """
 
-def _refuse_repeats(link: TableReader, where: str, ids: Sequence[Int64s]) -> None:
-    for found, expected in repeats(np.concatenate(ids)):
-        raise table_damage(link, where, found, expected)
+    def __init__(self, link: TableReader) -> None:
+        self._link = link
+        self.batches: list[pa.RecordBatch] = []
+
+    def find(self, ids: Int64s) -> Int64s:
+        """Read the rows of ids, which are sorted, and say which of them are there, and which are deleted."""
+        shards = []
+        for shard in (self._link.of_shards(catalog) for catalog in self._link.catalogs):
+            batches = list(shard.rows_of(ids))
+            shards.append((_ids(batches), shard.deletes_of(ids)))
+            self.batches += batches
+        check_once(shards, partial(table_damage, self._link))
+        return LinkIds(np.sort(_ids(self.batches)), (deletes for _, deletes in shards)).find(ids)
 
 
 def _ids(batches: Iterable[pa.RecordBatch]) -> Int64s:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
@@ -14,13 +13,11 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog
 from recckpt.format.distinct import distinct, is_among
-from recckpt.format.manifest import ShardEntry
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.sparse.files.once import Int64s, repeats
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
-
-Int64s = npt.NDArray[np.int64]
 
 _OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
 _WINDOW_ROWS = 8 << 20  # ids that are compared at once
@@ -71,15 +68,6 @@ class IdCheck:
                 self._tail = distinct(before._tail, self._tail)
 
 
-def repeats(ids: Int64s) -> Iterator[tuple[str, str]]:
-    """Yield (found, expected) if an id is there twice."""
-    ordered = np.sort(ids)
-    twice = distinct(ordered[1:][ordered[1:] == ordered[:-1]])
-    if len(twice):
-        others = f" and {len(twice) - 1} others" if len(twice) > 1 else ""
-        yield f"id {twice[0]}{others} twice", "every id once"
-
-
 def repeated_between_shards(
     storage: Files, directory: str, table: TableEntry, catalogs: Sequence[Catalog]
 ) -> Iterator[CorruptCheckpointError]:
@@ -104,35 +92,12 @@ def _shards_overlap(catalogs: Sequence[Catalog], table: TableEntry) -> bool:
         ranges = [part.batches[number].buckets for part, numbers in found for number in numbers]
         if ranges:
             spans.append((min(begin for begin, _ in ranges), max(end for _, end in ranges)))
-    return _overlap(spans)
+    return overlap(spans)
 
 
-def _overlap(spans: list[tuple[int, int]]) -> bool:
+def overlap(spans: list[tuple[int, int]]) -> bool:
+    """Say whether any two ranges of buckets meet."""
     return any(following[0] < before[1] for before, following in pairwise(sorted(spans)))
-
-
-class FormerShards:
-    """Tells which ids a shard before this one had. Keeps 8 bytes an id, and nothing where shards do not overlap."""
-
-    def __init__(self, shards: Sequence[ShardEntry]) -> None:
-        self._may_repeat = _overlap([shard.buckets for shard in shards if shard.buckets != (0, 0)])
-        self._before: list[Int64s] = []
-        self._own: list[Int64s] = []
-
-    def next_shard(self) -> None:
-        """Count the ids so far as those of former shards."""
-        if self._own:
-            self._before.append(np.sort(np.concatenate(self._own)))
-            self._own = []
-
-    def had(self, ids: Int64s) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ids that former shards had, and remember all as those of this one."""
-        mask = np.zeros(len(ids), np.bool_)
-        if self._may_repeat:
-            for known in self._before:
-                mask |= is_among(ids, known)
-            self._own.append(ids.copy())
-        return mask
 
 
 def _windows(rows: int) -> list[tuple[int, int]]:

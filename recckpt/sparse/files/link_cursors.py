@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import chain as chained
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +14,8 @@ import numpy.typing as npt
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Held, Part
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
-from recckpt.sparse.files.id_check import IdCheck, Int64s, repeats
+from recckpt.sparse.files.id_check import IdCheck
+from recckpt.sparse.files.once import Int64s, check_once
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_damage
 from recckpt.types import SlotSpec
@@ -90,20 +93,14 @@ class LinkCursor:
             CorruptCheckpointError: a file is damaged, an id is in two rows, or it is a row and deleted in one shard.
         """
         rows: list[list[Piece]] = []
-        deletes: list[Piece] = []
+        deletes: list[list[Piece]] = []
         for of_rows, of_deletes in self._shards:
-            upserted, deleted = list(of_rows.between(begin, end)), list(of_deletes.between(begin, end))
-            if upserted and deleted:
-                self._check_repeats("in one shard", [*upserted, *deleted])
-            rows.append(upserted)
-            deletes += deleted
-        if sum(map(bool, rows)) > 1:
-            self._check_repeats("between shards", (piece for pieces in rows for piece in pieces))
-        return [piece for pieces in rows for piece in pieces], deletes
-
-    def _check_repeats(self, where: str, pieces: Iterable[Piece]) -> None:
-        for found, expected in repeats(ids_of(pieces)):
-            raise table_damage(self.link, where, found, expected)
+            rows.append(list(of_rows.between(begin, end)))
+            deletes.append(list(of_deletes.between(begin, end)))
+        if any(deletes) or sum(map(bool, rows)) > 1:
+            ids = ((ids_of(upserted), ids_of(deleted)) for upserted, deleted in zip(rows, deletes, strict=True))
+            check_once(ids, partial(table_damage, self.link))
+        return list(chained(*rows)), list(chained(*deletes))
 
 
 class _Cursor:

@@ -14,10 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.format.buckets import N_BUCKETS, mix64
-from recckpt.format.distinct import is_among
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
-from recckpt.sparse.files.id_check import Int64s
 from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, down_to_whole, ids_of
+from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.sparse.files.table_reader import TableReader, table_damage, table_schema
 from recckpt.types import SlotSpec
 
@@ -75,7 +74,7 @@ class RangeRows:
         self, chain: Sequence[LinkCursor], buckets: tuple[int, int], used: Callable[[Piece, Int64s], object]
     ) -> None:
         self._pieces: list[Piece] = []
-        known: Hashes = np.empty(0, np.uint64)  # to newer links, sorted: near each other for ids in bucket order
+        newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
         kept: list[Int64s] = []  # rows of each piece
         hashes: list[Hashes] = []  # of these rows
         for cursor in chain:
@@ -84,13 +83,13 @@ class RangeRows:
             found = pieces if is_oldest else _as_one(pieces)
             of_link = [_hashes([piece]) for piece in found]
             for piece, hashed in zip(found, of_link, strict=True):
-                rows = np.flatnonzero(~is_among(hashed, known)) if len(known) else np.arange(len(hashed))
+                rows = newer.new(hashed)
                 used(piece, rows)
                 kept.append(rows)
                 hashes.append(hashed[rows])
             self._pieces += found
             if not is_oldest:
-                known = np.sort(np.concatenate([known, *of_link, _hashes(deleted)]))
+                newer.add(*of_link, _hashes(deleted))
         all_hashes = np.concatenate([np.empty(0, np.uint64), *hashes])
         buckets_of = (all_hashes >> np.uint64(48)).astype(np.uint16)
         numbers = np.arange(len(kept), dtype=np.min_scalar_type(len(kept)))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.distinct import distinct, is_among
 from recckpt.sparse.files.arrow_format import ID, column_buffer
-from recckpt.sparse.files.id_check import Int64s, repeats
+from recckpt.sparse.files.once import Int64s, LinkIds, check_once
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_damage
 from recckpt.types import SlotSpec
-
-ABSENT, DELETED = -1, -2  # in place of a row
 
 
 @dataclass
@@ -43,26 +41,18 @@ class RowIndex:
         self._table, self._lock = table, threading.Lock()
         self._readers: dict[tuple[str, str], PartReader] = {}
         self._batches: list[_StoredBatch] = []
-        found, deleted = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for catalog in table.catalogs:
-            rows, deletes = self._ids_of(catalog)
-            for twice in repeats(np.concatenate([rows, deletes])) if len(deletes) else ():
-                raise table_damage(table, "in one shard", *twice)
-            found.append(rows)
-            deleted.append(deletes)
+        shards = [self._ids_of(catalog) for catalog in table.catalogs]
+        check_once(shards, partial(table_damage, table))
         self._firsts = np.cumsum([0, *(batch.part.batches[batch.number].rows for batch in self._batches)])
-        ids = np.concatenate(found)
+        ids = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in shards)])
         self._places = np.argsort(ids)
-        self._ids, self._deleted = ids[self._places], distinct(*deleted)
-        for twice in repeats(np.repeat(self._ids[1:][self._ids[1:] == self._ids[:-1]], 2)):
-            raise table_damage(table, "between shards", *twice)
+        self._named = LinkIds(ids[self._places], (deletes for _, deletes in shards))
 
     def find(self, ids: Int64s) -> Int64s:
         """Return the row of each id; ABSENT where the link says nothing of it, DELETED where it deletes it."""
-        rows = np.where(is_among(ids, self._deleted), DELETED, ABSENT)
-        if len(self._ids):
-            at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
-            rows = np.where(self._ids[at] == ids, self._places[at], rows)
+        rows = self._named.find(ids)
+        has_row = rows >= 0
+        rows[has_row] = self._places[rows[has_row]]
         return rows
 
     def values(self, rows: Int64s, slot: SlotSpec) -> npt.NDArray[Any]:

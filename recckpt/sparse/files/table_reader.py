@@ -15,7 +15,8 @@ from recckpt.format.catalog import Batch, Catalog, Held, Part
 from recckpt.format.distinct import distinct, is_among
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, slot_field
-from recckpt.sparse.files.id_check import IdCheck, Int64s, repeated_between_shards, repeats
+from recckpt.sparse.files.id_check import IdCheck, repeated_between_shards
+from recckpt.sparse.files.once import Int64s, repeats
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
