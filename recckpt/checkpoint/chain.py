@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recckpt.checkpoint.link import OpenLink, files_of
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format import layout
+from recckpt.format.buckets import Slice
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
@@ -19,6 +20,7 @@ from recckpt.types import SlotSpec
 if TYPE_CHECKING:  # they import pyarrow, which takes its time, and who reads no rows does without
     from recckpt.sparse.files.aligned_rows import AlignedRows
     from recckpt.sparse.files.chain_table import ChainTable
+    from recckpt.sparse.files.link_batches import LinkBatches
     from recckpt.sparse.files.once import Int64s
     from recckpt.sparse.files.row_index import RowIndex
 
@@ -121,6 +123,31 @@ class OpenChain:
         """Yield where the rows lie in each link of a table, newest first; makes an index when it is asked for."""
         for link, reader in zip(self.links, self.table(table, []).links, strict=False):
             yield link.index(reader)
+
+    def batches(
+        self, slices: Collection[Slice | None], known: str = ""
+    ) -> tuple[Sequence[LinkBatches], Collection[str]]:
+        """Open the files that may have rows or deletes of some slices, and return what a load reads, newest link first.
+
+        Args:
+            slices: None for all ids.
+            known: save id of the link from which on the model has the rows already; "" for none.
+
+        Returns:
+            Of each link that has rows to be read, its batches; and the tables that go on from the known link.
+        """
+        from recckpt.sparse.files.link_batches import LinkBatches
+
+        tables = {table.name for table in self.manifest.tables}
+        opened: list[LinkBatches] = []
+        for link in self.links:
+            if link.manifest.origin == known:
+                return opened, tables
+            opened.append(LinkBatches(link.files, link.directory, tables, link.open_parts(tables, slices)))
+            tables = {name for name in tables if not link.manifest.named_table(name).is_whole}
+            if not tables:
+                break
+        return opened, ()
 
     @cached_property
     def tensors(self) -> DenseTensors:

@@ -11,7 +11,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.manifest import Manifest
+from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import HeldFiles
 from recckpt.sparse.files.catalogs import met_shards, parts_by_shard, read_catalogs
@@ -90,7 +90,7 @@ class OpenLink:
 
         Reads the catalogs of the shards that the slices meet, and no others.
         """
-        self.files.hold(sorted(self.catalogs_of(slices)))
+        self.files.hold(file.name for file in self.catalog_files(slices))
         by_shard = [
             [part for part in parts if not {*part.tables}.isdisjoint(tables)]
             for parts in parts_by_shard(self.checkpoint, self.files, slices)
@@ -98,9 +98,10 @@ class OpenLink:
         self.files.hold(part.file for parts in by_shard for part in parts)
         return by_shard
 
-    def catalogs_of(self, slices: Collection[Slice | None]) -> set[str]:
-        """Return the names of the catalogs of the shards that may have rows of some slices."""
-        return {self.manifest.shards[number].catalog for number in met_shards(self.manifest, slices)}
+    def catalog_files(self, slices: Collection[Slice | None]) -> list[FileEntry]:
+        """Return the catalogs of the shards that may have rows of some slices."""
+        names = {self.manifest.shards[number].catalog for number in met_shards(self.manifest, slices)}
+        return [file for file in self.manifest.files if file.name in names]
 
 
 def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> HeldFiles:

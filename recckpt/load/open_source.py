@@ -10,34 +10,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
-from recckpt.format.catalog import Part
 from recckpt.format.names import Name
 from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here, reduced_tables
 from recckpt.load.source import LocatedCheckpoint
 from recckpt.storage.transfers import WorkDir
 
 if TYPE_CHECKING:
+    from recckpt.sparse.files.link_batches import LinkBatches
     from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
-
-
-def links_with_rows(links: Sequence[OpenLink]) -> Iterator[tuple[OpenLink, Collection[str]]]:
-    """Yield the links of a checkpoint, newest first, each with the tables of which some rows are read from it.
-
-    What is older than a link that has all rows of a table does not count.
-    """
-    tables = {table.name for table in links[0].manifest.tables}
-    for link in links:
-        yield link, tables
-        tables = {name for name in tables if not link.manifest.named_table(name).is_whole}
-        if not tables:
-            return
 
 
 @dataclass(frozen=True)
@@ -49,15 +35,6 @@ class Needs:
     slices: Mapping[Name, Slice | None]  # slot of a table of the model -> the ids that this rank owns, None for all
     positions: bool  # whether it has positions in the data
     gathers: bool  # whether a registered object takes what it needs from the states of all ranks that saved
-
-
-@dataclass(frozen=True)
-class _LinkRows:
-    """What a rank reads of the rows of one link."""
-
-    link: OpenLink
-    tables: Collection[str]  # whose rows are read from it
-    parts: list[list[Part]]  # by shard, those with rows or deletes that may be needed
 
 
 class OpenSource:
@@ -76,7 +53,7 @@ class OpenSource:
         self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
         self._n_bytes = 0
         self._states: dict[str, dict[str, Any]] = {}
-        self._rows: list[_LinkRows] = []
+        self._batches: Sequence[LinkBatches] = ()
         self.held: Collection[str] = ()  # the tables of which only the links are read that are new to the model
         self._chain = OpenChain.of(at.storage, at.checkpoint)
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
@@ -93,7 +70,7 @@ class OpenSource:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.tensors.close()
         self._chain.close()
-        self._states, self._rows = {}, []
+        self._states, self._batches = {}, ()
 
     def _open_needed(self, needs: Needs) -> None:
         """Open the files of ranks that are needed, and in all links those that may have rows for this rank."""
@@ -104,13 +81,10 @@ class OpenSource:
         of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
         self._chain.files.hold(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
-        for link, tables in links_with_rows(self._chain.links) if slices else ():
-            if link.manifest.origin == self.at.held:
-                self.held = tables
-                break
-            self._rows.append(_LinkRows(link, tables, link.open_parts(tables, slices)))
-            catalogs = link.catalogs_of(slices)
-            self._n_bytes += sum(file.n_bytes for file in link.manifest.files if file.name in catalogs)
+        if slices:
+            self._batches, self.held = self._chain.batches(slices, self.at.held)
+            read = self._chain.links[: len(self._batches)]
+            self._n_bytes += sum(entry.n_bytes for link in read for entry in link.catalog_files(slices))
 
     @property
     def bytes_read(self) -> int:
@@ -132,9 +106,8 @@ class OpenSource:
         from recckpt.sparse.files.load_target import LinkLoad  # torch, which a plan does without
 
         found = []
-        for rows in self._rows:
-            loads, link = [load for load in tables if load.entry.name in rows.tables], rows.link
-            found.append(LinkLoad(loads, rows.parts if loads else [], link.files, link.directory))
+        for link, batches in zip(self._chain.links, self._batches, strict=False):
+            found.append(LinkLoad([load for load in tables if load.entry.name in batches.tables], batches))
             if download_dir is not None:
                 link.files.fetch(found[-1].wanted_files(), download_dir, concurrency)
         return found

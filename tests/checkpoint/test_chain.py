@@ -9,7 +9,7 @@ from support.spec_writer import write_delta
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.checkpoint.link import OpenLink
 from recckpt.format import layout
-from recckpt.format.buckets import bucket_of
+from recckpt.format.buckets import Slice, bucket_of
 from recckpt.output_dir.listing import locate
 from recckpt.storage import open_storage
 
@@ -83,3 +83,25 @@ def test_a_link_reads_the_catalogs_that_it_was_not_given(storage):
     link = OpenLink.of(storage, checkpoint)
     [catalog] = link.catalogs
     assert OpenLink(checkpoint, link.files, [catalog]).catalogs == [catalog]
+
+
+def test_a_load_reads_of_each_link_what_its_slices_meet_down_to_the_link_that_it_knows(storage):
+    newest, full = OpenChain.of(storage, locate(storage, "ckpt_2")).links
+    batches, known = OpenChain.of(storage, locate(storage, "ckpt_2")).batches([None])
+    assert [each.directory for each in batches] == [newest.directory, full.directory]
+    assert not known
+    batches, known = OpenChain.of(storage, locate(storage, "ckpt_2")).batches([None], known=full.manifest.origin)
+    assert [each.directory for each in batches] == [newest.directory]
+    assert known == {"t"}
+    chain = OpenChain.of(storage, locate(storage, "ckpt_2"))
+    bucket = int(bucket_of(np.array([9]))[0])
+    delta, _ = chain.batches([Slice(bucket, bucket + 1)])[0]
+    [part] = [part for parts in delta.parts for part in parts if part.holds == "rows"]
+    [(number, columns, _)] = delta.read(part, [0], delta_slots(chain), ["embedding"])
+    assert number == 0
+    assert columns["id"].to_pylist() == [9]
+    assert part.file in open_files(chain.links[0])
+
+
+def delta_slots(chain):
+    return chain.manifest.named_table("t").slots

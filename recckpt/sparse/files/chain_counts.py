@@ -31,6 +31,15 @@ class Counted:
     error: CorruptCheckpointError | OSError | None = None  # why it cannot be counted
     is_known: bool = True  # whether it was counted
 
+    def fail(self, error: CorruptCheckpointError | OSError | None) -> None:
+        """Note that it cannot be counted, as what it stands on, or by an error of its own."""
+        self.error, self.is_known = error, False
+
+    def add(self, rows: int, absent: int = 0) -> None:
+        """Count rows, and deletes of ids that are not there."""
+        self.rows += rows
+        self.absent += absent
+
 
 def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
     """Return what each node comes to; ids are read once for all of them, so many bytes at a time."""
@@ -39,20 +48,19 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
     for buckets in bucket_ranges([node.link for node in nodes], (0, N_BUCKETS), budget_bytes):
         named: list[list[LinkIds]] = []  # by each node and those below, newest first
         for node, count, cursor in zip(nodes, counted, cursors, strict=True):
-            count.is_known &= node.below is None or counted[node.below].is_known
+            if count.is_known and node.below is not None and not counted[node.below].is_known:
+                count.fail(None)
             own = _ids_of([], [])
             if count.is_known:
                 try:
                     own = _ids_of(*cursor.between(*buckets))
                 except (CorruptCheckpointError, OSError) as error:
-                    count.error, count.is_known = error, False
+                    count.fail(error)
             below = [] if node.below is None else named[node.below]
             named.append([own, *below])
-            more, absent = _changes(own, below)
-            count.rows += more
-            count.absent += absent
+            count.add(*_changes(own, below))
     for node, count in zip(nodes, counted, strict=True):
-        count.rows += 0 if node.below is None else counted[node.below].rows
+        count.add(0 if node.below is None else counted[node.below].rows)
     return counted
 
 

@@ -12,10 +12,10 @@ from recckpt.format.catalog import Batch, Part
 from recckpt.format.tables import TableEntry
 from recckpt.policies.evict import LAST_TIME
 from recckpt.sparse.files.ages import Ages
+from recckpt.sparse.files.link_batches import LinkBatches
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
-from recckpt.storage.base import Files
 from recckpt.types import SavableTable
 
 
@@ -117,15 +117,18 @@ class TableLoad:
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What is taken of the link in ``directory``; a table of it may fill several.
+    """What is taken of a link; a table of it may fill several.
 
     The links of a chain have the same :class:`TableLoad` for a table, as far as they count.
     """
 
     tables: Sequence[TableLoad]
-    parts: Sequence[Sequence[Part]]  # by shard, those that may hold their rows or deletes
-    storage: Files
-    directory: str
+    batches: LinkBatches
+
+    @property
+    def parts(self) -> Sequence[Sequence[Part]]:
+        """By shard, those that may hold their rows or deletes."""
+        return self.batches.parts if self.tables else ()
 
     @property
     def n_bytes(self) -> int:
@@ -146,7 +149,7 @@ class LinkLoad:
         """Yield the files that have something for the tables, by their slices."""
         for part in self._parts():
             if any(map(self.takers, part.batches)):
-                yield layout.join(self.directory, part.file)
+                yield layout.join(self.batches.directory, part.file)
 
     def _parts(self) -> Iterator[Part]:
         return (part for parts in self.parts for part in parts)

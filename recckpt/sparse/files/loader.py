@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, PartlyLoadedError
-from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
 from recckpt.parallel.threads import run_all
@@ -24,8 +23,6 @@ from recckpt.sparse.files.load_target import LinkLoad, LoadTarget
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_fill import TableFiller
 from recckpt.sparse.table.kernels import first_outside
-from recckpt.storage.local_files import mapped
-from recckpt.storage.read_again import read_twice
 from recckpt.types import SlotSpec
 
 log = logging.getLogger("recckpt")
@@ -146,7 +143,7 @@ class LinkPass:
             for number in run.numbers:
                 rows[run.part.batches[number].table] += run.part.batches[number].rows
         for filler in self._every:
-            filler.expect(link.directory, rows[filler.load.entry.name])
+            filler.expect(link.batches.directory, rows[filler.load.entry.name])
 
     @property
     def _every(self) -> list[TableFiller]:
@@ -159,8 +156,7 @@ class LinkPass:
 
     def run(self, take: Take, concurrency: int) -> int:
         """Read what is wanted and have each filler take it; return the bytes that were read."""
-        storage, deletes = self._link.storage, LinkDeletes()
-        threads = storage.threads(concurrency)
+        deletes, threads = LinkDeletes(), self._link.batches.files.threads(concurrency)
         for filler in self._every:
             filler.begin_link()
         n_bytes = sum(run_all(lambda run: self._read_deletes(run, deletes), self._deletes, threads))
@@ -192,14 +188,7 @@ class LinkPass:
 
     def _check_frame(self, part: Part) -> int:
         """Check what lies between the values of a part that is read as a whole, and return the bytes of values read."""
-        storage, directory = self._link.storage, self._link.directory
-        path = layout.join(directory, part.file)
-
-        def check() -> None:
-            PartReader(storage, directory, part, self._slots(part), mapped=mapped(storage, path)).check_frame()
-
-        if storage.map(path) is not None:  # without a map it would all have to be read again
-            read_twice(storage, path, check)
+        self._link.batches.check_frame(part, self._slots(part))
         return 0
 
     def _slots(self, part: Part) -> Sequence[SlotSpec]:
@@ -235,11 +224,9 @@ class _BatchRun:
 
     def read(self, link: LinkLoad, slots: Sequence[SlotSpec]) -> Iterator[tuple[Batch, Mapping[str, pa.Array], str]]:
         """Yield (batch, checked columns, path of the file)."""
-        reader = PartReader(link.storage, link.directory, self.part, slots, self.columns)
-        for number in self.numbers:
-            batch, columns = self.part.batches[number], reader.read(number)
+        for number, columns, reader in link.batches.read(self.part, self.numbers, slots, self.columns):
             _check_buckets(ids_in(columns), reader, number)
-            yield batch, columns, reader.path
+            yield self.part.batches[number], columns, reader.path
 
 
 def _check_buckets(ids: npt.NDArray[np.int64], reader: PartReader, number: int) -> None:

@@ -30,6 +30,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.ages import Ages
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
+from recckpt.sparse.files.link_batches import LinkBatches
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.part_reader import PartReader
@@ -92,7 +93,8 @@ class Saving:
     def as_load(self, table: HashTable, clear: bool) -> LinkLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
         load = TableLoad(table, self.entry, slots, True, clear, RowFilter(), False, Ages())
-        return LinkLoad([load], [self.parts], self._storage, self._directory)
+        batches = LinkBatches(self._storage, self._directory, {load.entry.name}, [self.parts])
+        return LinkLoad([load], batches)
 
     def _save(self, saver: SparseSaver) -> None:
         catalog = saver.save(
