@@ -13,7 +13,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
+from recckpt.output_dir.open_files import OpenFiles
 from recckpt.storage import Storage
 from recckpt.types import SlotSpec
 
@@ -30,7 +30,7 @@ Buckets = Mapping[str, Sequence[tuple[int, int]]]  # table -> ranges [begin, end
 class OpenChain:
     """The links of a checkpoint and its other files. Every byte that it gives out was checked.
 
-    A file that is not held open is opened when it is read, and may be gone by then; those that are held stay whole
+    A file that is not kept open is opened when it is read, and may be gone by then; those that are kept open stay whole
     though a writer removes the checkpoint, where the storage has maps.
 
     Attributes:
@@ -40,7 +40,7 @@ class OpenChain:
         files: those of its own files that have no rows.
     """
 
-    def __init__(self, storage: Storage, checkpoint: Checkpoint, links: Sequence[OpenLink], files: HeldFiles) -> None:
+    def __init__(self, storage: Storage, checkpoint: Checkpoint, links: Sequence[OpenLink], files: OpenFiles) -> None:
         self.storage, self.checkpoint = storage, checkpoint
         self.links, self.files = links, files
         self._is_open = False
@@ -73,7 +73,7 @@ class OpenChain:
         if not self._is_open:
             for link in self.links:
                 link.open_rows()
-            self.files.hold(file.name for file in self.manifest.files if not layout.has_rows(file.name))
+            self.files.keep_open(file.name for file in self.manifest.files if not layout.has_rows(file.name))
             self._is_open = True
         return self
 
@@ -163,7 +163,7 @@ class OpenChain:
 
     @contextmanager
     def mapped(self, buckets: Buckets) -> Iterator[OpenChain]:
-        """Give the same chain with the files held open that have rows or deletes in some buckets, and no others.
+        """Give the same chain with the files kept open that have rows or deletes in some buckets, and no others.
 
         They are mapped once, where the storage has maps, and closed at the end of the block.
         """
@@ -173,7 +173,7 @@ class OpenChain:
         chain = OpenChain(self.storage, self.checkpoint, links, self.files)
         try:
             for link in links:
-                link.files.hold(_files_in(link, buckets))
+                link.files.keep_open(_files_in(link, buckets))
             yield chain
         finally:
             for link in links:

@@ -14,7 +14,7 @@ from recckpt.format import layout, tensor_index
 from recckpt.format.manifest import FileEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.new_checkpoint import Target
-from recckpt.output_dir.open_files import HeldFiles
+from recckpt.output_dir.open_files import OpenFiles
 from recckpt.parallel.threads import run_all
 from recckpt.storage import HashingSink, Storage
 
@@ -55,7 +55,7 @@ def _copied(checkpoint: Checkpoint) -> list[FileEntry]:
     return [file for file in manifest.files if not layout.is_part(file.name) and file.name not in written]
 
 
-def _copy(files: HeldFiles, directory: str, entry: FileEntry, to: Target, advance: Advance) -> None:
+def _copy(files: OpenFiles, directory: str, entry: FileEntry, to: Target, advance: Advance) -> None:
     source, copy = layout.join(directory, entry.name), layout.join(to.directory, entry.name)
     with files.open(source) as content, to.storage.create(copy) as sink:
         hashing = HashingSink(sink)

@@ -13,7 +13,7 @@ from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import HeldFiles
+from recckpt.output_dir.open_files import OpenFiles
 from recckpt.sparse.files.catalogs import met_shards, parts_by_shard, read_catalogs
 from recckpt.storage import Storage
 
@@ -31,7 +31,7 @@ class OpenLink:
         catalogs: of all shards, where the caller has read them.
     """
 
-    def __init__(self, checkpoint: Checkpoint, files: HeldFiles, catalogs: Sequence[Catalog] | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, files: OpenFiles, catalogs: Sequence[Catalog] | None = None) -> None:
         self.checkpoint, self.files = checkpoint, files
         self.indexes: dict[str, RowIndex] = {}  # by table
         self._catalogs = catalogs
@@ -83,19 +83,19 @@ class OpenLink:
 
     def open_rows(self) -> None:
         """Open all files with rows."""
-        self.files.hold(file.name for file in self.manifest.files if layout.has_rows(file.name))
+        self.files.keep_open(file.name for file in self.manifest.files if layout.has_rows(file.name))
 
     def open_parts(self, tables: Collection[str], slices: Collection[Slice | None]) -> list[list[Part]]:
         """Open the files that may have rows or deletes of tables in some slices, and return these parts by shard.
 
         Reads the catalogs of the shards that the slices meet, and no others.
         """
-        self.files.hold(file.name for file in self.catalog_files(slices))
+        self.files.keep_open(file.name for file in self.catalog_files(slices))
         by_shard = [
             [part for part in parts if not {*part.tables}.isdisjoint(tables)]
             for parts in parts_by_shard(self.checkpoint, self.files, slices)
         ]
-        self.files.hold(part.file for parts in by_shard for part in parts)
+        self.files.keep_open(part.file for parts in by_shard for part in parts)
         return by_shard
 
     def catalog_files(self, slices: Collection[Slice | None]) -> list[FileEntry]:
@@ -104,7 +104,7 @@ class OpenLink:
         return [file for file in self.manifest.files if file.name in names]
 
 
-def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> HeldFiles:
+def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenFiles:
     """Return the files of one of so many checkpoints that are read together; none is open yet."""
     sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
-    return HeldFiles(storage, checkpoint.directory, sizes, (), n_links)
+    return OpenFiles(storage, checkpoint.directory, sizes, (), n_links)

@@ -57,7 +57,7 @@ def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoin
 def _tensors(storage: Storage, checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Describe the dense tensors; without CheckpointReader, since importing Arrow takes as long as all of this."""
     chain = OpenChain.of(storage, checkpoint)
-    chain.files.hold(file.name for file in checkpoint.manifest.files if layout.has_tensors(file.name))
+    chain.files.keep_open(file.name for file in checkpoint.manifest.files if layout.has_tensors(file.name))
     return [
         {"name": name, "dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": tensor.nbytes}
         for name, tensor in chain.tensors.model.items()

@@ -58,7 +58,7 @@ def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
 
     directory, manifest = checkpoint.directory, checkpoint.manifest
     chain = OpenChain.of(storage, checkpoint)
-    chain.files.hold(file.name for file in manifest.files if layout.has_tensors(file.name))
+    chain.files.keep_open(file.name for file in manifest.files if layout.has_tensors(file.name))
     tensors, plain = chain.tensors, _plain_values(chain)
     state = {
         name: Later(tensor.dtype, tensor.shape, tensor.place, partial(tensors.read, tensor)) if tensor else plain[name]

@@ -58,7 +58,7 @@ class OpenSource:
         self._chain = OpenChain.of(at.storage, at.checkpoint)
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
             closed_on_error.callback(self._chain.close)
-            self._chain.files.hold(file.name for file in self._manifest.files if not layout.is_of_rank(file.name))
+            self._chain.files.keep_open(file.name for file in self._manifest.files if not layout.is_of_rank(file.name))
             if needs is not None:
                 self._open_needed(needs)
             self.tensors = self._chain.tensors
@@ -79,7 +79,7 @@ class OpenSource:
         of_ranks = [layout.rng(needs.shard)]
         of_ranks += [layout.io_state(shard) for shard in (everyone if needs.positions and is_resharded else own)]
         of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
-        self._chain.files.hold(name for name in of_ranks if self._manifest.file(name))
+        self._chain.files.keep_open(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
         if slices:
             self._batches, self.held = self._chain.batches(slices, self.at.held)

@@ -46,7 +46,7 @@ def until_whole(find: Callable[[], _Found], use: Callable[[_Found], _T], first: 
     raise removed
 
 
-class HeldFiles:
+class OpenFiles:
     """Files of one checkpoint, mapped where the storage has maps: those stay whole though a writer removes them.
 
     On other storage a file may be gone when it is read: CheckpointRemovedError where the manifest is gone too,
@@ -57,7 +57,7 @@ class HeldFiles:
         directory: the checkpoint's directory in it.
         sizes: name of a file in the checkpoint -> its bytes, by the manifest.
         first: the files that are opened at once; None for all.
-        n_links: how many checkpoints are held at a time, as links of a chain.
+        n_links: how many checkpoints are open at a time, as links of a chain.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class HeldFiles:
         self._sizes = {layout.join(directory, name): n_bytes for name, n_bytes in sizes.items()}
         self._maps: dict[str, memoryview] = {}
         self._most_maps = min(_MOST_MAPS, _CHAIN_MAPS * _MOST_MAPS // n_links)
-        self.hold(sizes if first is None else first)
+        self.keep_open(sizes if first is None else first)
 
-    def hold(self, names: Iterable[str]) -> None:
+    def keep_open(self, names: Iterable[str]) -> None:
         """Open files of the checkpoint, by their names in it, unless they are open."""
         paths = dict.fromkeys(layout.join(self._directory, name) for name in names)
         for path in islice((path for path in paths if path not in self._maps), self._most_maps - len(self._maps)):
@@ -90,27 +90,27 @@ class HeldFiles:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for seeking and reading."""
-        held = self._maps.get(name)
-        if held is not None:
-            return cast(BinaryIO, _MappedFile(held))
+        mapped = self._maps.get(name)
+        if mapped is not None:
+            return cast(BinaryIO, _MappedFile(mapped))
         return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), partial(self._missing, name)))
 
     def map(self, name: str) -> memoryview | None:
         """Return a file's bytes as a memory map, None where the storage has no maps."""
-        held = self._maps.get(name)
-        return self._reached(name, self._storage.map) if held is None else held
+        mapped = self._maps.get(name)
+        return self._reached(name, self._storage.map) if mapped is None else mapped
 
     def size(self, name: str) -> int:
         """Return the bytes of a file."""
-        held = self._maps.get(name)
-        return self._reached(name, self._storage.size) if held is None else len(held)
+        mapped = self._maps.get(name)
+        return self._reached(name, self._storage.size) if mapped is None else len(mapped)
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return at most ``max_bytes`` of a file, from its start."""
-        held = self._maps.get(name)
-        if held is None:
+        mapped = self._maps.get(name)
+        if mapped is None:
             return self._reached(name, lambda path: self._storage.read(path, max_bytes))
-        return bytes(held[:max_bytes])
+        return bytes(mapped[:max_bytes])
 
     def drop_cached(self, name: str) -> bool:
         """Drop the copy of a file, if it is one; say whether it is not local, as :class:`Storage` does."""

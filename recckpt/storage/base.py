@@ -150,7 +150,7 @@ class Listed(NamedTuple):
 
 
 class Files(Protocol):
-    """What reading needs; a storage offers it, and so do the held files of a checkpoint."""
+    """What reading needs; a storage offers it, and so do the open files of a checkpoint."""
 
     url: str
 

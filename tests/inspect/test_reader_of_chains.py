@@ -25,7 +25,7 @@ from recckpt import CheckpointReader
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
 from recckpt.output_dir import open_files
-from recckpt.output_dir.open_files import HeldFiles
+from recckpt.output_dir.open_files import OpenFiles
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
 
@@ -227,13 +227,13 @@ def test_a_delta_is_read_without_torch(delta):
 
 def held(monkeypatch):
     """Note which directories are opened."""
-    opened, init = [], HeldFiles.__init__
+    opened, init = [], OpenFiles.__init__
 
     def seen(self, storage, directory, *args, **options):
         opened.append(directory)
         init(self, storage, directory, *args, **options)
 
-    monkeypatch.setattr(HeldFiles, "__init__", seen)
+    monkeypatch.setattr(OpenFiles, "__init__", seen)
     return opened
 
 

@@ -9,7 +9,7 @@ from support.forge import filled, save_tables
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.output_dir.listing import locate
-from recckpt.output_dir.open_files import HeldFiles
+from recckpt.output_dir.open_files import OpenFiles
 from recckpt.output_dir.rotation import remove
 from recckpt.storage import open_storage
 
@@ -27,7 +27,7 @@ def storage(url):
 
 
 def held(storage):
-    return HeldFiles(storage, "ckpt_1", {"data": 10})
+    return OpenFiles(storage, "ckpt_1", {"data": 10})
 
 
 READS = {
@@ -82,7 +82,7 @@ def test_a_file_that_went_after_its_manifest_was_removed_by_its_writer(storage, 
     with pytest.raises(CheckpointRemovedError, match=r"ckpt_1: its writer removed.*manager\.pin\(step\).*max_keep"):
         READS[read](files)
     with pytest.raises(CheckpointRemovedError):
-        HeldFiles(storage, "ckpt_1", {"data": 10}).read(FILE, 10)
+        OpenFiles(storage, "ckpt_1", {"data": 10}).read(FILE, 10)
 
 
 @pytest.mark.parametrize("read", ["open", "read", "size"])
@@ -118,7 +118,7 @@ def test_holding_a_thousand_files_takes_no_descriptors(tmp_path):
     for number in range(1000):
         (tmp_path / "ckpt_1" / str(number)).write_bytes(b"%d" % number)
     before = len(list(Path("/proc/self/fd").iterdir()))
-    files = HeldFiles(storage, "ckpt_1", {str(number): 4 for number in range(1000)})
+    files = OpenFiles(storage, "ckpt_1", {str(number): 4 for number in range(1000)})
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     shutil.rmtree(tmp_path / "ckpt_1")
     assert [files.read(f"ckpt_1/{number}", 9) for number in range(1000)] == [b"%d" % n for n in range(1000)]
@@ -129,7 +129,7 @@ def test_files_of_a_checkpoint_that_rotation_is_about_to_remove_are_all_held(tmp
     save_tables(storage, [filled("t", range(100))], batch_bytes=100)
     checkpoint = locate(storage, "ckpt_1")
     sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
-    files = HeldFiles(storage, checkpoint.directory, sizes)
+    files = OpenFiles(storage, checkpoint.directory, sizes)
     remove(storage, checkpoint, 1)
     assert not (tmp_path / "ckpt_1").exists()
     assert {name: len(files.read(f"ckpt_1/{name}", 1 << 20)) for name in sizes} == sizes

@@ -14,7 +14,7 @@ from support.forge import empty, filled, load, rows_of, save_tables
 from recckpt import Saver
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.output_dir.listing import locate
-from recckpt.output_dir.open_files import HeldFiles
+from recckpt.output_dir.open_files import OpenFiles
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
@@ -42,7 +42,7 @@ def opened(monkeypatch):
 
 def held(storage):
     manifest = locate(storage, "ckpt_1").manifest
-    return HeldFiles(storage, "ckpt_1", {file.name: file.n_bytes for file in manifest.files})
+    return OpenFiles(storage, "ckpt_1", {file.name: file.n_bytes for file in manifest.files})
 
 
 def mapped_from(directory):
