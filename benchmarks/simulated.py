@@ -5,7 +5,7 @@ Records come from the real shard writer, catalogs from the real encoder; parts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from recckpt.dense.state_copy import dump_rng
 from recckpt.format import layout
-from recckpt.format.buckets import Slice, gen_slice
+from recckpt.format.buckets import N_BUCKETS, Slice, gen_slice
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
@@ -27,7 +27,8 @@ from recckpt.save.save import write_and_commit
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.save.write import ShardRecord, ShardWriter
-from recckpt.sparse.files.saver import BATCH_BYTES, PartPlan, SparseSaver, plan_parts, row_bytes
+from recckpt.sparse.files.part_plan import PartPlan, TableBytes, plan_parts, row_bytes
+from recckpt.sparse.files.saver import BATCH_BYTES, SparseSaver
 from recckpt.storage import Storage
 from recckpt.storage.base import NewFiles
 from recckpt.storage.transfers import Transfers
@@ -109,32 +110,47 @@ class HollowSaver(SparseSaver):
         """Make the files, and return what there is to say of them."""
         save_id, shard, shards = (of_shard[key] for key in ("save_id", "shard", "shards"))
         rng, buckets = np.random.default_rng(shard), gen_slice(shard, shards)
-        sizes = [(source.n_rows, source.slots) for source in sources]
+        sizes = {source.name: _size_of(source, buckets) for source in sources}
         parts = []
-        for plan in plan_parts(sizes, self._job.threads, least_bytes=BATCH_BYTES):
-            tables = tuple(sources[chunk.table].name for chunk in plan.chunks)
-            batches = tuple(self._batches_of(plan, sources, buckets, rng))
-            file, n_bytes = layout.part(shard, shards, plan.group, plan.number), _file_bytes(plan, len(batches))
+        for plan in plan_parts(list(sizes.values()), self._job.threads, least_bytes=BATCH_BYTES):
+            batches = tuple(self._batches_of(plan, sizes, rng))
+            file = layout.part(shard, shards, plan.group, plan.number)
+            n_bytes = _file_bytes(plan, sum(batch.rows for batch in batches), len(batches))
             _leave_hole(self._root / directory / file, n_bytes)
-            parts.append(Part(file, n_bytes, int(rng.integers(2**63)), tables, batches))
+            parts.append(Part(file, n_bytes, int(rng.integers(2**63)), tuple(plan.tables), batches))
         return Catalog(save_id, shard, shards, tuple(parts))
 
-    def _batches_of(self, plan: PartPlan, sources: Sequence[Any], slice: Slice, rng: Any) -> Iterator[Batch]:
-        rows, columns = max(1, self._job.batch_bytes // plan.row_bytes), ["table", "id", *(s.name for s in plan.slots)]
-        for chunk in plan.chunks:
-            table = sources[chunk.table]
-            begins = range(chunk.begin, chunk.end, rows)
+    def _batches_of(self, plan: PartPlan, sizes: Mapping[str, TableBytes], rng: Any) -> Iterator[Batch]:
+        size, columns = row_bytes(plan.slots), ["table", "id", *(s.name for s in plan.slots)]
+        rows = max(1, self._job.batch_bytes // size)
+        for cut in plan.ranges:
+            up_to = sizes[cut.table].up_to() // size
+            first = int(up_to[cut.begin - 1]) if cut.begin else 0
+            begins = range(first, int(up_to[cut.end - 1]), rows)
             sums = rng.integers(2**64, size=(len(begins), len(columns)), dtype=np.uint64).tolist()
             for begin, values in zip(begins, sums, strict=True):
-                end = min(begin + rows, chunk.end)
-                first, last = (slice.begin + at * (slice.end - slice.begin) // table.n_rows for at in (begin, end - 1))
-                yield Batch(table.name, end - begin, (first, last + 1), dict(zip(columns, values, strict=True)))
+                end = min(begin + rows, begins.stop)
+                met = np.searchsorted(up_to, [begin + 1, end])
+                yield Batch(
+                    cut.table, end - begin, (int(met[0]), int(met[1]) + 1), dict(zip(columns, values, strict=True))
+                )
 
 
-def _file_bytes(plan: PartPlan, n_batches: int) -> int:
+def _size_of(table: HollowTable, slice: Slice) -> TableBytes:
+    """Return the size of a table whose rows are spread evenly over a slice."""
+    size = row_bytes(table.slots)
+
+    def up_to() -> Any:
+        inside = (np.arange(1, N_BUCKETS + 1) - slice.begin).clip(0, slice.end - slice.begin)
+        return inside * table.n_rows // (slice.end - slice.begin) * size
+
+    return TableBytes(table.name, table.slots, table.n_rows * size, up_to)
+
+
+def _file_bytes(plan: PartPlan, rows: int, n_batches: int) -> int:
     """Return about the size of an Arrow file: values, and of each batch its padding, header and place in the footer."""
-    rows = sum(chunk.end - chunk.begin for chunk in plan.chunks)
-    return rows * plan.row_bytes + n_batches * (64 * (2 + len(plan.slots)) + 600) + 16 * len(plan.chunks) + 2000
+    padding = n_batches * (64 * (2 + len(plan.slots)) + 600)
+    return rows * row_bytes(plan.slots) + padding + 16 * len(plan.ranges) + 2000
 
 
 def _leave_hole(path: Path, n_bytes: int) -> None:

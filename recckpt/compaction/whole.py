@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from recckpt.checkpoint.copied_files import copied_bytes, copy_others
 from recckpt.compaction.chain import ChainName, opened
-from recckpt.compaction.part_task import CompactionTask, write_part
-from recckpt.compaction.plan import PlannedPart, plan_parts
+from recckpt.compaction.part_task import CompactionTask, write_task
+from recckpt.compaction.plan import PlannedPart, plan_of_chain
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part
@@ -56,7 +56,7 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Mea
     name = ChainName(storage.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
     chain = opened(name)
     try:
-        plan, workers = plan_parts(chain), means.threads if means.executor is None else 1
+        plan, workers = plan_of_chain(chain), means.threads if means.executor is None else 1
         budget_bytes = max(LEAST_BUDGET_BYTES, means.budget_bytes // workers)
         tasks = [CompactionTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
         total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
@@ -65,7 +65,7 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Mea
             with _executor(means) as executor:
                 parts = run_on(
                     executor,
-                    write_part,
+                    write_task,
                     tasks,
                     on_done=lambda task: progress.advance(task.part.n_bytes),
                     is_stopped=means.is_stopped,

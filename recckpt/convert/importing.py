@@ -21,6 +21,7 @@ from recckpt.format import layout
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.output_dir.new_checkpoint import commit_new
+from recckpt.sparse.files.part_plan import row_bytes
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress, nearest
@@ -102,9 +103,9 @@ def import_checkpoint(
             raise CheckpointExistsError(f"{storage.url}: checkpoint {plan.ckpt_id!r} is committed already; {remedy}")
         if dry_run:
             return plan
-        n_bytes = sum(table.n_rows * table.row_bytes for table in contents.tables)
+        n_bytes = sum(table.n_rows * (table.row_bytes + row_bytes(table.slots)) for table in contents.tables)
         with ExitStack() as stack:
-            progress = stack.enter_context(Progress(f"importing {plan.source}", 2 * n_bytes))
+            progress = stack.enter_context(Progress(f"importing {plan.source}", n_bytes))
             waiting = WorkDir(os.fspath(work_dir) if work_dir is not None else _near(url))
             runs = [stack.enter_context(_read(opened, t, waiting, budget_bytes, progress)) for t in contents.tables]
             progress.n_rows = sum(each.n_rows for each in runs)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from recckpt.convert.row_runs import RowRuns, buckets_of
+from recckpt.convert.row_runs import BATCH_BYTES, RowRuns
 from recckpt.convert.source import SourceContents
 from recckpt.format import layout
 from recckpt.format.buckets import gen_slice
@@ -17,23 +15,11 @@ from recckpt.format.manifest import Content, FileEntry, Names, Scalar, ShardEntr
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.output_dir.writer import WRITER
-from recckpt.sparse.files.arrow_format import ID_SPEC
-from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
-from recckpt.types import SlotSpec
+from recckpt.sparse.files.part_plan import plan_parts
+from recckpt.sparse.files.part_writer import planned_batches, write_part
+from recckpt.storage import Sink
 
-PART_BYTES, BATCH_BYTES = 1 << 30, 8 << 20
-_MAX_TABLES = 32_767  # part of the format: the table column counts in int16
 Advance = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows of one table in buckets [begin, end)."""
-
-    runs: RowRuns
-    begin: int
-    end: int
-    n_bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,48 +54,16 @@ def write_new(to: Target, new: NewCheckpoint, advance: Advance) -> Content:
 
 def _write_shard(to: Target, new: NewCheckpoint, shard: int, advance: Advance) -> Catalog:
     own = gen_slice(shard, new.shards)
-    groups: dict[tuple[SlotSpec, ...], list[RowRuns]] = {}
-    for runs in new.tables:
-        groups.setdefault(runs.table.slots, []).append(runs)
+    sizes, sources = [runs.size for runs in new.tables], {runs.table.name: runs for runs in new.tables}
     parts = []
-    for group, slots in enumerate(sorted(groups)):
-        for number, pieces in enumerate(_roll(groups[slots], own.begin, own.end)):
-            file = layout.part(shard, new.shards, group, number)
-            with to.storage.create(layout.join(to.directory, file)) as sink:
-                tables = list(dict.fromkeys(piece.runs.table.name for piece in pieces))
-                writer = PartWriter(sink, file, tables, slots)
-                for piece in pieces:
-                    _write_piece(writer, piece, advance)
-                parts.append(writer.finish())
-    return Catalog(to.save_id, shard, new.shards, tuple(parts))
+    for plan in plan_parts(sizes, 1, least_bytes=BATCH_BYTES, buckets=(own.begin, own.end)):
+        file = layout.part(shard, new.shards, plan.group, plan.number)
 
+        def create(file: str = file) -> tuple[str, Sink]:
+            return file, to.storage.create(layout.join(to.directory, file))
 
-def _roll(tables: Sequence[RowRuns], begin: int, end: int) -> Iterator[list[_Piece]]:
-    """Yield what goes into each part, in file order."""
-    pieces: list[_Piece] = []
-    for runs in tables:
-        for first, last in runs.ranges(begin, end):
-            n_bytes = runs.rows_in(first, last) * runs.table.row_bytes
-            if n_bytes:
-                pieces.append(_Piece(runs, first, last, n_bytes))
-            if len(pieces) == _MAX_TABLES or sum(piece.n_bytes for piece in pieces) >= PART_BYTES:
-                yield pieces
-                pieces = []
-    if pieces:
-        yield pieces
-
-
-def _write_piece(writer: PartWriter, piece: _Piece, advance: Advance) -> None:
-    table = piece.runs.table
-    ids, columns = piece.runs.between(piece.begin, piece.end)
-    batch_rows = max(1, BATCH_BYTES // (2 + table.row_bytes))
-    for first in range(0, len(ids), batch_rows):
-        rows = slice(first, first + batch_rows)
-        n_rows = len(ids[rows])
-        values = [ColumnBytes(ID_SPEC, n_rows, [ids[rows].view(np.uint8)])]
-        values += [ColumnBytes(s, n_rows, [c[rows].view(np.uint8)]) for s, c in zip(table.slots, columns, strict=True)]
-        writer.write(table.name, buckets_of(ids[rows]), values)
-        advance(sum(column.n_bytes for column in values))
+        parts.append(write_part(create, plan.tables, plan.slots, planned_batches(plan, sources, advance)))
+    return Catalog(to.save_id, shard, new.shards, tuple(part for part in parts if part is not None))
 
 
 def _write_dense(to: Target, new: NewCheckpoint) -> list[FileEntry]:

@@ -15,12 +15,15 @@ import numpy.typing as npt
 
 from recckpt.convert.source import Array, Int64s, SourceRows, SourceTable
 from recckpt.errors import ConversionError
-from recckpt.format.buckets import N_BUCKETS, bucket_of, mix64
+from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.sparse.files.arrow_format import ID_SPEC
 from recckpt.sparse.files.link_cursors import row_of
+from recckpt.sparse.files.part_plan import TableBytes, row_bytes
+from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch
 from recckpt.types import SlotSpec
 
 Hashes = npt.NDArray[np.uint64]
+BATCH_BYTES = 8 << 20
 _RANGE_BYTES = 32 << 20  # of rows that are put in order at once
 
 
@@ -86,15 +89,34 @@ class RowRuns:
         if self._file is not None:
             self._file.close()
 
-    def rows_in(self, begin: int, end: int) -> int:
-        """Return how many rows buckets [begin, end) have."""
+    @property
+    def size(self) -> TableBytes:
+        """How large the rows are."""
+        table, n_bytes = self.table, row_bytes(self.table.slots)
+        return TableBytes(table.name, table.slots, self.n_rows * n_bytes, lambda: self._rows_up_to() * n_bytes)
+
+    def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
+        """Yield the rows in buckets [begin, end), in their order."""
+        table = self.table
+        batch_rows = max(1, BATCH_BYTES // row_bytes(table.slots))
+        for cut in self._ranges(begin, end, table.row_bytes):
+            ids, columns = self._between(*cut)
+            for first in range(0, len(ids), batch_rows):
+                rows = slice(first, first + batch_rows)
+                slots = zip(table.slots, columns, strict=True)
+                values = [ColumnBytes(slot, len(ids[rows]), [column[rows].view(np.uint8)]) for slot, column in slots]
+                yield RowBatch(table.name, ids[rows], values)
+
+    def _rows_up_to(self) -> Int64s:
+        """Return for each bucket how many rows lie in it and in those before it."""
+        ends = np.arange(1, N_BUCKETS, dtype=np.uint64) << np.uint64(48)
+        up_to = sum((np.searchsorted(run.hashes, ends) for run in self._runs), start=np.zeros(N_BUCKETS - 1, np.int64))
+        return np.append(up_to, self.n_rows)
+
+    def _rows_in(self, begin: int, end: int) -> int:
         return sum(run.at(end) - run.at(begin) for run in self._runs)
 
-    def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Cut buckets [begin, end) into ranges of rows that memory has room for."""
-        return self._ranges(begin, end, self.table.row_bytes)
-
-    def between(self, begin: int, end: int) -> tuple[Int64s, list[npt.NDArray[np.void]]]:
+    def _between(self, begin: int, end: int) -> tuple[Int64s, list[npt.NDArray[np.void]]]:
         """Return the rows of buckets [begin, end) in their order: the ids, and one array of bytes a slot."""
         places = [(run, slice(run.at(begin), run.at(end))) for run in self._runs]
         order = np.argsort(np.concatenate([run.hashes[place] for run, place in places]), kind="stable")
@@ -104,7 +126,7 @@ class RowRuns:
         return found[0].view(np.int64), found[1:]
 
     def _ranges(self, begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-        n_bytes = self.rows_in(begin, end) * row_bytes
+        n_bytes = self._rows_in(begin, end) * row_bytes
         count = min(end - begin, -(-n_bytes // min(_RANGE_BYTES, self._budget_bytes)))
         for number in range(count):
             yield begin + (end - begin) * number // count, begin + (end - begin) * (number + 1) // count
@@ -147,12 +169,6 @@ class RowRuns:
         return ConversionError(
             f"table {self.table.name!r}", "", found=f"id {id_} twice", expected="every id once", remedy=remedy
         )
-
-
-def buckets_of(ids: Int64s) -> tuple[int, int]:
-    """Return [begin, end) of the buckets of ids in their order."""
-    first, last = bucket_of(np.ascontiguousarray(ids[[0, -1]]))
-    return int(first), int(last) + 1
 
 
 def _bytes_of(values: Array, spec: SlotSpec) -> npt.NDArray[np.void]:

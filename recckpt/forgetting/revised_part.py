@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain as chained
 
 import numpy as np
 
@@ -13,20 +12,19 @@ from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CorruptCheckpointError
 from recckpt.forgetting.held_ids import Ids
 from recckpt.format import layout
-from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Part
 from recckpt.format.distinct import is_among
 from recckpt.output_dir.new_checkpoint import Target
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
 from recckpt.sparse.files.link_cursors import row_of
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
+from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, write_part
 from recckpt.sparse.files.row_sums import RowSums
 from recckpt.sparse.files.verifier import check_part
+from recckpt.storage import Sink
 from recckpt.types import SlotSpec
 
 _STEP_BYTES = 8 << 20
-_Batch = tuple[str, tuple[int, int], list[ColumnBytes]]  # table, buckets, columns
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,13 @@ def revise_part(link: OpenLink, part: Part, to: Target, erasure: OmittedRows) ->
     slots = _slots(link, part)
     reader = PartReader(link.files, link.directory, part, slots)
     sums = RowSums()
-    batches = _kept(reader, (ID_SPEC, *slots), erasure, sums)
-    first = next(batches, None)
-    if first is None:
-        return None
-    with to.storage.create(layout.join(to.directory, part.file)) as sink:
-        writer = PartWriter(sink, part.file, part.tables, slots)
-        for table, buckets, columns in chained([first], batches):
-            writer.write(table, buckets, columns)
-        written = replace(writer.finish(), holds=part.holds)
-    _check(to, link, written, sums)
+
+    def create() -> tuple[str, Sink]:
+        return part.file, to.storage.create(layout.join(to.directory, part.file))
+
+    written = write_part(create, part.tables, slots, _kept(reader, slots, erasure, sums), holds=part.holds)
+    if written is not None:
+        _check(to, link, written, sums)
     return written
 
 
@@ -76,21 +71,20 @@ def _slots(link: OpenLink, part: Part) -> tuple[SlotSpec, ...]:
     return link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
 
 
-def _kept(reader: PartReader, specs: tuple[SlotSpec, ...], erasure: OmittedRows, sums: RowSums) -> Iterator[_Batch]:
+def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], erasure: OmittedRows, sums: RowSums) -> Iterator[RowBatch]:
     """Yield what stays of each batch; add it up."""
     for number, batch in enumerate(reader.part.batches):
         columns = reader.read(number)
         ids = ids_in(columns)
-        values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in specs]
+        values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in (ID_SPEC, *slots)]
         if batch.table in erasure.tables:
             stays = np.flatnonzero(~is_among(ids, erasure.ids))
             if len(stays) < len(ids):
                 ids, values = ids[stays], [column[stays] for column in values]
         if len(ids):
             sums.add(batch.table, values, slice(None))
-            first, last = bucket_of(ids[[0, -1]])
-            as_bytes = [ColumnBytes(spec, len(v), [v.view(np.uint8)]) for spec, v in zip(specs, values, strict=True)]
-            yield batch.table, (int(first), int(last) + 1), as_bytes
+            of_slots = zip(slots, values[1:], strict=True)
+            yield RowBatch(batch.table, ids, [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in of_slots])
 
 
 def _check(to: Target, link: OpenLink, written: Part, of_source: RowSums | None) -> None:

@@ -18,8 +18,8 @@ from recckpt.compaction import part_task, plan, whole
 from recckpt.compaction.adopting import adopt
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.compact import make_offer
-from recckpt.compaction.part_task import CompactionTask, write_part
-from recckpt.compaction.plan import plan_parts
+from recckpt.compaction.part_task import CompactionTask, write_task
+from recckpt.compaction.plan import plan_of_chain
 from recckpt.compaction.whole import Means
 from recckpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
@@ -120,9 +120,9 @@ def test_the_work_of_a_lost_worker_is_done_again_under_another_part_number(run, 
 def test_a_task_that_is_done_twice_at_once_writes_two_files_of_the_same_rows(run):
     checkpoint = locate(run, "ckpt_3")
     name = ChainName(run.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
-    [first, _] = plan_parts(opened(name))
+    [first, _] = plan_of_chain(opened(name))
     task = CompactionTask(name, run.url, "elsewhere", first, 1 << 20)
-    one, two = write_part(task), write_part(task)
+    one, two = write_task(task), write_task(task)
     assert one.file != two.file
     assert replace(two, file=one.file) == one
 
@@ -223,9 +223,9 @@ def test_rows_that_are_not_those_of_the_chain_are_not_offered(run, monkeypatch, 
 def test_a_table_is_cut_into_one_range_a_part(run, many_parts):
     checkpoint = locate(run, "ckpt_3")
     name = ChainName(run.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
-    parts = plan_parts(opened(name))
+    parts = plan_of_chain(opened(name))
     assert len(parts) > 5
-    assert {len(part.ranges) for part in parts} == {1}
+    assert {len(part.plan.ranges) for part in parts} == {1}
 
 
 def test_another_manifest_in_the_place_of_a_link_is_noticed(run):

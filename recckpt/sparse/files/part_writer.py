@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.arrow_format import TABLE, column_array, part_schema
+from recckpt.format.buckets import bucket_of
+from recckpt.format.catalog import Batch, Held, Part
+from recckpt.sparse.files.arrow_format import ID_SPEC, TABLE, column_array, part_schema
+from recckpt.sparse.files.part_plan import PartPlan, row_bytes
 from recckpt.storage import Sink, SinkFile
 from recckpt.types import SlotSpec
 
@@ -36,11 +39,62 @@ class ColumnBytes:
         return self.n_rows * self.spec.row_bytes
 
 
+class RowBatch(NamedTuple):
+    """Rows of one table in the order of their buckets: one batch of a part."""
+
+    table: str
+    ids: npt.NDArray[np.int64]
+    slots: Sequence[ColumnBytes]
+
+
+class RowSource(Protocol):
+    """The rows of one table, which are read in the order of their buckets."""
+
+    def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
+        """Yield the rows in buckets [begin, end). What a batch consists of may be gone once the next is asked for."""
+
+
+def planned_batches(
+    plan: PartPlan, sources: Mapping[str, RowSource], advance: Callable[[int], object]
+) -> Iterator[RowBatch]:
+    """Yield the batches of a part that was planned; ``advance`` is called with the bytes of each once it is written."""
+    size = row_bytes(plan.slots)
+    for cut in plan.ranges:
+        for batch in sources[cut.table].batches(cut.begin, cut.end):
+            yield batch
+            advance(len(batch.ids) * size)
+
+
+def write_part(
+    create: Callable[[], tuple[str, Sink]],
+    tables: Sequence[str],
+    slots: Sequence[SlotSpec],
+    batches: Iterator[RowBatch],
+    *,
+    holds: Held = "rows",
+) -> Part | None:
+    """Write batches of these tables as a part; return its catalog entry, None where there are no batches.
+
+    ``create`` returns the name of a new file and the file; it is called once there is something to write.
+    """
+    first = next(batches, None)
+    if first is None:
+        return None
+    file, sink = create()
+    with sink:
+        writer = PartWriter(sink, file, tables, slots, holds=holds)
+        for batch in chain([first], batches):
+            writer.write(batch)
+        return writer.finish()
+
+
 class PartWriter:
     """Writes one part into a sink; :meth:`finish` returns its catalog entry. Not thread-safe."""
 
-    def __init__(self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec]) -> None:
-        self._file, self._tables = file, tuple(tables)
+    def __init__(
+        self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec], *, holds: Held = "rows"
+    ) -> None:
+        self._file, self._tables, self._holds = file, tuple(tables), holds
         self._numbers = {name: number for number, name in enumerate(tables)}
         self._dictionary = pa.array(self._tables, pa.utf8())
         self._schema = part_schema(slots)
@@ -48,23 +102,25 @@ class PartWriter:
         self._batches: list[Batch] = []
         self._arrow = pa.ipc.new_file(pa.PythonFile(self._framed, "w"), self._schema)
 
-    def write(self, table: str, buckets: tuple[int, int], columns: Sequence[ColumnBytes]) -> None:
-        """Write rows of one table; the first column is the ids, the others are in the order of the slots."""
-        n_rows = columns[0].n_rows
-        numbers = np.full(n_rows, self._numbers[table], np.int16).view(np.uint8)
-        buffers = self._framed.stand_ins([ColumnBytes(_TABLE_SPEC, n_rows, [numbers]), *columns])
-        indices = pa.Array.from_buffers(pa.int16(), n_rows, [None, buffers[TABLE]])
+    def write(self, batch: RowBatch) -> None:
+        """Write rows of one table, whose slots are in the order of those of the part."""
+        table, ids, slots = batch
+        columns = [ColumnBytes(ID_SPEC, len(ids), [ids.view(np.uint8)]), *slots]
+        numbers = np.full(len(ids), self._numbers[table], np.int16).view(np.uint8)
+        buffers = self._framed.stand_ins([ColumnBytes(_TABLE_SPEC, len(ids), [numbers]), *columns])
+        indices = pa.Array.from_buffers(pa.int16(), len(ids), [None, buffers[TABLE]])
         arrays = [pa.DictionaryArray.from_arrays(indices, self._dictionary, safe=False)]
-        arrays += [column_array(column.spec, buffers[column.spec.name], n_rows) for column in columns]
+        arrays += [column_array(column.spec, buffers[column.spec.name], len(ids)) for column in columns]
         self._arrow.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._batches.append(Batch(table, n_rows, buckets, self._framed.take_checksums()))
+        first, last = bucket_of(ids[[0, -1]])
+        self._batches.append(Batch(table, len(ids), (int(first), int(last) + 1), self._framed.take_checksums()))
 
     def finish(self) -> Part:
         """Write the footer; the sink is still the caller's to close."""
         self._arrow.close()
         self._framed.write_small()
         frame = self._framed.frame.intdigest()
-        return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches))
+        return Part(self._file, self._framed.n_bytes, frame, self._tables, tuple(self._batches), self._holds)
 
 
 class _FrameSink(SinkFile):

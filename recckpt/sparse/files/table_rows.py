@@ -39,9 +39,10 @@ class Ids(Protocol):
 
 
 class BucketOrder:
-    """Positions in bucket order -> rows. Thread-safe.
+    """The rows of each bucket. Thread-safe.
 
-    At most ``budget_rows`` are ordered at a time: a table with more is in passes, each of which looks at all ids.
+    At most ``budget_rows`` are ordered at a time, unless one bucket has more: a table with more is ordered in passes,
+    each of which looks at all ids.
     """
 
     def __init__(self, ids: Ids, n_rows: int, budget_rows: int) -> None:
@@ -51,22 +52,22 @@ class BucketOrder:
         self._whole: weakref.ref[npt.NDArray[Any]] | None = None
         self._is_small = n_rows <= min(budget_rows, N_BUCKETS)  # counting would cost more than the rows themselves
 
-    def rows(self, begin: int, end: int) -> npt.NDArray[Any]:
-        """Return the rows at positions [begin, end), at most ``budget_rows`` of them."""
+    def rows(self, begin: int, end: int) -> Iterator[npt.NDArray[Any]]:
+        """Yield the rows in buckets [begin, end), in the order of the buckets, at most ``budget_rows`` at a time."""
         if self._n_rows <= self._budget_rows:
-            return self._all_rows()[begin:end]
+            rows = self._all_rows()
+            yield rows if (begin, end) == (0, N_BUCKETS) else rows[slice(*self._bucket_starts()[[begin, end]])]
+            return
         starts = self._bucket_starts()
-        first, last = np.searchsorted(starts, [begin, end - 1], side="right") - 1
-        ordered = self._ordered(int(first), int(last) + 1)
-        return ordered[begin - starts[first] : end - starts[first]]
+        while begin < end:
+            last = int(np.searchsorted(starts, starts[begin] + self._budget_rows, side="right")) - 1
+            begin, first = min(end, max(begin + 1, last)), begin
+            if starts[first] < starts[begin]:
+                yield self._ordered(first, begin)
 
-    def bucket_begin(self, position: int) -> int:
-        """Return the position of the first row of the bucket that a position lies in."""
-        if self._is_small:
-            buckets = bucket_of(self._ids.gather(self._all_rows().astype(np.int64)).numpy())
-            return int(np.searchsorted(buckets, buckets[position]))
-        starts = self._bucket_starts()
-        return int(starts[np.searchsorted(starts, position, side="right") - 1])
+    def rows_up_to(self) -> npt.NDArray[np.int64]:
+        """Return for each bucket how many rows lie in it and in those before it."""
+        return self._bucket_starts()[1:]
 
     def _bucket_starts(self) -> npt.NDArray[np.int64]:
         with self._lock:

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 
 from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_values
+from recckpt.sparse.files.arrow_format import ID, column_values
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter, RowBatch
 from recckpt.storage import Storage, open_storage
 from recckpt.types import SlotSpec
 
@@ -44,26 +44,25 @@ CHECKSUMS = {
 FRAME = 0x4FE694233D66DC7D
 
 
-def columns(ids: list[int]) -> list[ColumnBytes]:
-    """Return ids, and slots whose values count up from the position of the row."""
+def batch(table: str, ids: list[int]) -> RowBatch:
+    """Return rows with slots whose values count up from the position of the row."""
     n_rows = len(ids)
     half, matrix = np.arange(n_rows * 3, dtype=np.float16), np.arange(n_rows * 4, dtype=np.float32)
     values = [
-        np.array(ids, np.int64),
         np.arange(n_rows * 2, dtype=np.float32),
         half,
         (matrix.view(np.uint32) >> 16).astype(np.uint16),
         np.arange(n_rows, dtype=np.int64),
     ]
-    specs = (ID_SPEC, *SLOTS)
-    return [ColumnBytes(spec, n_rows, [value.view(np.uint8)]) for spec, value in zip(specs, values, strict=True)]
+    slots = [ColumnBytes(spec, n_rows, [value.view(np.uint8)]) for spec, value in zip(SLOTS, values, strict=True)]
+    return RowBatch(table, np.array(ids, np.int64), slots)
 
 
 def write(storage: Storage, file: str) -> Part:
     with storage.create(file) as sink:
         writer = PartWriter(sink, file, ["item", "ü/user"], SLOTS)
-        writer.write("item", (1, 9), columns(ITEM))
-        writer.write("ü/user", (3, 4), columns(USER))
+        writer.write(batch("item", ITEM))
+        writer.write(batch("ü/user", USER))
         return writer.finish()
 
 

@@ -18,11 +18,11 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.listing import locate
-from recckpt.sparse.files.arrow_format import ID_SPEC, column_values
+from recckpt.sparse.files.arrow_format import column_values
 from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.merged_rows import merged_range, merged_rows
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter
+from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter, RowBatch
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.storage import Storage, open_storage
 from recckpt.types import SlotSpec
@@ -71,10 +71,9 @@ class Writer:
         with self._storage.create(f"link/{name}") as sink:
             writer = PartWriter(sink, name, ["other", "t"], slots)
             for ids in batches:
-                versions, buckets = np.array([rows[int(id_)] for id_ in ids]), bucket_of(ids)
-                columns = [ColumnBytes(ID_SPEC, len(ids), [ids.view(np.uint8)])]
-                columns += [ColumnBytes(spec, len(ids), [values_of(spec, versions)]) for spec in slots]
-                writer.write("t", (int(buckets[0]), int(buckets[-1]) + 1), columns)
+                versions = np.array([rows[int(id_)] for id_ in ids])
+                columns = [ColumnBytes(spec, len(ids), [values_of(spec, versions)]) for spec in slots]
+                writer.write(RowBatch("t", ids, columns))
             return writer.finish()
 
 

@@ -103,18 +103,19 @@ def test_an_id_twice_in_a_shard_is_found_between_two_parts(tmp_path, monkeypatch
 
 
 def test_an_id_twice_over_parts_of_one_bucket_each_is_found(tmp_path, monkeypatch):
-    same = of_bucket(7)[:12]
     monkeypatch.setattr(LocalStorage, "threads", lambda _, asked: asked)
-    save_tables(open_storage(str(tmp_path)), [filled("item", same, shape=1)], concurrency=3, batch_bytes=4 * 14)
-    assert verify(str(tmp_path)) == []
+    same = of_bucket(7)[:12]
+    ids = [*same[:4], *of_bucket(8)[:4], *of_bucket(9)[:4]]
+    save_tables(open_storage(str(tmp_path)), [filled("item", ids, shape=1)], concurrency=3, batch_bytes=4 * 14)
     forge = Forge(tmp_path / "ckpt_1")
     assert len(forge.parts) == 3
-    with pa.ipc.open_file(str(forge.path(forge.parts[0]))) as reader:
-        first = reader.get_batch(0).column("id").to_pylist()
-    with pa.ipc.open_file(str(forge.path(forge.parts[2]))) as reader:
-        last = reader.get_batch(0).column("id").to_pylist()
-    forge.edit_part(with_ids([first[0], *last[1:]]), name=forge.parts[2], rows=False)
-    assert [p.found for p in verify(str(tmp_path))] == [f"id {first[0]} twice"]
+    for number, name in enumerate(forge.parts):  # which other writers may cut within a bucket
+        forge.edit_part(with_ids(same[4 * number : 4 * number + 4]), name=name, rows=False)
+    forge.edit_catalog(lambda values: [part["batches"][0].update(buckets=[7, 8]) for part in values["parts"]])
+    forge.edit_manifest(lambda values: values["shards"][0].update(buckets=[7, 8]))
+    assert verify(str(tmp_path)) == []
+    forge.edit_part(with_ids([same[0], *same[9:]]), name=forge.parts[2], rows=False)
+    assert [p.found for p in verify(str(tmp_path))] == [f"id {same[0]} twice"]
 
 
 def test_parts_out_of_bucket_order_are_found(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support.counting import Counting
 from support.sweeps import SWEEP_STRIDE
 
-from recckpt.format.buckets import bucket_of
+from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse import Constant, HashTable
 from recckpt.sparse.files.saver import RepeatFinder
 from recckpt.sparse.files.table_rows import BucketOrder
@@ -42,12 +42,15 @@ class Reading:
         self.source = frozen.snapshot if base is None else frozen.delta(base)
         self.order = BucketOrder(self.source.ids, self.source.n_rows, 10_000)
         self.shard, self._at, self._repeats = Shard({}, []), 0, RepeatFinder()
+        self._rows = None
 
     def step(self, n_rows: int) -> None:
         begin, end = self._at, min(self._at + n_rows, self.source.n_rows)
         if begin == end:
             return
-        rows, ids = self.order.rows(begin, end), np.empty(end - begin, np.int64)
+        if self._rows is None:
+            [self._rows] = self.order.rows(0, N_BUCKETS)
+        rows, ids = self._rows[begin:end], np.empty(end - begin, np.int64)
         slots = [np.empty((len(rows), spec.row_bytes // 4), np.float32) for spec in self.source.slots]
         for column, some in enumerate((ids, *slots)):
             self.source.read(column, rows, some.reshape(-1).view(np.uint8), for_good=column == len(slots))
