@@ -20,8 +20,10 @@ from torch.distributed.checkpoint import filesystem, staging, state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from recckpt import Deltas, Saver
+from recckpt.checkpoint.attempt import Attempt
+from recckpt.output_dir.checkpoint_dir import Intent
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable, SparseAdagrad
-from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_rows import StillTable, source_of
 from recckpt.sparse.table.column import Column
 from recckpt.storage import open_storage
@@ -243,9 +245,8 @@ class FullCopy:
         source = self._copy()
         storage = open_storage(str(directory))
         storage.prepare()
-        return self._writer.submit(
-            self._saver.save, [source], storage, "", save_id="", shard=0, shards=1, advance=lambda n_bytes: None
-        )
+        shard = Attempt(storage, Intent("", 0, "", None)).shard(0, 1)
+        return self._writer.submit(self._saver.save, [source], shard, lambda n_bytes: None)
 
     def close(self) -> None:
         """Let go of the buffers and the thread."""

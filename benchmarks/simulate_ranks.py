@@ -51,7 +51,7 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.save import commit as saving
 from recckpt.save import save as hallway
 from recckpt.save.save_info import SaveInfo
-from recckpt.save.write import ShardRecord
+from recckpt.save.write import RankRecord
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.sparse.files import loader as row_loading
 from recckpt.storage import open_storage
@@ -179,7 +179,7 @@ class RankZero:
         self._directory = ""
         self.manifest: Manifest
 
-    def save(self, ckpt_id: str, others: Callable[[Intent], Sequence[ShardRecord]]) -> SaveInfo:
+    def save(self, ckpt_id: str, others: Callable[[Intent], Sequence[RankRecord]]) -> SaveInfo:
         """Save, with the records of the others."""
         info = SaveInfo(ckpt_id, step=1)
         self.manifest = save_as_rank_0(self._job, self._storage, self._fence, info, others, 1)
@@ -212,7 +212,7 @@ class RankZero:
             "calls": dict(self._storage.calls),
         }
 
-    def written(self, intent: Intent) -> list[ShardRecord]:
+    def written(self, intent: Intent) -> list[RankRecord]:
         """Have other processes write what the other ranks write."""
         ranks = range(1, self._job.ranks)
         chunks = [ranks[first : first + CHUNK_RANKS] for first in range(0, len(ranks), CHUNK_RANKS)]
@@ -221,15 +221,15 @@ class RankZero:
                 file.writelines(pickled)
         return list(self._sent())
 
-    def linked(self, intent: Intent) -> list[ShardRecord]:
+    def linked(self, intent: Intent) -> list[RankRecord]:
         """Give the files of the last save another name: commit and rotation cannot tell them from new ones."""
-        records = [replace(record, save_id=intent.save_id) for record in self._sent()]
+        records = [replace(record, shard=replace(record.shard, save_id=intent.save_id)) for record in self._sent()]
         for record in records:
-            for file in record.files:
+            for file in record.shard.files:
                 os.link(self._root / self._directory / file.name, self._root / intent.directory / file.name)
         return records
 
-    def _sent(self) -> Iterator[ShardRecord]:
+    def _sent(self) -> Iterator[RankRecord]:
         with self._records.open("rb") as file:
             for _ in range(1, self._job.ranks):
                 yield pickle.load(file)

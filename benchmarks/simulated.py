@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from recckpt.checkpoint.shard_writer import BATCH_BYTES, ShardWriter
 from recckpt.dense.state_copy import dump_rng
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, Slice, gen_slice
-from recckpt.format.catalog import Batch, Catalog, Part
+from recckpt.format.catalog import Batch, Part
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
@@ -25,12 +26,11 @@ from recckpt.save.job import Destination
 from recckpt.save.job import Job as SaveJob
 from recckpt.save.save import write_and_commit
 from recckpt.save.save_info import SaveInfo
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.stage import Staged
-from recckpt.save.write import ShardRecord, ShardWriter
+from recckpt.save.write import RankRecord, RankWriter
 from recckpt.sparse.files.part_plan import PartPlan, TableBytes, plan_parts, row_bytes
-from recckpt.sparse.files.saver import BATCH_BYTES, SparseSaver
 from recckpt.storage import Storage
-from recckpt.storage.base import NewFiles
 from recckpt.storage.transfers import Transfers
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
@@ -100,25 +100,22 @@ class HollowTable:
 
 
 class HollowSaver(SparseSaver):
-    """Leaves holes in place of parts, and has the catalog that their rows would have."""
+    """Leaves holes in place of parts, and gives the catalog what it would say of their rows."""
 
     def __init__(self, job: Job, url: str) -> None:
         super().__init__(job.threads, batch_bytes=job.batch_bytes)
         self._job, self._root = job, Path(url)
 
-    def save(self, sources: Sequence[Any], storage: NewFiles, directory: str, **of_shard: Any) -> Catalog:
-        """Make the files, and return what there is to say of them."""
-        save_id, shard, shards = (of_shard[key] for key in ("save_id", "shard", "shards"))
-        rng, buckets = np.random.default_rng(shard), gen_slice(shard, shards)
-        sizes = {source.name: _size_of(source, buckets) for source in sources}
-        parts = []
+    def save(self, tables: Sequence[Any], shard: ShardWriter, advance: Callable[[int], object]) -> None:
+        """Make the files, and say what there is to say of them."""
+        rng, buckets = np.random.default_rng(shard.number), gen_slice(shard.number, shard.count)
+        sizes = {table.name: _size_of(table, buckets) for table in tables}
         for plan in plan_parts(list(sizes.values()), self._job.threads, least_bytes=BATCH_BYTES):
             batches = tuple(self._batches_of(plan, sizes, rng))
-            file = layout.part(shard, shards, plan.group, plan.number)
+            file = layout.part(shard.number, shard.count, plan.group, plan.number)
             n_bytes = _file_bytes(plan, sum(batch.rows for batch in batches), len(batches))
-            _leave_hole(self._root / directory / file, n_bytes)
-            parts.append(Part(file, n_bytes, int(rng.integers(2**63)), tuple(plan.tables), batches))
-        return Catalog(save_id, shard, shards, tuple(parts))
+            _leave_hole(self._root / shard.directory / file, n_bytes)
+            shard.add([Part(file, n_bytes, int(rng.integers(2**63)), tuple(plan.tables), batches)])
 
     def _batches_of(self, plan: PartPlan, sizes: Mapping[str, TableBytes], rng: Any) -> Iterator[Batch]:
         size, columns = row_bytes(plan.slots), ["table", "id", *(s.name for s in plan.slots)]
@@ -177,13 +174,13 @@ class OneOfMany:
     rank = 0
     is_lost = is_over = False
 
-    def __init__(self, job: Job, others: Callable[[Intent], Sequence[ShardRecord]]) -> None:
+    def __init__(self, job: Job, others: Callable[[Intent], Sequence[RankRecord]]) -> None:
         self.size, self._others = job.ranks, others
         self._intent: Intent | None = None
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value of rank 0, and what the others would send: a record, or the same as rank 0."""
-        is_record = isinstance(value, tuple) and isinstance(value[0], ShardRecord)
+        is_record = isinstance(value, tuple) and isinstance(value[0], RankRecord)
         if not is_record or self._intent is None:
             return [value] * self.size
         return [value, *((record, None) for record in self._others(self._intent))]
@@ -200,10 +197,10 @@ class OneOfMany:
         return self
 
 
-def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> ShardRecord:
+def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> RankRecord:
     """Write what a rank writes, its rows aside, and return what it would send."""
     with Progress("", 0) as progress:
-        writer = ShardWriter(intent, _destination(job, storage, Fence(storage)), rank, job.ranks)
+        writer = RankWriter(intent, _destination(job, storage, Fence(storage)), rank, job.ranks)
         return writer.write(staged(job), progress, SaveInfo("simulated"))
 
 
@@ -217,7 +214,7 @@ def save_as_rank_0(
     storage: Storage,
     fence: Fence,
     info: SaveInfo,
-    others: Callable[[Intent], Sequence[ShardRecord]],
+    others: Callable[[Intent], Sequence[RankRecord]],
     max_keep: int | None,
 ) -> Manifest:
     """Save, as rank 0 of many."""

@@ -30,9 +30,9 @@ from recckpt.save.job import Destination, Job, Live, OnSave, State
 from recckpt.save.registration import Registration
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.telling import begun
 from recckpt.save.trainers import Trainers
-from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE_SEC, transfers_of, uploads_of

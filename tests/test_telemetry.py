@@ -27,8 +27,8 @@ from torch import nn
 import recckpt
 from recckpt import Saver, telemetry
 from recckpt.errors import CheckpointExistsError, SaveFailedError
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.saver import SparseSaver
 
 
 class Told:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import BinaryIO
 
+from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.link import files_of
 from recckpt.dense.file_check import check_file
 from recckpt.dense.tensors import read_index
@@ -13,7 +14,6 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout, tensor_index
 from recckpt.format.manifest import FileEntry
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.new_checkpoint import Target
 from recckpt.output_dir.open_files import OpenFiles
 from recckpt.parallel.threads import run_all
 from recckpt.storage import HashingSink, Storage
@@ -28,7 +28,7 @@ def copied_bytes(checkpoint: Checkpoint) -> int:
 
 
 def copy_others(
-    storage: Storage, checkpoint: Checkpoint, to: Target, advance: Advance, threads: int
+    storage: Storage, checkpoint: Checkpoint, to: Attempt, advance: Advance, threads: int
 ) -> list[FileEntry]:
     """Copy dense state, registered objects and positions, and return the entries of the new files.
 
@@ -55,7 +55,7 @@ def _copied(checkpoint: Checkpoint) -> list[FileEntry]:
     return [file for file in manifest.files if not layout.is_part(file.name) and file.name not in written]
 
 
-def _copy(files: OpenFiles, directory: str, entry: FileEntry, to: Target, advance: Advance) -> None:
+def _copy(files: OpenFiles, directory: str, entry: FileEntry, to: Attempt, advance: Advance) -> None:
     source, copy = layout.join(directory, entry.name), layout.join(to.directory, entry.name)
     with files.open(source) as content, to.storage.create(copy) as sink:
         hashing = HashingSink(sink)

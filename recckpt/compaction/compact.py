@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from recckpt.checkpoint.attempt import Attempt
+from recckpt.checkpoint.new_checkpoint import commit_new
 from recckpt.compaction.whole import Means, write_whole
-from recckpt.errors import RecckptError
-from recckpt.format import layout, offer
+from recckpt.format import layout
 from recckpt.format.manifest import Content, Manifest
-from recckpt.format.offer import Offer, Offered
-from recckpt.output_dir import rotation
 from recckpt.output_dir.at_path import locate_id, locate_path
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
-from recckpt.output_dir.new_checkpoint import Target, commit_new
 from recckpt.output_dir.offers import adoptable, look_at
 from recckpt.output_dir.open_files import until_whole
 from recckpt.storage import Storage, open_storage
@@ -112,22 +108,16 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
     if record.kind == "full":
         form = f", a form of the delta of save {record.origin}" if record.form_of else ""
         return _nothing(storage, checkpoint, f"it is full already{form}")
-    to = Target(storage, layout.offer_dir(record.ckpt_id, save_id := secrets.token_hex(16)), save_id)
-    first = layout.join(to.directory, layout.OFFER)
-    storage.make_dir(to.directory)
+    to = Attempt.begin_offer(storage, record)
     try:
-        storage.put_if_absent(first, offer.encode_first(record.ckpt_id, to.save_id))
-        waiting = _waiting(storage, record, storage.modified(first))
+        waiting = _waiting(storage, record, to.mark_offer(record))
         if waiting is not None:
-            _abandon(to)
+            to.withdraw()
             return _nothing(storage, checkpoint, f"{waiting} is an offer of it, which waits for the next save")
         whole = write_whole(storage, checkpoint, to, _for(storage, means))
-        path, of = layout.join(to.directory, layout.OFFER_JSON), Offered(record.ckpt_id, record.save_id, record.xxh3)
-        data = offer.encode(Offer(save_id=to.save_id, of=of, step=record.step, **whole.content))
-        offer.decode(data, path)  # never offer what no owner would read
-        storage.put_if_absent(path, data)
+        to.offer(record, whole)
     except BaseException:
-        _abandon(to)
+        to.withdraw()
         raise
     log.info("%s/%s is offered as a form of %r", storage.url, to.directory, record.ckpt_id)
     return Compacted(record.ckpt_id, storage.url, to.directory, len(checkpoint.links), whole.rows, whole.n_bytes)
@@ -137,7 +127,7 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
     """Commit a whole checkpoint in another output dir; errors as of :func:`compact`."""
     record, there = checkpoint.manifest, open_storage(out)
 
-    def write(to: Target) -> Content:
+    def write(to: Attempt) -> Content:
         return replace(write_whole(storage, checkpoint, to, _for(there, means)), ephemeral=False)
 
     directory, full = commit_new(there, record.ckpt_id, record.step, write)
@@ -161,9 +151,3 @@ def _waiting(storage: Storage, record: Manifest, now: float | None) -> str | Non
 def _nothing(storage: Storage, checkpoint: Checkpoint, reason: str) -> Compacted:
     links, rows = len(checkpoint.links), checkpoint.manifest.rows
     return Compacted(checkpoint.ckpt_id, storage.url, None, links, rows, 0, reason)
-
-
-def _abandon(to: Target) -> None:
-    """Remove what was written, so that it takes no room; its first file last."""
-    with suppress(OSError, RecckptError):
-        rotation.remove_leftover(to.storage, to.directory, _THREADS)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.copied_files import copied_bytes, copy_others
+from recckpt.checkpoint.shard_writer import with_shards
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.part_task import CompactionTask, write_task
 from recckpt.compaction.plan import PlannedPart, plan_of_chain
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.catalog import Catalog, Part
-from recckpt.format.catalog import encode as encode_catalog
-from recckpt.format.manifest import Content, FileEntry, ShardEntry
+from recckpt.format.catalog import Part
+from recckpt.format.manifest import Content, FileEntry
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.new_checkpoint import Target
 from recckpt.parallel.executor import run_on
 from recckpt.storage import Storage
 from recckpt.text import Progress
@@ -44,7 +45,7 @@ class Means:
     has_bar: bool = True
 
 
-def write_whole(storage: Storage, checkpoint: Checkpoint, to: Target, means: Means) -> Content:
+def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Means) -> Content:
     """Write all files of a full checkpoint with the content of one that may be a delta, synced and read once more.
 
     Raises:
@@ -86,33 +87,31 @@ def _executor(means: Means) -> Iterator[Executor | None]:
 
 
 def _finished(
-    checkpoint: Checkpoint, to: Target, written: Sequence[tuple[PlannedPart, Part | None]], files: list[FileEntry]
+    checkpoint: Checkpoint, to: Attempt, written: Sequence[tuple[PlannedPart, Part | None]], files: list[FileEntry]
 ) -> Content:
     """Write the catalogs of the parts, and return what lies there beside the other files."""
-    count, shards, catalogs = len(checkpoint.manifest.shards), [], []
-    for shard in range(count):
-        parts = [part for planned, part in written if part is not None and planned.shard == shard]
-        catalog = Catalog(to.save_id, shard, count, tuple(parts))
-        entry = to.write(layout.catalog(shard, count), encode_catalog(catalog))
-        shards.append(ShardEntry(entry.name, catalog.buckets))
-        files += [entry, *(FileEntry(part.file, part.n_bytes) for part in parts)]
-        catalogs.append(catalog)
+    count, records, rows = len(checkpoint.manifest.shards), [], Counter[str]()
     tables = tuple(replace(table, delta=None) for table in checkpoint.manifest.tables)
+    for number in range(count):
+        shard = to.shard(number, count)
+        shard.add(part for planned, part in written if planned.shard == number)
+        records.append(shard.record())
+        rows.update(shard.catalog.rows)
     for table in tables:
-        rows = sum(catalog.rows.get(table.name, 0) for catalog in catalogs)
-        if rows != table.rows:
+        if rows[table.name] != table.rows:
             path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {table.name!r}"
-            found, expected = f"{table.rows} rows", f"{rows}, as in its chain"
+            found, expected = f"{table.rows} rows", f"{rows[table.name]}, as in its chain"
             raise CorruptCheckpointError(path, where, found=found, expected=expected)
-    _remove_lost(to, files)
-    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in files)}:
+    of = Content(**checkpoint.manifest.content)
+    content = with_shards(replace(of, tables=tables, files=tuple(files)), records)
+    _remove_lost(to, content.files)
+    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in content.files)}:
         to.storage.sync_dir(layout.join(to.directory, subdirectory))
     to.storage.sync_dir("")
-    listed = tuple(sorted(files, key=lambda file: file.name))
-    return replace(Content(**checkpoint.manifest.content), shards=tuple(shards), tables=tables, files=listed)
+    return content
 
 
-def _remove_lost(to: Target, files: Sequence[FileEntry]) -> None:
+def _remove_lost(to: Attempt, files: Sequence[FileEntry]) -> None:
     """Remove parts that workers wrote which were lost, and which others wrote again."""
     listed = {file.name for file in files}
     for name in to.storage.list_files(to.directory):

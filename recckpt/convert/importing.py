@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from recckpt.checkpoint.new_checkpoint import commit_new
 from recckpt.convert.formats import open_source
 from recckpt.convert.new_checkpoint import NewCheckpoint, write_new
 from recckpt.convert.row_checks import check_table, checked
@@ -20,7 +21,6 @@ from recckpt.errors import CheckpointExistsError, ConversionError
 from recckpt.format import layout
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.output_dir.new_checkpoint import commit_new
 from recckpt.sparse.files.part_plan import row_bytes
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import WorkDir

@@ -8,13 +8,13 @@ from functools import partial
 
 import numpy as np
 
+from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CorruptCheckpointError
 from recckpt.forgetting.held_ids import Ids
 from recckpt.format import layout
 from recckpt.format.catalog import Part
 from recckpt.format.distinct import is_among
-from recckpt.output_dir.new_checkpoint import Target
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
 from recckpt.sparse.files.link_cursors import row_of
 from recckpt.sparse.files.part_reader import PartReader
@@ -35,7 +35,7 @@ class OmittedRows:
     ids: Ids
 
 
-def copy_part(link: OpenLink, part: Part, to: Target) -> Part:
+def copy_part(link: OpenLink, part: Part, to: Attempt) -> Part:
     """Copy a part, and hold every byte of the copy against the catalog."""
     source, copy = layout.join(link.directory, part.file), layout.join(to.directory, part.file)
     with link.files.open(source) as content, to.storage.create(copy) as sink:
@@ -45,7 +45,7 @@ def copy_part(link: OpenLink, part: Part, to: Target) -> Part:
     return part
 
 
-def revise_part(link: OpenLink, part: Part, to: Target, erasure: OmittedRows) -> Part | None:
+def revise_part(link: OpenLink, part: Part, to: Attempt, erasure: OmittedRows) -> Part | None:
     """Write a part without some ids and return its catalog entry, None where nothing is left of it.
 
     All other rows keep their bytes and their order; what was written is read back and compared with the source.
@@ -87,7 +87,7 @@ def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], erasure: OmittedRows,
             yield RowBatch(batch.table, ids, [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in of_slots])
 
 
-def _check(to: Target, link: OpenLink, written: Part, of_source: RowSums | None) -> None:
+def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None) -> None:
     """Read a part that was written; where its rows were added up, add them up once more."""
     sums = RowSums()
     specs = (ID_SPEC, *_slots(link, written))

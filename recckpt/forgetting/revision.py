@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.copied_files import copy_others
 from recckpt.checkpoint.link import OpenLink
-from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, WriterFencedError
+from recckpt.checkpoint.shard_writer import ShardRecord, with_shards
+from recckpt.errors import CorruptCheckpointError
 from recckpt.forgetting.held_ids import Held, rows_in_chain
 from recckpt.forgetting.revised_part import OmittedRows, copy_part, revise_part
 from recckpt.format import layout
-from recckpt.format.catalog import Catalog, Part
-from recckpt.format.catalog import encode as encode_catalog
+from recckpt.format.catalog import Part
 from recckpt.format.links import Link, Parent, RevisionOf
-from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
+from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.tables import TableEntry
-from recckpt.output_dir import rotation
-from recckpt.output_dir.checkpoint_dir import Intent
-from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.new_checkpoint import Target
 from recckpt.parallel.threads import run_all
 from recckpt.storage import Storage
-from recckpt.storage.transfers import VISIBLE
 
 
 @dataclass(frozen=True)
@@ -61,49 +57,34 @@ def revise(storage: Storage, fence: Fence, revising: Revising, threads: int) -> 
         WriterFencedError: another writer has taken the output dir over.
     """
     of = revising.checkpoint.manifest
-    intent, seq = begin(storage, fence, of.ckpt_id, step=of.step, overwrite=True, base=None)
-    to = Target(storage, intent.directory, intent.save_id)
-    try:
-        shards, files = _write(storage, revising, to, storage.threads(threads))
-        record = _record(revising, intent, seq, shards, files)
-        commit(storage, fence, intent.directory, record, VISIBLE)
-    except (WriterFencedError, CommitNotDurableError):
-        raise  # the directory is the new owner's to judge, or holds a checkpoint
-    except BaseException:
-        rotation.abandon(storage, intent.directory)
-        raise
-    return next(c for c in fence.listing.committed if c.directory == intent.directory)
+    attempt = Attempt.begin(storage, fence, of.ckpt_id, step=of.step, overwrite=True)
+    with attempt.abandoned_on_error():
+        files, shards = _write(storage, revising, attempt, storage.threads(threads))
+        attempt.commit(fence, with_shards(_head(revising, attempt, files), shards))
+    return next(c for c in fence.listing.committed if c.directory == attempt.directory)
 
 
 def _write(
-    storage: Storage, revising: Revising, to: Target, threads: int
-) -> tuple[tuple[ShardEntry, ...], tuple[FileEntry, ...]]:
-    """Write all files, and return the catalogs and all entries."""
-    link = OpenLink.of(storage, revising.checkpoint)
+    storage: Storage, revising: Revising, to: Attempt, threads: int
+) -> tuple[Sequence[FileEntry], Sequence[ShardRecord]]:
+    """Write all files; return the entries of those that are of no shard, and the shards."""
+    link, records = OpenLink.of(storage, revising.checkpoint), []
     files = copy_others(storage, revising.checkpoint, to, lambda n_bytes: None, threads)
-    shards = []
     for catalog in link.catalogs:
-        parts = run_all(lambda part: _part(link, part, to, revising), catalog.parts, threads)
-        written = Catalog(to.save_id, catalog.shard, catalog.shards, tuple(part for part in parts if part))
-        entry = to.write(layout.catalog(catalog.shard, catalog.shards), encode_catalog(written))
-        files += [entry, *(FileEntry(part.file, part.n_bytes) for part in written.parts)]
-        shards.append(ShardEntry(entry.name, written.buckets))
-    return tuple(shards), tuple(sorted(files, key=lambda file: file.name))
+        shard = to.shard(catalog.shard, catalog.shards)
+        shard.add(run_all(lambda part: _part(link, part, to, revising), catalog.parts, threads))
+        records.append(shard.record())
+    return files, records
 
 
-def _part(link: OpenLink, part: Part, to: Target, revising: Revising) -> Part | None:
+def _part(link: OpenLink, part: Part, to: Attempt, revising: Revising) -> Part | None:
     if part.file in revising.held[0].parts:
         return revise_part(link, part, to, revising.erasure)
     return copy_part(link, part, to)
 
 
-def _record(
-    revising: Revising,
-    intent: Intent,
-    seq: int,
-    shards: tuple[ShardEntry, ...],
-    files: tuple[FileEntry, ...],
-) -> Manifest:
+def _head(revising: Revising, attempt: Attempt, files: Sequence[FileEntry]) -> Manifest:
+    """Return the manifest of the revision but for its shards."""
     of, below = revising.checkpoint.manifest, revising.below
     number = 1 + (of.revision_of.number if of.revision_of else 0)
     parent, n_rows = None, revising.n_rows(revising.erasure.tables[0])
@@ -112,12 +93,11 @@ def _record(
         parent = Parent(base.ckpt_id, base.manifest.origin, base.directory, base.manifest.origin_xxh3)
     return replace(
         of,
-        save_id=intent.save_id,
-        epoch=intent.epoch,
-        seq=seq,
-        shards=shards,
+        save_id=attempt.save_id,
+        epoch=attempt.intent.epoch,
+        seq=attempt.seq,
         tables=tuple(_entry(table, revising) for table in of.tables),
-        files=files,
+        files=tuple(files),
         parent=parent,
         chain=tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in below),
         form_of=None,

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from recckpt.checkpoint.attempt import Attempt
+from recckpt.checkpoint.shard_writer import ShardRecord, with_shards
 from recckpt.compaction.read_again import remove_checked
-from recckpt.errors import CommitNotDurableError, StateMismatchError, WriterFencedError
+from recckpt.errors import CommitNotDurableError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
-from recckpt.format.tables import DeltaRows, TableEntry
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -21,7 +23,7 @@ from recckpt.policies.keep import Keep, idle
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
-from recckpt.save.write import ShardRecord, Written
+from recckpt.save.write import Written
 
 log = logging.getLogger("recckpt")
 
@@ -35,10 +37,11 @@ def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination
     info = job.info
 
     def commit_all() -> Manifest:
-        manifest = _manifest(staged, written, seq, info)
+        attempt = Attempt(to.storage, written.intent)
+        manifest = with_shards(_head(staged, written, seq, info), _shards(written, info))
         if staged.kind.base is not None:
             manifest = _standing_on(committing.chain_of(to.fence.listing, staged.kind.base), manifest)
-        record = committing.commit(to.storage, to.fence, written.intent.directory, manifest, to.transfers.visible)
+        record = attempt.commit(to.fence, manifest, to.transfers.visible)
         info.outcome.is_committed = True
         return record
 
@@ -60,21 +63,26 @@ def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination
     return record
 
 
-def _manifest(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Manifest:
-    intent, records = written.intent, written.records
-    for rank, shard in enumerate(records):
-        if shard.save_id != intent.save_id:
-            raise info.failure(rank, f"it wrote for save {shard.save_id}, expected {intent.save_id}")
+def _shards(written: Written, info: SaveInfo) -> list[ShardRecord]:
+    for rank, record in enumerate(written.records):
+        if record.shard.save_id != written.intent.save_id:
+            cause = f"it wrote for save {record.shard.save_id}, expected {written.intent.save_id}"
+            raise info.failure(rank, cause)
+    return [record.shard for record in written.records]
+
+
+def _head(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Manifest:
+    """Return the manifest but for what the shards hold."""
     return Manifest(
+        (),
+        (),
+        (),
         ckpt_id=info.ckpt_id,
-        save_id=intent.save_id,
-        epoch=intent.epoch,
+        save_id=written.intent.save_id,
+        epoch=written.intent.epoch,
         seq=seq,
         step=info.step,
         time=committing.time_now(),
-        shards=tuple(record.shard for record in records),
-        tables=_tables_of_all(records),
-        files=tuple(sorted((file for record in records for file in record.files), key=lambda file: file.name)),
         training=staged.training,
         state=staged.state,
         writer=WRITER,
@@ -96,34 +104,6 @@ def _with_errors_below(table: TableEntry, below: TableEntry | None) -> TableEntr
     if table.is_whole or table.reduced is None or below is None or below.reduced is None:
         return table
     return replace(table, reduced=table.reduced.no_better(below.reduced))
-
-
-def _tables_of_all(records: Sequence[ShardRecord]) -> tuple[TableEntry, ...]:
-    """Add up the rows of the ranks; a table is one thing, so its slots are the same on all."""
-    found: dict[str, TableEntry] = {}
-    for rank, record in enumerate(records):
-        for table in record.tables:
-            known = found.get(table.name)
-            if known is not None and known.slots != table.slots:
-                raise StateMismatchError(
-                    f"table {table.name!r} of rank {rank}",
-                    mismatched={"slots": (table.slots, known.slots)},
-                    remedy="give the table the same shape, dtype and optimizer on every rank",
-                )
-            found[table.name] = _sum(known, table) if known else table
-    return tuple(found.values())
-
-
-def _sum(one: TableEntry, other: TableEntry) -> TableEntry:
-    """Add up a table of two shards; all ranks write the same kind, and have replaced the same tables."""
-    delta = None
-    if one.delta is not None and other.delta is not None:
-        counts = (one.delta.upserts + other.delta.upserts, one.delta.deletes + other.delta.deletes)
-        delta = DeltaRows(*counts, one.delta.replaced)
-    both = one.reduced.plus(other.reduced) if one.reduced and other.reduced else one.reduced
-    evicted_to = one.evicted_to if one.evicted_to == other.evicted_to else None  # slices that are trained apart
-    clock = one.clock.joined(other.clock) if one.clock else other.clock
-    return replace(one, rows=one.rows + other.rows, delta=delta, reduced=both, evicted_to=evicted_to, clock=clock)
 
 
 def rotate(job: Job, to: Destination) -> None:

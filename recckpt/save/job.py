@@ -19,9 +19,9 @@ from recckpt.save.choice import Choice
 from recckpt.save.delta_base import Changes
 from recckpt.save.offer_thread import OfferThread
 from recckpt.save.save_info import SaveInfo
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.timeline import Timeline
 from recckpt.save.trainers import Trainers
-from recckpt.sparse.files.saver import SparseSaver
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
 from recckpt.telemetry import Operation

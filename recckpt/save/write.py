@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recckpt.dense.saver import save_state, save_tensors
+from recckpt.checkpoint.attempt import Attempt
+from recckpt.checkpoint.shard_writer import ShardRecord
 from recckpt.dense.sharded import Summary, check_shares, is_whole, model_names
-from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import FileEntry, Names, ShardEntry
+from recckpt.format.manifest import Names
 from recckpt.format.reduced import Reduced
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
@@ -25,20 +25,17 @@ from recckpt.save.save_info import RankTimes, SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.sparse.files.reduced_rows import ReducedSource
 from recckpt.sparse.files.table_rows import TableSource
-from recckpt.storage import HashingSink, NewFiles
+from recckpt.storage import NewFiles
 from recckpt.storage.retry import is_transient
 from recckpt.storage.staged_upload import Outbox
 from recckpt.text import Progress
 
 
 @dataclass(frozen=True)
-class ShardRecord:
-    """What one rank wrote."""
+class RankRecord:
+    """What one rank wrote, and how that went."""
 
-    save_id: str  # the attempt that it wrote for
-    shard: ShardEntry  # its catalog
-    tables: tuple[TableEntry, ...]  # its rows
-    files: tuple[FileEntry, ...]  # all its files
+    shard: ShardRecord
     times: RankTimes  # how long it took
     n_kept: int  # rows that were copied aside because training changed them meanwhile
     n_evicted: int  # rows that its tables have evicted
@@ -49,7 +46,7 @@ class Written:
     """What all ranks wrote for an attempt, and, on rank 0, the names of what all of them have."""
 
     intent: Intent
-    records: Sequence[ShardRecord]
+    records: Sequence[RankRecord]
     names: Names
 
 
@@ -64,11 +61,11 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
     with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and ranks.rank == 0) as progress:
         progress.n_rows = staged.n_rows
         names = _compared(staged, ranks)
-        writer = ShardWriter(intent, to, ranks.rank, ranks.size)
+        writer = RankWriter(intent, to, ranks.rank, ranks.size)
         records = ranks.on_all(lambda: writer.write(staged, progress, info))
         info.take_maxima([record.times for record in records])
         info.agree_sec = max(0.0, progress.seconds - records[ranks.rank].times.write_sec)
-    tables = [table for record in records for table in record.tables]
+    tables = [table for record in records for table in record.shard.tables]
     info.n_rows, info.n_upserts = sum(table.rows for table in tables), sum(table.held for table in tables)
     info.n_deletes = sum(table.delta.deletes for table in tables if table.delta)
     info.n_left_out = sum(table.reduced.rows for table in tables if table.reduced)
@@ -121,13 +118,13 @@ def _once(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for each in names for name in each))
 
 
-class ShardWriter:
+class RankWriter:
     """Writes the files of one rank into the directory of an attempt."""
 
     def __init__(self, intent: Intent, to: Destination, rank: int, ranks: int) -> None:
         self._intent, self._to, self._rank, self._ranks = intent, to, rank, ranks
 
-    def write(self, staged: Staged, progress: Progress, info: SaveInfo) -> ShardRecord:
+    def write(self, staged: Staged, progress: Progress, info: SaveInfo) -> RankRecord:
         """Write dense beside sparse, and the catalog last.
 
         Raises:
@@ -144,85 +141,58 @@ class ShardWriter:
     def _check_owner(self) -> None:
         check_epoch(self._to.storage, self._intent.epoch)
 
-    def _write(self, staged: Staged, progress: Progress, info: SaveInfo) -> ShardRecord:
+    def _write(self, staged: Staged, progress: Progress, info: SaveInfo) -> RankRecord:
         begin = time.perf_counter()
         to = self._to
         if self._rank:
             Lookout(to.storage, to.transfers.visible, self._check_owner).check_intent(self._intent)
         with Outbox(to.storage, to.transfers) as outbox:
-            shard, tables, files = self._write_to(outbox, staged, progress)
+            record = self._write_to(outbox, staged, progress)
             staged.let_go()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
-        n_bytes, write_sec = sum(file.n_bytes for file in files), time.perf_counter() - begin
+        n_bytes, write_sec = sum(file.n_bytes for file in record.files), time.perf_counter() - begin
         times = RankTimes(info.stage_sec, info.blocked_sec, write_sec, n_bytes)
-        n_kept = sum(table.n_kept for table in staged.tables)
-        return ShardRecord(self._intent.save_id, shard, tables, files, times, n_kept, staged.n_evicted)
+        return RankRecord(record, times, sum(table.n_kept for table in staged.tables), staged.n_evicted)
 
-    def _write_to(
-        self, outbox: NewFiles, staged: Staged, progress: Progress
-    ) -> tuple[ShardEntry, tuple[TableEntry, ...], tuple[FileEntry, ...]]:
-        catalogs_written: list[Catalog] = []
-        files: list[FileEntry] = []
-        states = {layout.io_state(self._rank): staged.io_state, layout.rng(self._rank): staged.rng}
+    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardRecord:
+        shard = Attempt(self._to.storage, self._intent).shard(self._rank, self._ranks, outbox)
+        dense = staged.dense if self._rank == 0 else None
+        pieces: list[Callable[[], None]] = [
+            lambda: shard.states(self._states(staged)),
+            lambda: shard.tensors(dense, staged.sharded.chunks),
+            lambda: self._to.sparse_saver.save(staged.tables, shard, progress.advance),
+        ]
+        run_all(lambda piece: piece(), pieces, self._to.concurrency)
+        return shard.record(_entries(staged, shard.catalog))
+
+    def _states(self, staged: Staged) -> dict[str, Mapping[str, Any]]:
+        """Return what this rank writes beside its tensors and its rows, by file."""
+        states: dict[str, Mapping[str, Any]] = {
+            layout.io_state(self._rank): staged.io_state,
+            layout.rng(self._rank): staged.rng,
+        }
         if staged.own_extra:
             states[layout.extra_of(self._rank)] = staged.own_extra
         if self._rank == 0:
             states[layout.EXTRA] = staged.extra
-        pieces: list[Callable[[], None]] = [
-            lambda: files.extend(self._write_states(outbox, states)),
-            lambda: files.extend(self._write_tensors(outbox, staged)),
-            lambda: catalogs_written.append(self._write_tables(outbox, staged, progress)),
-        ]
-        run_all(lambda piece: piece(), pieces, self._to.concurrency)
-        [catalog] = catalogs_written
-        files += [FileEntry(part.file, part.n_bytes) for part in catalog.parts]
-        files += [self._write_catalog(outbox, catalog)]
-        alike = {t.slots: t.slots for t in staged.tables}  # all ranks are sent this: what is one object is sent once
-        tables = tuple(
-            TableEntry(
-                t.name,
-                t.n_all,
-                alike[t.slots],
-                _held(t, staged, catalog),
-                _reduced(t),
-                staged.evicted_to.get(t.name),
-                staged.clock.get(t.name),
-            )
-            for t in staged.tables
+        return states
+
+
+def _entries(staged: Staged, catalog: Catalog) -> tuple[TableEntry, ...]:
+    """Return what this rank has of each table."""
+    alike = {t.slots: t.slots for t in staged.tables}  # rank 0 is sent this: what is one object is sent once
+    return tuple(
+        TableEntry(
+            t.name,
+            t.n_all,
+            alike[t.slots],
+            _held(t, staged, catalog),
+            _reduced(t),
+            staged.evicted_to.get(t.name),
+            staged.clock.get(t.name),
         )
-        return ShardEntry(files[-1].name, catalog.buckets), tables, tuple(files)
-
-    def _write_states(self, to: NewFiles, states: Mapping[str, Mapping[str, Any]]) -> list[FileEntry]:
-        return [save_state(state, to, self._intent.directory, name) for name, state in states.items()]
-
-    def _write_tensors(self, to: NewFiles, staged: Staged) -> list[FileEntry]:
-        return save_tensors(
-            staged.dense if self._rank == 0 else None,
-            staged.sharded.chunks,
-            to,
-            self._intent.directory,
-            save_id=self._intent.save_id,
-            shard=self._rank,
-            shards=self._ranks,
-        )
-
-    def _write_tables(self, to: NewFiles, staged: Staged, progress: Progress) -> Catalog:
-        return self._to.sparse_saver.save(
-            staged.tables,
-            to,
-            self._intent.directory,
-            save_id=self._intent.save_id,
-            shard=self._rank,
-            shards=self._ranks,
-            advance=progress.advance,
-        )
-
-    def _write_catalog(self, to: NewFiles, catalog: Catalog) -> FileEntry:
-        name = layout.catalog(self._rank, self._ranks)
-        with to.create(layout.join(self._intent.directory, name)) as sink:
-            hashing = HashingSink(sink)
-            hashing.write(catalogs.encode(catalog))
-        return FileEntry(name, sink.n_bytes, hashing.xxh3)
+        for t in staged.tables
+    )
 
 
 def _reduced(table: TableSource) -> Reduced | None:

@@ -9,7 +9,7 @@ MARKS, OFFERS, ROTATION = "recckpt.sparse.table.marks", "recckpt.output_dir.offe
 SAVE, STORE = "recckpt.save", "recckpt.sparse.table.row_store:RowStore"
 NO_MARKS = "(MarkSet(is_replaced=False),)"
 COMMITTED = "        if to.changes is not None and not record.ephemeral:\n            staged.committed(record.save_id)"
-OWN_NAME = "save_id := secrets.token_hex(16)"
+OWN_NAME = "save_id = secrets.token_hex(16)"
 
 # of the protocol
 OF_CHAINS = {
@@ -46,7 +46,7 @@ OF_CHAINS = {
     "delta_before_its_forms": Plant(
         f"{ROTATION}:_in_order", 'c.manifest.kind == "delta"), reverse', 'c.manifest.kind == "full"), reverse'
     ),
-    "unique_names": Plant("recckpt.compaction.compact:make_offer", OWN_NAME, 'save_id := "0" * 32'),
+    "unique_names": Plant("recckpt.checkpoint.attempt:_intent_of_offer", OWN_NAME, 'save_id = "0" * 32'),
     "synced_before_whole": Plant(  # what is in the files; their names are synced by the owner, too
         "recckpt.storage.local_files:LocalSink.close",
         "os.fsync(fd)",

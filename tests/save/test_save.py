@@ -10,16 +10,10 @@ from support.builders import OPTIMIZERS, ClickModel, Run, checkpoints, tree
 from torch import nn
 
 from recckpt import Saver
-from recckpt.errors import CommitNotDurableError, SaveFailedError, StateMismatchError
-from recckpt.format.manifest import ShardEntry
-from recckpt.format.tables import TableEntry
+from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.save.commit import _tables_of_all
-from recckpt.save.save_info import RankTimes
-from recckpt.save.write import ShardRecord
 from recckpt.sparse import HashTable
 from recckpt.storage.local import LocalStorage
-from recckpt.types import SlotSpec
 
 
 def test_a_save_leaves_the_files_of_the_format_and_nothing_else(tmp_path):
@@ -192,15 +186,3 @@ def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplo
     saver.save("newer")
     assert checkpoints(tmp_path) == ["newer"]
     assert (tmp_path / "checkpoint").read_text() == "newer\n"
-
-
-def test_ranks_that_disagree_on_a_table_are_refused_by_name():
-    def record(shape):
-        slot = SlotSpec("embedding", "float32", shape)
-        shard = ShardEntry("x", (0, 1))
-        tables, times = (TableEntry("t", 3, (slot,)),), RankTimes(0.0, 0.0, 0.0, 0)
-        return ShardRecord("id", shard, tables, (), times, n_kept=0, n_evicted=0)
-
-    assert _tables_of_all([record((2,)), record((2,))])[0].rows == 6
-    with pytest.raises(StateMismatchError, match="table 't' of rank 1"):
-        _tables_of_all([record((2,)), record((3,))])

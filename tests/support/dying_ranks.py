@@ -158,7 +158,7 @@ def die_in(phase, rank, die):
     elif phase == "writing":
         before(LocalStorage, "create", lambda storage, name: name.endswith(".arrow"))
     elif phase == "written":
-        after(write.ShardWriter, "write")
+        after(write.RankWriter, "write")
     elif phase == "commit" and rank == 0:
         before(save, "commit")
     elif phase == "commit":  # while rank 0 commits

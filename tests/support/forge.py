@@ -11,12 +11,14 @@ import pyarrow as pa
 import torch
 import xxhash
 
+from recckpt.checkpoint.attempt import Attempt
+from recckpt.checkpoint.shard_writer import BATCH_BYTES, with_shards
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.dense.saver import save_tensors
-from recckpt.format import catalog, layout
+from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
+from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
 from recckpt.load import load as loading
 from recckpt.load.conf import parse_load_conf
@@ -24,16 +26,16 @@ from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import opened
 from recckpt.load.problems import Problems
 from recckpt.load.source import LocatedCheckpoint
-from recckpt.output_dir.commit import begin, commit
+from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import locate
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.sparse.files.catalogs import read_parts
-from recckpt.sparse.files.saver import BATCH_BYTES, SparseSaver
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.storage import HashingSink, Storage, open_storage
-from recckpt.storage.transfers import VISIBLE, WorkDir
+from recckpt.storage import Storage, open_storage
+from recckpt.storage.transfers import WorkDir
 
 
 def filled(
@@ -90,46 +92,35 @@ def save_tables(
     **fields: Any,
 ) -> Manifest:
     """Commit a checkpoint of the tables of each shard, and of nothing else."""
-    attempt, seq = begin(storage, fence_of(storage), ckpt_id, step=fields.get("step"), overwrite=overwrite, base=None)
-    entries: dict[str, TableEntry] = {}
-    files: list[FileEntry] = []
+    fence = fence_of(storage)
+    attempt = Attempt.begin(storage, fence, ckpt_id, step=fields.get("step"), overwrite=overwrite)
     records = []
     for number, tables in enumerate(shards):
-        written = SparseSaver(concurrency, batch_bytes=batch_bytes).save(
-            [source_of(table) for table in tables],
-            storage,
-            attempt.directory,
-            save_id=attempt.save_id,
-            shard=number,
-            shards=len(shards),
-            advance=advance,
-        )
-        for source in map(source_of, tables):
-            rows = entries[source.name].rows if source.name in entries else 0
-            entries[source.name] = TableEntry(source.name, rows + source.n_rows, source.slots)
-        files += [FileEntry(part.file, part.n_bytes) for part in written.parts]
-        files.append(write_file(storage, attempt.directory, layout.catalog(number, len(shards)), written))
-        records.append(ShardEntry(files[-1].name, written.buckets))
-    record = Manifest(
-        tuple(records),
-        tuple(entries.values()),
-        tuple(files),
+        sources = [source_of(table) for table in tables]
+        shard = attempt.shard(number, len(shards))
+        SparseSaver(concurrency, batch_bytes=batch_bytes).save(sources, shard, advance)
+        records.append(shard.record([TableEntry(source.name, source.n_rows, source.slots) for source in sources]))
+    head = Manifest(
+        (),
+        (),
+        (),
         ckpt_id=ckpt_id,
         save_id=attempt.save_id,
-        seq=seq,
+        seq=attempt.seq,
         time="",
-        epoch=attempt.epoch,
+        epoch=attempt.intent.epoch,
         **fields,
     )
-    commit(storage, fence_of(storage), attempt.directory, record, VISIBLE)
-    return record
+    return attempt.commit(fence, with_shards(head, records))
 
 
-def write_file(storage: Storage, directory: str, name: str, written: Catalog) -> FileEntry:
-    with storage.create(layout.join(directory, name)) as sink:
-        hashing = HashingSink(sink)
-        hashing.write(catalog.encode(written))
-    return FileEntry(name, sink.n_bytes, hashing.xxh3)
+def written_parts(
+    saver: SparseSaver, sources: Sequence[Any], storage: Storage, directory: str, advance: Any = id
+) -> Catalog:
+    """Have a saver write the parts of one shard of a directory, and return what their catalog would say."""
+    shard = Attempt(storage, Intent(directory, 0, "a", None)).shard(0, 1)
+    saver.save(sources, shard, advance)
+    return shard.catalog
 
 
 class Tables(torch.nn.Module):

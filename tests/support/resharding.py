@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
-from recckpt.sparse.files.saver import SparseSaver
 from support.rank_processes import fork_ranks
 
 TABLES = {"wide": 32, "narrow": 2}

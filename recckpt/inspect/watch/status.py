@@ -43,7 +43,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class UncommittedAttempt:
     """A save that has begun and is not committed: it is under way, or its writer died."""
 
     directory: str
@@ -78,7 +78,7 @@ class Status:
     every_sec: float | None
     overdue_sec: float | None
     failed: Sequence[Failure]
-    attempts: Sequence[Attempt]
+    attempts: Sequence[UncommittedAttempt]
     writer: Claim | None
     n_checkpoints: int
     n_bytes: int
@@ -167,7 +167,9 @@ def status_of(
         every_sec=history.every_sec,
         overdue_sec=history.overdue_sec if overdue_sec is None else overdue_sec,
         failed=[_failure(line, now) for line in history.failed],
-        attempts=[Attempt(each.directory, each.step) for each in intents if _may_run(each, writer, last, history)],
+        attempts=[
+            UncommittedAttempt(each.directory, each.step) for each in intents if _may_run(each, writer, last, history)
+        ],
         writer=writer,
         n_checkpoints=len(current),
         n_bytes=sum(checkpoint.manifest.n_bytes for checkpoint in listing.committed),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.forge import written_parts
 from support.sweeps import mostly_slow
 from torch import nn
 
@@ -10,8 +11,9 @@ from recckpt import Saver
 from recckpt.errors import RecckptError
 from recckpt.format.buckets import bucket_of
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.saver import RepeatFinder, SparseSaver
+from recckpt.sparse.files.ordered_rows import RepeatFinder
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.storage import open_storage
 
@@ -32,7 +34,7 @@ def save(table, url, **sizes):
     storage = open_storage(url)
     storage.prepare()
     saver = SparseSaver(2, **sizes)
-    return saver.save([source_of(table)], storage, "a", save_id="a", shard=0, shards=1, advance=lambda n: None)
+    return written_parts(saver, [source_of(table)], storage, "a")
 
 
 @mostly_slow()

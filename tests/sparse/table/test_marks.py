@@ -7,14 +7,15 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from support.forge import written_parts
 from support.raising import RaisingAt
 from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Saver
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.table.marks import DeltaSource, Tracker
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.storage import open_storage
@@ -213,7 +214,7 @@ def test_the_saver_writes_a_delta_like_a_table(memory_url):
     storage.prepare()
     source = tracker.freeze(table).delta("base")
     saver = SparseSaver(2, batch_bytes=1000, order_bytes=400)
-    catalog = saver.save([source], storage, "d", save_id="a", shard=0, shards=1, advance=lambda n: None)
+    catalog = written_parts(saver, [source], storage, "d")
     found = []
     for part in catalog.parts:
         reader = PartReader(storage, "d", part, source.slots)

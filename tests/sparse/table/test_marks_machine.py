@@ -15,7 +15,7 @@ from support.sweeps import SWEEP_STRIDE
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse import Constant, HashTable
-from recckpt.sparse.files.saver import RepeatFinder
+from recckpt.sparse.files.ordered_rows import RepeatFinder
 from recckpt.sparse.files.table_rows import BucketOrder
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table.mark_set import MarkSet

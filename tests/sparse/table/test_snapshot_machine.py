@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 from support.builders import OPTIMIZERS
 from support.counting import Counting
-from support.forge import rows_of
+from support.forge import rows_of, written_parts
 from support.stepped import Stepped, halt_where_columns_are_read
 from support.sweeps import SWEEP_STRIDE
 from torch import nn
@@ -27,6 +27,7 @@ from torch import nn
 from recckpt import Saver
 from recckpt.format.buckets import bucket_of
 from recckpt.format.tables import TableEntry
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.ages import Ages
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
@@ -35,7 +36,6 @@ from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.row_filter import RowFilter
-from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import rows as rows_module
 from recckpt.sparse.table import snapshot as snapshot_module
@@ -97,10 +97,7 @@ class Saving:
         return LinkLoad([load], batches)
 
     def _save(self, saver: SparseSaver) -> None:
-        catalog = saver.save(
-            [self.snapshot], self._storage, self._directory, save_id="a", shard=0, shards=1, advance=lambda n: None
-        )
-        self.parts = catalog.parts
+        self.parts = written_parts(saver, [self.snapshot], self._storage, self._directory).parts
 
 
 def rows_as_dict(ids, columns) -> dict:

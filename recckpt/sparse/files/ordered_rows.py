@@ -1,31 +1,23 @@
-"""Tables to Arrow parts: gather the rows of each part in bucket order, checksum and write them."""
+"""The rows of a table that is saved, in the order of their buckets: where each part of a save comes from."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from recckpt.errors import StateMismatchError
-from recckpt.format import layout
-from recckpt.format.catalog import Catalog, Held, Part
-from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.part_plan import PartPlan, TableBytes, plan_parts, row_bytes
-from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, RowSource, planned_batches, write_part
-from recckpt.sparse.files.table_rows import BucketOrder, TableSource, deleted_from
+from recckpt.sparse.files.part_plan import TableBytes, row_bytes
+from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch
+from recckpt.sparse.files.table_rows import BucketOrder, TableSource
 from recckpt.sparse.table.column import aligned_bytes
 from recckpt.sparse.table.kernels import first_repeat
-from recckpt.storage import NewFiles, Sink
 
-BATCH_BYTES = 8 << 20
 LEAST_BATCH_BYTES = 1 << 20  # of a delta, whose batches are the smaller the fewer rows have changed: each has its cost
-ORDER_BYTES = 128 << 20  # all writers together
-_ORDER_ITEM = 4
 PIECE_BYTES = 512 << 10  # of a column, copied, hashed and written: it stays in the second cache of a core meanwhile
 
 
@@ -124,76 +116,3 @@ class OrderedRows:
             piece = buffer[: len(some) * row_bytes]
             self._source.read(column, some, piece, for_good=is_last)
             yield piece
-
-
-@dataclass(frozen=True)
-class _FilePlan:
-    """A part that was planned, the name of its file, and where its rows come from."""
-
-    name: str
-    holds: Held
-    plan: PartPlan
-    sources: Mapping[str, RowSource]
-
-
-class SparseSaver:
-    """Writes the tables of one shard with several threads, each of which keeps one buffer from save to save.
-
-    Memory beyond the tables: a buffer of ``PIECE_BYTES`` a thread, and ``order_bytes`` for the order of the rows;
-    larger tables are ordered in passes.
-    """
-
-    def __init__(self, concurrency: int, *, batch_bytes: int = BATCH_BYTES, order_bytes: int = ORDER_BYTES) -> None:
-        self._concurrency = concurrency
-        self._batch_bytes = batch_bytes
-        self._order_rows = max(1, order_bytes // concurrency // _ORDER_ITEM)
-        self._buffers = PieceBuffers()
-
-    def save(
-        self,
-        sources: Sequence[TableSource],
-        storage: NewFiles,
-        directory: str,
-        *,
-        save_id: str,
-        shard: int,
-        shards: int,
-        advance: Callable[[int], object],
-    ) -> Catalog:
-        """Write all parts of a shard and return their catalog, which is still to be written; deleted ids come last.
-
-        ``advance`` is called with the bytes of each batch once it is written, from several threads.
-
-        Raises:
-            StateMismatchError: a table has an id twice.
-            OSError: the storage failed; other files of the shard may be there, without a catalog.
-        """
-        threads = storage.threads(self._concurrency)
-
-        def name_of_rows(plan: PartPlan) -> str:
-            return layout.part(shard, shards, plan.group, plan.number)
-
-        def name_of_deletes(plan: PartPlan) -> str:
-            return layout.deletes_part(shard, shards, plan.number)
-
-        def parts(sources: Sequence[TableSource], holds: Held, name: Callable[[PartPlan], str]) -> Iterator[_FilePlan]:
-            rows = [OrderedRows(source, self._batch_bytes, self._order_rows, self._buffers) for source in sources]
-            by_name = {each.size.name: each for each in rows}
-            for plan in plan_parts([each.size for each in rows], threads, least_bytes=self._batch_bytes):
-                yield _FilePlan(name(plan), holds, plan, by_name)
-
-        def write(file: _FilePlan) -> Part | None:
-            plan = file.plan
-            batches = planned_batches(plan, file.sources, advance)
-
-            def create() -> tuple[str, Sink]:
-                return file.name, storage.create(layout.join(directory, file.name))
-
-            return write_part(create, plan.tables, plan.slots, batches, holds=file.holds)
-
-        files = [
-            *parts(sources, "rows", name_of_rows),
-            *parts([deleted_from(source) for source in sources], "deletes", name_of_deletes),
-        ]
-        written = run_all(write, files, threads)
-        return Catalog(save_id, shard, shards, tuple(part for part in written if part is not None))

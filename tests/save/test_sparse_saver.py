@@ -8,10 +8,10 @@ import pyarrow as pa
 import pytest
 import torch
 from support.foreign import ForeignTable
-from support.forge import empty, filled, load, parts_of, rows_of, save_tables
+from support.forge import empty, filled, load, parts_of, rows_of, save_tables, written_parts
 
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.saver import SparseSaver
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.types import ITEM_BYTES
 
@@ -162,7 +162,7 @@ def test_a_saver_goes_on_after_a_failure(local):
 
     def save(directory, advance):
         local.make_dir(directory)
-        return saver.save([source_of(table)], local, directory, save_id="x", shard=0, shards=1, advance=advance)
+        return written_parts(saver, [source_of(table)], local, directory, advance)
 
     def fails(n_bytes):
         raise OSError("broken")
@@ -179,12 +179,12 @@ def test_saving_needs_little_memory_beyond_the_table(local):
     sources = [source_of(table)]
     sizes = {"batch_bytes": 1 << 20, "order_bytes": 256 << 10}
     local.make_dir("warm")  # all kernels are compiled, with buffers of another saver
-    SparseSaver(2, **sizes).save(sources, local, "warm", save_id="x", shard=0, shards=1, advance=id)
+    written_parts(SparseSaver(2, **sizes), sources, local, "warm")
     saver = SparseSaver(2, **sizes)
     local.make_dir("d")
     arrow = pa.total_allocated_bytes()
     tracemalloc.start()
-    saver.save(sources, local, "d", save_id="x", shard=0, shards=1, advance=id)
+    written_parts(saver, sources, local, "d")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * (1 << 20) + (256 << 10) + (2 << 20), "the table has 26 MB"

@@ -4,12 +4,12 @@ import errno
 
 import pytest
 
+from recckpt.checkpoint.new_checkpoint import commit_new
+from recckpt.checkpoint.shard_writer import with_shards
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError
 from recckpt.format import layout
-from recckpt.format.catalog import Catalog, encode
-from recckpt.format.manifest import Content, ShardEntry
+from recckpt.format.manifest import Content
 from recckpt.output_dir.listing import list_checkpoints, locate
-from recckpt.output_dir.new_checkpoint import commit_new
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 
@@ -21,8 +21,7 @@ def storage(tmp_path):
 
 def empty(to):
     """Write a checkpoint without tables."""
-    entry = to.write(layout.catalog(0, 1), encode(Catalog(to.save_id, 0, 1, ())))
-    return Content((ShardEntry(entry.name, (0, 0)),), (), (entry,), state={"auc": 0.5})
+    return with_shards(Content((), (), (), state={"auc": 0.5}), [to.shard(0, 1).record()])
 
 
 def test_what_was_written_is_committed_with_its_content(storage):
