@@ -12,10 +12,9 @@ from recckpt.errors import LoadConfError, RecckptError
 from recckpt.load.inventory import listed_inventory
 from recckpt.load.open_source import opened
 from recckpt.load.plan import plan_load
-from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan
-from recckpt.load.source import LocatedCheckpoint, locate_bank
-from recckpt.output_dir.open_files import until_whole
+from recckpt.load.source import LocatedBank, locate_bank
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.text import one_line
 
 
@@ -26,12 +25,12 @@ def plan(args: argparse.Namespace) -> CommandResult:
         raise CommandError(f"{args.model_names}: found no names, expected the lines of Saver.names()")
     bank = _bank(args.bank)
 
-    def plan_one(found: tuple[list[LocatedCheckpoint], Problems]) -> LoadPlan:
-        with opened(found[0]) as sources:
-            return plan_load(model, [source.offer(model) for source in sources], found[1])
+    def plan_one(located: LocatedBank) -> LoadPlan:
+        with opened(located.sources) as sources:
+            return plan_load(model, [source.offer(model) for source in sources], located.problems)
 
     try:
-        planned = until_whole(lambda: locate_bank(bank), plan_one)
+        planned = first_whole(lambda: locate_bank(bank), plan_one)
     except RecckptError as error:
         texts = error.problems if isinstance(error, LoadConfError) else [str(error)]
         return CommandResult({"problems": texts}, [], texts)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.reader import CheckpointReader
-from recckpt.output_dir.open_files import until_whole
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.sparse.files.arrow_format import ID, column_values
 from recckpt.text import Line, Table, cell, escaped, nearest
 
@@ -60,7 +60,7 @@ def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:
         with reader:
             return take(reader)
 
-    return until_whole(find, use)
+    return first_whole(find, use)
 
 
 def _table(reader: CheckpointReader, name: str) -> TableEntry:

@@ -15,8 +15,8 @@ from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.reduced import reduced_json, said_of
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.catalogs import read_parts
 from recckpt.storage import Storage
 from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section, size
@@ -30,7 +30,7 @@ def show(args: argparse.Namespace) -> CommandResult:
         with usage_checked():
             return locate_path(args.checkpoint)
 
-    storage, checkpoint, tensors, problems = until_whole(find, _with_tensors)
+    storage, checkpoint, tensors, problems = first_whole(find, _with_tensors)
     url, manifest = layout.join(storage.url.removesuffix("/"), checkpoint.directory), checkpoint.manifest
     data, lines = _data(url, checkpoint, tensors), _lines(url, checkpoint, tensors)
     if args.files:

@@ -16,10 +16,10 @@ from recckpt.compaction.whole import Means, write_whole
 from recckpt.format import layout
 from recckpt.format.manifest import Content, Manifest
 from recckpt.output_dir.at_path import locate_id, locate_path
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.output_dir.offers import adoptable, look_at
-from recckpt.output_dir.open_files import until_whole
 from recckpt.storage import Storage, open_storage
 from recckpt.types import positive_int
 
@@ -99,7 +99,7 @@ def compact(
         check_none_pending(found[0], FORGET_FIRST)
         return make_offer(*found, means) if to is None else write_to(*found, to, means)
 
-    return until_whole(find, write)
+    return first_whole(find, write)
 
 
 def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:

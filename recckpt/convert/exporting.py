@@ -19,8 +19,8 @@ from recckpt.errors import ConversionError
 from recckpt.format import layout
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.storage import Storage
 from recckpt.text import Progress, nearest
@@ -112,7 +112,7 @@ def export_checkpoint(
             left += _states_left(found[1], export, with_states=to == "recis")
         return Exported(found[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
 
-    return until_whole(lambda: locate_path(path), write)
+    return first_whole(lambda: locate_path(path), write)
 
 
 def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots: bool) -> Export:

@@ -11,8 +11,8 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import until_whole
 from recckpt.storage import SinkFile, Storage, new_file
 from recckpt.text import Progress
 
@@ -50,7 +50,7 @@ def consolidate(path: str, out: str) -> Consolidated:
     kind = PurePosixPath(out).suffix
     if kind in _OTHER_KINDS:
         raise ValueError(f"{out}: consolidate writes a torch file, found the name of a {kind} file; name it model.pt")
-    return until_whole(lambda: locate_path(path), lambda found: _write(*found, out))
+    return first_whole(lambda: locate_path(path), lambda found: _write(*found, out))
 
 
 def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:

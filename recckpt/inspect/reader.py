@@ -20,8 +20,8 @@ from recckpt.format.tables import TableEntry
 from recckpt.inspect import at_a_glance
 from recckpt.inspect.whole_slot import slot_named, whole_slot
 from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import until_whole
 from recckpt.sparse.files.aligned_rows import AlignedRows, as_ids
 from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.chain_table import ChainTable
@@ -91,7 +91,7 @@ class CheckpointReader:
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
         self._path = absolute(str(path))
         self._moving = threading.Lock()
-        self._now = until_whole(self._located, lambda found: OpenChain.open(*found))
+        self._now = first_whole(self._located, lambda found: OpenChain.open(*found))
 
     @shown
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class CheckpointReader:
         """
         with self._moving:
             before = self._now
-            self._now = until_whole(self._located, lambda found: OpenChain.open(*found, before))
+            self._now = first_whole(self._located, lambda found: OpenChain.open(*found, before))
             return self._now.manifest.origin != before.manifest.origin
 
     def at_this_checkpoint(self) -> CheckpointReader:

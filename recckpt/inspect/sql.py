@@ -15,8 +15,8 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.format import layout
 from recckpt.inspect.libraries import needed
 from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import look_around
-from recckpt.output_dir.open_files import until_whole
 from recckpt.output_dir.timeline import read_timeline
 from recckpt.sparse.files.arrow_format import TABLE
 from recckpt.storage import Storage
@@ -133,7 +133,7 @@ def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> p
 def _opened(path: str | os.PathLike[str]) -> OpenChain:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
-    return until_whole(lambda: locate_path(os.fspath(path)), lambda found: OpenChain.open(*found))
+    return first_whole(lambda: locate_path(os.fspath(path)), lambda found: OpenChain.open(*found))
 
 
 def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:

@@ -18,12 +18,12 @@ from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource, opened
-from recckpt.load.other_forms import alone, from_whole
+from recckpt.load.other_forms import KnownDamage
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
-from recckpt.load.source import LocatedCheckpoint, locate_asked, locate_bank
+from recckpt.load.source import LocatedBank, LocatedCheckpoint, locate_asked, locate_bank
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import this_rank
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.storage import Storage
@@ -44,8 +44,8 @@ class Loader:
         run: the job, as metrics name it.
         is_resumed: whether a checkpoint of the own output dir was loaded.
         before_own: is called before :meth:`load` opens a checkpoint of the own output dir.
-        on_whole_restore: is told when the tables of this rank, which it is given, have become exactly those of a
-            checkpoint of the own output dir; None where nobody asks.
+        on_whole_restore: is called with a checkpoint of the own output dir and the tables of this rank once these have
+            become exactly those of the checkpoint; None where nobody asks.
     """
 
     model: nn.Module
@@ -74,48 +74,48 @@ class Loader:
         if direct_path and ckpt_id is not None:
             raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
         if direct_path and ckpt_path is None:
-            return self._load_from([], Problems(), shard_id)
+            return self._load(shard_id, LocatedBank([], Problems()))
 
-        def find() -> LocatedCheckpoint:
+        def locate() -> LocatedBank:
             storage, checkpoint = locate_asked(self.storage, ckpt_path, ckpt_id, direct_path)
             is_own = storage.url == self.storage.url
             if is_own:
                 self.before_own()
-            return LocatedCheckpoint(replace(entry, is_own=is_own), storage, checkpoint)
+            return LocatedBank([LocatedCheckpoint(replace(entry, is_own=is_own), storage, checkpoint)], Problems())
 
-        return until_whole(find, lambda source: self._load_from([source], Problems(), shard_id))
+        return first_whole(locate, partial(self._load, shard_id), instead=KnownDamage().instead)
 
     def load_bank(self, bank: Bank, conf: Mapping[str, Any] | None, shard_id: int | None) -> LoadReport:
         """As :meth:`recckpt.Saver.load_by_config`."""
         entries = as_bank(bank, conf)
-        return until_whole(lambda: locate_bank(entries), lambda found: self._load_from(*found, shard_id))
+        return first_whole(lambda: locate_bank(entries), partial(self._load, shard_id), instead=KnownDamage().instead)
 
     def plan(self, bank: Bank, conf: Mapping[str, Any] | None, shard_id: int | None) -> LoadPlan:
         """As :meth:`recckpt.Saver.plan`."""
         entries = as_bank(bank, conf)
+        return self.plan_located(lambda: locate_bank(entries), shard_id)
 
-        def plan(problems: Problems, sources: Sequence[LocatedCheckpoint]) -> LoadPlan:
-            with opened(sources) as open_sources:
-                return loading.plan(self.live_state(shard_id), open_sources, problems)
+    def plan_located(
+        self, locate: Callable[[], LocatedBank], shard_id: int | None, shard_num: int | None = None
+    ) -> LoadPlan:
+        """Plan a load of what ``locate`` returns."""
 
-        def plan_found(found: tuple[list[LocatedCheckpoint], Problems]) -> LoadPlan:
-            return from_whole(found[0], partial(plan, found[1]), alone)
+        def plan(bank: LocatedBank) -> LoadPlan:
+            with opened(bank.sources) as sources:
+                return loading.plan(self.live_state(shard_id, shard_num), sources, bank.problems)
 
-        return until_whole(lambda: locate_bank(entries), plan_found)
+        return first_whole(locate, plan, instead=KnownDamage().instead)
 
     def names(self) -> list[str]:
         """As :meth:`recckpt.Saver.names`."""
         return list_inventory(self.live_state().inventory)
 
-    def _load_from(self, sources: Sequence[LocatedCheckpoint], problems: Problems, shard_id: int | None) -> LoadReport:
-        def load(sources: Sequence[LocatedCheckpoint]) -> LoadReport:
-            live = self.live_state(shard_id)
-            with opened(sources, live.needs) as open_sources:
-                report = self.load_sources(live, open_sources, problems)
-                self.tell_if_whole(live, open_sources, report)
-                return report
-
-        return from_whole(sources, load, alone)
+    def _load(self, shard_id: int | None, bank: LocatedBank) -> LoadReport:
+        live = self.live_state(shard_id)
+        with opened(bank.sources, live.needs) as sources:
+            report = self.load_sources(live, sources, bank.problems)
+            self.note_if_whole(live, sources, report)
+            return report
 
     def load_sources(
         self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool = False
@@ -135,8 +135,8 @@ class Loader:
             span.end(attributes={"rows": sum(report.rows_taken.values()), "bytes": report.bytes_read})
             return report
 
-    def tell_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
-        """Tell the owner of a load that is over, on all ranks where they load together, if it was one of all."""
+    def note_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
+        """Call ``on_whole_restore`` after a load, on all ranks where they load together, if it was one of all."""
         whole = _whole_restore(live.tables, report.items, [source.at for source in sources])
         if whole is not None and self.on_whole_restore is not None:
             self.on_whole_restore(whole.checkpoint, live.tables.values())

@@ -75,6 +75,10 @@ class LoadPlan:
         """The names that are loaded."""
         return [item for item in self.items if item.offer is not None]
 
+    def comes_only_from(self, number: int) -> bool:
+        """Say whether all names that are loaded come from the source of this number."""
+        return all(item.offer == number for item in self.taken)
+
     @property
     def fresh(self) -> list[Planned]:
         """The names that stay at their initial values."""

@@ -40,13 +40,21 @@ class LocatedCheckpoint:
         return self.checkpoint.manifest.names.extra_of_ranks
 
 
+@dataclass(frozen=True)
+class LocatedBank:
+    """The checkpoints of a bank, in its order, and what is wrong with its entries."""
+
+    sources: Sequence[LocatedCheckpoint]
+    problems: Problems
+
+
 def locate_source(entry: Entry) -> LocatedCheckpoint:
     """Return the checkpoint that an entry means: the one at its path, or the newest in the output dir there."""
     return LocatedCheckpoint(entry, *locate_path(entry.path))
 
 
-def locate_bank(bank: Sequence[Mapping[str, Any]]) -> tuple[list[LocatedCheckpoint], Problems]:
-    """Return the checkpoints of a bank in order, and what is wrong with its entries."""
+def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:
+    """Return the checkpoints that the entries of a bank mean."""
     problems, sources = Problems(), []
     for entry in parse_bank(bank, problems.conf):
         if entry.path:
@@ -57,7 +65,7 @@ def locate_bank(bank: Sequence[Mapping[str, Any]]) -> tuple[list[LocatedCheckpoi
                 problems.not_found.append((entry, error))
             except (OSError, ValueError) as error:
                 problems.conf.append(f"{entry.label}['path']: {error}")
-    return sources, problems
+    return LocatedBank(sources, problems)
 
 
 def locate_asked(

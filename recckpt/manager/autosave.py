@@ -13,7 +13,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
-from recckpt.manager.step_arguments import Metrics, State, as_state, check_step, checked_event_time, latest
+from recckpt.manager.step_arguments import Metrics, State, as_state, check_step, checked_event_time
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Kind, SaveCounts, Schedule, Trigger
 from recckpt.policies.when import Ends, Moment
@@ -83,7 +83,7 @@ class Autosave:
             check_step(state, metrics)
         run.count(ends)
         self._has_stepped = True
-        run.event_time = latest([run.event_time, time_of_events])
+        run.note_event(time_of_events)
         self._tell_tables()
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
@@ -187,14 +187,12 @@ class Autosave:
         run = self._run
         ckpt_id = layout.step_id(run.global_step)
         self._note_failure()
-        found = self._ranks.on_all(
-            lambda: (as_state(state, metrics), run.held_step == run.global_step, run.event_time, run.counted)
-        )
-        if all(is_held for _, is_held, *_ in found):
+        of_ranks = self._ranks.on_all(lambda: (as_state(state, metrics), run.is_saved, run.event_time, run.counted))
+        if all(is_saved for _, is_saved, *_ in of_ranks):
             log.info("%s is saved already", ckpt_id)
             return None
-        self._check_counts([counted for *_, counted in found])
-        run.event_time = latest([event_time for _, _, event_time, _ in found])
+        self._check_counts([counted for *_, counted in of_ranks])
+        run.note_event(*(event_time for _, _, event_time, _ in of_ranks))
         try:
             save = self._saver.save_async if background else self._saver.save
             saved = save(
@@ -202,7 +200,7 @@ class Autosave:
                 self._ranks.rank,
                 self._ranks.size,
                 step=run.global_step,
-                state=found[self._ranks.rank][0],
+                state=of_ranks[self._ranks.rank][0],
                 overwrite=True,
                 ephemeral=kind == "ephemeral",
             )
@@ -214,7 +212,7 @@ class Autosave:
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
         self.counts.deltas += (saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta"
         if kind == "regular":
-            run.held_step = run.global_step
+            run.note_saved()
         return saved
 
     def _check_counts(self, counted: Sequence[str]) -> None:
@@ -251,7 +249,7 @@ class Autosave:
         if handle.committed.exception() is None:
             return False
         self.counts.failed += 1
-        self._run.held_step = None
+        self._run.note_saved(False)
         return True
 
     def _answer(self, number: int, state: State, metrics: Metrics) -> None:

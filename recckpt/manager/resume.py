@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -16,26 +16,25 @@ from recckpt.format import layout
 from recckpt.format.moments import time_of
 from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.live_state import LiveState
-from recckpt.load.load import plan
 from recckpt.load.loader import Loader
 from recckpt.load.open_source import OpenSource, opened
-from recckpt.load.other_forms import FoundDamage, alone, damaged_link, from_whole
+from recckpt.load.other_forms import KnownDamage, damaged_link
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.rows_of_ranks import row_errors, rows_read
-from recckpt.load.source import LocatedCheckpoint, locate_bank
+from recckpt.load.source import LocatedBank, LocatedCheckpoint, locate_bank
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import Run
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first, usable
-from recckpt.output_dir.open_files import until_whole
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import best_id, best_in
+from recckpt.storage import Storage
 from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
 
-_Located = tuple[list[LocatedCheckpoint], list[Checkpoint], Problems]  # a bank, the own checkpoints, and what is wrong
 _FELL_BACK = {"restore.fallbacks": 1}
 _OWN = Entry(label="output_dir", is_own=True)
 _TOO_LATE = (
@@ -48,10 +47,12 @@ def _failed(rank: int, cause: str) -> RecckptError:
     return RecckptError(f"restoring failed on rank {rank}: {cause}")
 
 
-def _said(checkpoint: Checkpoint, link: str) -> str:
-    if link == checkpoint.directory:
-        return f"{checkpoint.ckpt_id} is damaged"
-    return f"{checkpoint.ckpt_id} stands on {link}, which is damaged"
+@dataclass(frozen=True)
+class _Start:
+    """What a run may start from: the checkpoints of a bank, and those of its own output dir, the best of them first."""
+
+    bank: LocatedBank
+    own: Sequence[Checkpoint]
 
 
 class Restorer:
@@ -94,24 +95,25 @@ class Restorer:
         if not candidates:
             log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
             return 0
-        whole = load_conf is None
+        is_whole = load_conf is None
         resumed, self._resumed_with_bank = self._resumed_with_bank, ""
-        if whole and candidates[0].manifest.save_id == resumed and self._run.held_step == self._run.global_step:
+        if is_whole and candidates[0].manifest.save_id == resumed and self._run.is_saved:
             if keeps_settings and not self._keeps_settings:
                 raise ValueError(_TOO_LATE)
             log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
             return self._run.global_step
 
-        def load(found: Sequence[Checkpoint]) -> LoadReport:
-            return self._load(self._live(), [], found, entry, Problems(), rng=rng, holds=whole, with_bank=False)
-
-        again = partial(self._ranks.on_first, partial(self._candidates, global_step, required=True))
-        until_whole(again, load, first=candidates)
+        bank = LocatedBank([], Problems())
+        self._load_first_whole(
+            lambda: _Start(bank, self._candidates(global_step, required=True)),
+            partial(self._load, entry, rng=rng, is_whole=is_whole, with_bank=False),
+            _Start(bank, candidates),
+        )
         return self._run.global_step
 
     def passes_over(self) -> bool:
         """Say, and log, whether there are checkpoints that were not restored; a save might rotate them away."""
-        if self._run.held_step is not None:
+        if self._run.is_saved:
             return False
         is_empty = self._ranks.on_first(lambda: list_checkpoints(self._loader.storage).is_empty)
         if not is_empty:
@@ -121,102 +123,90 @@ class Restorer:
 
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]], *, keeps_settings: bool) -> LoadReport:
         """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
-        own, self._keeps_settings = replace(_OWN, keeps_settings=keeps_settings), keeps_settings
-
-        def load_from(
-            candidates: Sequence[Checkpoint], problems: Problems, sources: Sequence[LocatedCheckpoint]
-        ) -> LoadReport:
-            live = self._live()
-            with self._opened(live, sources) as of_bank:
-                report = self._load(live, of_bank, candidates, own, problems, rng=True, holds=True, with_bank=True)
-                self._followed = followed(live, of_bank)
-            return report
-
-        def load(found: _Located) -> LoadReport:
-            sources, candidates, problems = found
-            return from_whole(sources, partial(load_from, candidates, problems), self._ranks.on_first)
-
+        entry, self._keeps_settings = replace(_OWN, keeps_settings=keeps_settings), keeps_settings
         first = self._ranks.on_first(lambda: self._located(bank))
-        again = partial(self._ranks.on_first, partial(self._located, bank, required=bool(first[1])))
-        return until_whole(again, load, first=first)
+        return self._load_first_whole(
+            lambda: self._located(bank, required=bool(first.own)),
+            partial(self._load, entry, rng=True, is_whole=True, with_bank=True),
+            first,
+        )
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """As :meth:`recckpt.CheckpointManager.plan`."""
 
-        def plan_from(problems: Problems, sources: Sequence[LocatedCheckpoint]) -> LoadPlan:
-            with opened(sources) as open_sources:
-                return plan(self._live(), open_sources, problems)
+        def locate() -> LocatedBank:
+            start = self._located(bank)
+            own = [LocatedCheckpoint(_OWN, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
+            return replace(start.bank, sources=[*start.bank.sources, *own])
 
-        def plan_one(found: _Located) -> LoadPlan:
-            sources, candidates, problems = found
-            own = [LocatedCheckpoint(_OWN, self._loader.storage, checkpoint) for checkpoint in candidates[:1]]
-            return from_whole([*sources, *own], partial(plan_from, problems), alone)
-
-        return until_whole(lambda: self._located(bank), plan_one)
+        return self._loader.plan_located(locate, self._ranks.rank, self._ranks.size)
 
     def reload_dynamic(self) -> list[LoadReport]:
         """As :meth:`recckpt.CheckpointManager.reload_dynamic`."""
-        reports: list[LoadReport] = []
+        return [report for entry in self._followed for report in self._reload(entry)]
 
-        def load_from(live: LiveState, sources: Sequence[LocatedCheckpoint]) -> LocatedCheckpoint:
-            with self._opened(live, sources) as open_sources:
-                reports.append(self._load_sources(live, open_sources, Problems(), rng=False))
-            return sources[0]
+    def _reload(self, entry: Followed) -> list[LoadReport]:
+        """Load what an entry has that is newer than what was taken of it, if there is something."""
+        damage = KnownDamage()
 
-        def load(entry: Followed, source: LocatedCheckpoint | None) -> LocatedCheckpoint | None:
-            if source is not None:
-                live = self._live()
-                new = [entry.since_taken(source, live)]
-                source = from_whole(new, partial(load_from, live), self._ranks.on_first)
-                entry.take(source, live)
-            return source
+        def locate() -> LocatedCheckpoint | None:
+            newer = self._ranks.on_first(entry.newer)
+            return newer and entry.since_taken(newer, self._live())
 
-        for entry in self._followed:
-            taken = until_whole(partial(self._ranks.on_first, entry.newer), partial(load, entry))
-            if taken is not None:
-                self._run.held_step = None
-                log.info("loaded %s, which is new in the bank", taken.label)
-        return reports
+        def load(source: LocatedCheckpoint | None) -> list[LoadReport]:
+            if source is None:
+                return []
+            live = self._live()
+            with self._opened(live, [source]) as sources:
+                report = self._load_sources(live, sources, Problems(), rng=False)
+            entry.take(source, live)
+            self._run.note_saved(False)
+            log.info("loaded %s, which is new in the bank", source.label)
+            return [report]
 
-    def _load(
-        self,
-        live: LiveState,
-        bank: Sequence[OpenSource],
-        candidates: Sequence[Checkpoint],
-        entry: Entry,
-        problems: Problems,
-        *,
-        rng: bool,
-        holds: bool,
-        with_bank: bool,
+        def instead(source: LocatedCheckpoint | None, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
+            return source and self._ranks.on_first(partial(damage.other_form, source, error))
+
+        return first_whole(locate, load, instead=instead)
+
+    def _load_first_whole(
+        self, locate: Callable[[], _Start], load: Callable[[_Start], LoadReport], first: _Start
     ) -> LoadReport:
-        """Load the bank and the best of the own checkpoints that is whole, and take over its step."""
-        damage = FoundDamage()
-        while candidates:
-            checkpoint = candidates[0]
-            try:
-                with self._opened(live, [LocatedCheckpoint(entry, self._loader.storage, checkpoint)]) as own:
-                    report = self._load_sources(live, [*bank, *own], problems, rng=rng)
-                    self._check_rows(live, checkpoint, report)
-                    self._loader.tell_if_whole(live, [*bank, *own], report)
-            except CorruptCheckpointError as error:
-                link = damaged_link(checkpoint, error)
-                if link is None and bank:
-                    raise  # it is in the bank
-                link = link or checkpoint.directory
-                damage.note(self._loader.storage, link, error)
-                candidates = self._ranks.on_first(partial(self._without, candidates, damage))
-                if not candidates:
-                    raise
-                log.error("%s, restoring %s instead: %s", _said(checkpoint, link), candidates[0].ckpt_id, error)
-                self._measure(_FELL_BACK)
-                continue
-            # Ranks may hold different tables, of which the bank has some.
-            holds = all(self._ranks.gather(holds and all(item.offer in (None, len(bank)) for item in report.items)))
-            self._take_step(checkpoint, report, holds=holds, with_bank=with_bank)
-            return report
-        report = self._load_sources(live, bank, problems, rng=False)
-        self._run.global_step, self._run.held_step = report.global_step or self._run.global_step, None
+        """Load what was located first, or is located later, and is neither removed meanwhile nor damaged."""
+        instead = partial(self._instead, KnownDamage())
+        return first_whole(partial(self._ranks.on_first, locate), load, instead=instead, first=first)
+
+    def _instead(self, damage: KnownDamage, start: _Start, error: CorruptCheckpointError) -> _Start | None:
+        """Return what to start from where something in ``start`` is damaged; None where there is nothing. Collective.
+
+        That is another form of a checkpoint of the bank, or the best of the own checkpoints that needs nothing damaged.
+        """
+        other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
+        if other is not None and other.own != start.own:
+            best = start.own[0]
+            link = damaged_link(best, error) or best.directory
+            what = "is damaged" if link == best.directory else f"stands on {link}, which is damaged"
+            log.error("%s %s, restoring %s instead: %s", best.ckpt_id, what, other.own[0].ckpt_id, error)
+            self._measure(_FELL_BACK)
+        return other
+
+    def _load(self, entry: Entry, start: _Start, *, rng: bool, is_whole: bool, with_bank: bool) -> LoadReport:
+        """Load the bank and the best of the own checkpoints, if there is one, and go on from its step."""
+        live, n_bank = self._live(), len(start.bank.sources)
+        own = [LocatedCheckpoint(entry, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
+        with self._opened(live, [*start.bank.sources, *own]) as sources:
+            report = self._load_sources(live, sources, start.bank.problems, rng=rng and bool(own))
+            for source in own:
+                self._check_rows(live, source.checkpoint, report)
+            self._loader.note_if_whole(live, sources, report)
+            if with_bank:
+                self._followed = followed(live, sources[:n_bank])
+        if own:
+            # Ranks may have different tables, of which the bank fills some.
+            is_whole = all(self._ranks.gather(is_whole and report.comes_only_from(n_bank)))
+            self._go_on(own[0].checkpoint, report, is_whole=is_whole, with_bank=with_bank)
+        else:
+            self._run.start_at(report.global_step)
         return report
 
     def _live(self) -> LiveState:
@@ -225,8 +215,8 @@ class Restorer:
     @contextmanager
     def _opened(self, live: LiveState, sources: Iterable[LocatedCheckpoint]) -> Iterator[list[OpenSource]]:
         """Have all ranks open what they need before any of them changes anything: it may be gone for a late one."""
-        with ExitStack() as held:
-            yield self._ranks.on_each(lambda: held.enter_context(opened(sources, live.needs)))
+        with ExitStack() as stack:
+            yield self._ranks.on_each(lambda: stack.enter_context(opened(sources, live.needs)))
 
     def _load_sources(
         self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool
@@ -241,35 +231,26 @@ class Restorer:
         for error in row_errors(checkpoint, self._ranks.gather(own)):
             raise error
 
-    def _take_step(self, checkpoint: Checkpoint, report: LoadReport, *, holds: bool, with_bank: bool) -> None:
-        has_step = checkpoint.manifest.step is not None
-        self._run.take(checkpoint.manifest.state, counts=report.global_step is not None or not has_step)
-        if report.global_step is not None:
-            self._run.global_step = report.global_step
-        elif not has_step:
+    def _go_on(self, checkpoint: Checkpoint, report: LoadReport, *, is_whole: bool, with_bank: bool) -> None:
+        """Let the run go on from a checkpoint that was loaded, on all ranks as a whole where ``is_whole``."""
+        record, step = checkpoint.manifest, report.global_step
+        if step is None and record.step is None:
             log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
-            self._run.global_step = 0
-        stays = holds and not checkpoint.manifest.ephemeral
-        self._run.held_step = self._run.global_step if stays else None
-        self._resumed_with_bank = checkpoint.manifest.save_id if with_bank else ""
+            step = 0
+        self._run.go_on(record.state, step)
+        self._run.note_saved(is_whole and not record.ephemeral)
+        self._resumed_with_bank = record.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
-        if (time := time_of(checkpoint.manifest.time)) is not None:  # its age is known before the first save
+        if (time := time_of(record.time)) is not None:  # its age is known before the first save
             self._measure({"last_save.time": time.timestamp()})
 
     def _measure(self, measured: Mapping[str, float]) -> None:
-        """Tell OpenTelemetry; the first rank does for all."""
+        """Give figures to OpenTelemetry; the first rank does so for all."""
         if self._ranks.rank == 0:
             telemetry.measure(self._loader.run, measured)
 
-    def _without(self, candidates: Sequence[Checkpoint], damage: FoundDamage) -> list[Checkpoint]:
-        """Return the candidates that need nothing damaged, or other forms of them, best first."""
-        wanted = {checkpoint.ckpt_id for checkpoint in candidates}
-        whole = damage.whole(self._loader.storage)
-        return [checkpoint for checkpoint in reversed(whole.current) if checkpoint.ckpt_id in wanted]
-
-    def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Located:
-        sources, problems = locate_bank(bank)
-        return sources, self._candidates(None, required=required), problems
+    def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Start:
+        return _Start(locate_bank(bank), self._candidates(None, required=required))
 
     def _candidates(self, global_step: int | str | None, *, required: bool) -> list[Checkpoint]:
         """Return what may be restored, best first."""
@@ -281,12 +262,28 @@ class Restorer:
         if isinstance(global_step, Integral):
             return [locate(storage, layout.step_id(int(global_step)))]
         listing = list_checkpoints(storage)
-        found = usable(storage, listing)
-        if found and found[0].manifest.place < listing.newest_place:
+        candidates = usable(storage, listing)
+        if candidates and candidates[0].manifest.place < listing.newest_place:
             self._measure(_FELL_BACK)
-        if required and not found:
+        if required and not candidates:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
         if self._ranks.rank == 0:
-            found_ids = [checkpoint.ckpt_id for checkpoint in reversed(found)]
-            warn_of_index(storage, found_ids, lambda: list_checkpoints(storage).ckpt_ids)
-        return found
+            ckpt_ids = [checkpoint.ckpt_id for checkpoint in reversed(candidates)]
+            warn_of_index(storage, ckpt_ids, lambda: list_checkpoints(storage).ckpt_ids)
+        return candidates
+
+
+def _without_damage(
+    damage: KnownDamage, storage: Storage, start: _Start, error: CorruptCheckpointError
+) -> _Start | None:
+    """Return what there is to start from without what an error is about, in the bank or the own output dir."""
+    bank = damage.instead(start.bank, error)
+    if bank is not None:
+        return replace(start, bank=bank)
+    link = damaged_link(start.own[0], error) if start.own else None
+    if link is None and (start.bank.sources or not start.own):
+        return None  # it is in the bank
+    damage.note(storage, link or start.own[0].directory, error)
+    ckpt_ids = {checkpoint.ckpt_id for checkpoint in start.own}
+    own = [each for each in reversed(damage.whole(storage).current) if each.ckpt_id in ckpt_ids]
+    return replace(start, own=own) if own else None

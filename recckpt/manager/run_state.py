@@ -23,7 +23,7 @@ class Run:
     global_step: int = 0  # steps so far
     windows: int = 0  # windows of the data that have ended
     epochs: int = 0  # epochs that have ended
-    held_step: int | None = None  # the step whose state is in a checkpoint that stays, None where it is in none
+    is_saved: bool = False  # whether a checkpoint that stays holds the state of this step
     event_time: float | None = None  # the latest time of an event in the data so far
 
     def count(self, ends: Ends) -> None:
@@ -31,7 +31,15 @@ class Run:
         self.global_step += ends == "step"
         self.windows += ends == "window"
         self.epochs += ends == "epoch"
-        self.held_step = None
+        self.is_saved = False
+
+    def note_saved(self, is_saved: bool = True) -> None:
+        """Note whether a checkpoint that stays holds the state of this step."""
+        self.is_saved = is_saved
+
+    def note_event(self, *times: float | None) -> None:
+        """Move the event time on to the latest of these, if one of them is later; None is no time."""
+        self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
 
     def moment(self, seconds: float, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
         """Return where it is, for policies."""
@@ -49,12 +57,22 @@ class Run:
         found = {EVENT_TIME: self.event_time, WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
         return {name: value for name, value in found.items() if value is not None}
 
-    def take(self, state: Mapping[str, Scalar], *, counts: bool) -> None:
-        """Go on from what a manifest says: its event time if it has one, and with the step what counts beside it."""
+    def start_at(self, step: int | None) -> None:
+        """Count from a step that was loaded from another run, if one was."""
+        self.global_step, self.is_saved = step or self.global_step, False
+
+    def go_on(self, state: Mapping[str, Scalar], step: int | None) -> None:
+        """Go on from the state in a manifest: from its event time, if it has one, and its counts beside a step.
+
+        Args:
+            state: that of the manifest.
+            step: from which steps are counted; None where the counts of this run stay.
+        """
         event_time = state.get(EVENT_TIME)
         if isinstance(event_time, int | float):
             self.event_time = float(event_time)
-        if counts:
+        if step is not None:
+            self.global_step = step
             self.windows, self.epochs = (_count(state.get(name)) for name in (WINDOWS, EPOCHS))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -49,11 +49,6 @@ def checked_event_time(event_time: float | None) -> float | None:
             "by 1000, nanoseconds by 1e9"
         )
     return float(event_time) if is_time else None
-
-
-def latest(times: Sequence[float | None]) -> float | None:
-    """Return the latest of those that are known."""
-    return max((found for found in times if found is not None), default=None)
 
 
 def _check_names(state: State, metrics: Metrics) -> None:

@@ -1,49 +1,23 @@
-"""Reading what a writer may remove meanwhile: files are opened first, and lost checkpoints are looked for again."""
+"""The files of a checkpoint that a writer may remove while they are read: they are opened first."""
 
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from typing import BinaryIO, TypeVar, cast
 
-from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, RecckptError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
 from recckpt.storage.local_files import map_copy
 from recckpt.storage.transfers import WorkDir
 
-log = logging.getLogger("recckpt")
-
-_TRIES = 3  # looks after the first one
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
 _CHAIN_MAPS = 3  # times as many for all links of a chain
 _T = TypeVar("_T")
-_Found = TypeVar("_Found")
-
-
-def until_whole(find: Callable[[], _Found], use: Callable[[_Found], _T], first: _Found | None = None) -> _T:
-    """Find a checkpoint and use it; where its writer removes it meanwhile, find and use what is there by then.
-
-    ``use`` may be called again, and has to make up for what it has done so far. ``first`` is what was found already.
-    Raises CheckpointRemovedError where it was gone before it was read each of four times.
-    """
-    try:
-        return use(find() if first is None else first)
-    except CheckpointRemovedError as error:
-        removed = error
-    for _ in range(_TRIES):
-        log.info("%s; looking again", removed)
-        try:
-            return use(find())
-        except CheckpointRemovedError as error:
-            removed = error
-        except CheckpointNotFoundError:
-            continue  # none at this moment, or the one asked for is gone for good
-    raise removed
 
 
 class OpenFiles:

@@ -17,7 +17,7 @@ from recckpt.inspect.diff.tables import DiffOptions, compare_table
 from recckpt.inspect.diff.tensors import compare_tensors
 from recckpt.inspect.diff.values import compare_values, files_of_values
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.open_files import until_whole
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.parallel.threads import run_all
 from recckpt.text import Progress
 
@@ -60,7 +60,7 @@ def diff(
 
 
 def _opened(path: str) -> OpenChain:
-    return until_whole(lambda: locate_path(path), lambda found: OpenChain.open(*found))
+    return first_whole(lambda: locate_path(path), lambda found: OpenChain.open(*found))
 
 
 def _compared(before: OpenChain, after: OpenChain, tolerance: float, top: int) -> CheckpointDiff:

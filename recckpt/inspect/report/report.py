@@ -17,8 +17,8 @@ from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import CheckpointSize, RunReport, TableHealth, UnusableDirectory
 from recckpt.inspect.save_times import saves_of
 from recckpt.output_dir.claims import NO_TAKEOVER, last_takeover
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
-from recckpt.output_dir.open_files import until_whole
 from recckpt.output_dir.rotation import pinned_ids
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
@@ -62,7 +62,7 @@ def report(
         found = _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0)
         return replace(found, findings=tuple(findings_of(found, datetime.now(timezone.utc), overdue_sec)))
 
-    return until_whole(lambda: look_around(storage), look)
+    return first_whole(lambda: look_around(storage), look)
 
 
 def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:

@@ -11,7 +11,7 @@ from recckpt import CheckpointReader
 from recckpt.cli import main
 from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.open_files import until_whole
+from recckpt.output_dir.first_whole import first_whole
 from recckpt.storage.objects import ObjectStorage
 
 DAMAGED = ("model.pt", "io_state_0.pt", "dense/00000-of-00001.json", "sparse/00000-of-00001.json")
@@ -40,40 +40,87 @@ class Looks:
 @pytest.mark.parametrize("n_removed", range(4))
 def test_what_was_removed_is_looked_for_again_up_to_three_times(n_removed):
     looks = Looks(*[REMOVED] * n_removed, "ckpt_2")
-    assert until_whole(looks.find, looks.use) == "ckpt_2"
+    assert first_whole(looks.find, looks.use) == "ckpt_2"
     assert len(looks.seen) == n_removed + 1
 
 
 def test_a_fourth_time_it_is_an_error_that_says_what_to_do():
     looks = Looks(*[REMOVED] * 4, "never")
     with pytest.raises(CheckpointRemovedError, match=r"pin\(step\)"):
-        until_whole(looks.find, looks.use)
+        first_whole(looks.find, looks.use)
     assert looks.script == ["never"]
 
 
 def test_what_was_never_there_is_not_looked_for_again():
     looks = Looks(CheckpointNotFoundError("none"), "never")
     with pytest.raises(CheckpointNotFoundError):
-        until_whole(looks.find, looks.use)
+        first_whole(looks.find, looks.use)
     assert looks.script == ["never"]
 
 
 def test_what_is_gone_for_good_is_said_to_have_been_removed():
     looks = Looks(REMOVED, *[CheckpointNotFoundError("none")] * 3)
     with pytest.raises(CheckpointRemovedError):
-        until_whole(looks.find, looks.use)
+        first_whole(looks.find, looks.use)
 
 
 def test_a_moment_without_a_checkpoint_is_passed():
     looks = Looks(REMOVED, CheckpointNotFoundError("none"), "ckpt_3")
-    assert until_whole(looks.find, looks.use) == "ckpt_3"
+    assert first_whole(looks.find, looks.use) == "ckpt_3"
 
 
 def test_other_errors_pass():
     looks = Looks(REMOVED, CorruptCheckpointError("f", "", found=1, expected=2), "never")
     with pytest.raises(CorruptCheckpointError):
-        until_whole(looks.find, looks.use)
+        first_whole(looks.find, looks.use)
     assert looks.script == ["never"]
+
+
+DAMAGE = CorruptCheckpointError("f", "", found=1, expected=2)
+
+
+def test_what_is_damaged_is_replaced_as_long_as_there_is_something_to_take_its_place():
+    others, seen = [DAMAGE] * 9 + ["ckpt_1"], []
+
+    def instead(located, error):
+        seen.append((located, error))
+        return others.pop(0)
+
+    looks = Looks(DAMAGE, "never")
+    assert first_whole(looks.find, looks.use, instead=instead) == "ckpt_1"
+    assert seen == [(DAMAGE, DAMAGE)] * 10
+    assert looks.script == ["never"]
+
+
+def test_damage_that_nothing_takes_the_place_of_is_raised():
+    looks = Looks(DAMAGE, "never")
+    with pytest.raises(CorruptCheckpointError):
+        first_whole(looks.find, looks.use, instead=lambda located, error: None)
+    assert looks.script == ["never"]
+
+
+def test_damage_that_is_met_before_anything_is_located_is_raised():
+    def locate():
+        raise DAMAGE
+
+    with pytest.raises(CorruptCheckpointError):
+        first_whole(locate, print, instead=lambda located, error: "never")
+
+
+def test_what_takes_the_place_of_damage_may_be_removed_as_well():
+    looks = Looks(*[DAMAGE] * 4, "never")
+    with pytest.raises(CheckpointRemovedError):
+        first_whole(looks.find, looks.use, instead=lambda located, error: REMOVED)
+    assert looks.script == ["never"]
+
+
+def test_what_was_located_before_is_the_first_of_four_looks(caplog):
+    caplog.set_level("INFO", "recckpt")
+    looks = Looks(*[REMOVED] * 3, "never")
+    with pytest.raises(CheckpointRemovedError):
+        first_whole(looks.find, looks.use, first=REMOVED)
+    assert looks.script == ["never"]
+    assert [record.message.endswith("; looking again") for record in caplog.records] == [True] * 3
 
 
 class Rotates:
