@@ -24,6 +24,7 @@ from recckpt.policies.keep import Keep
 from recckpt.save import arguments
 from recckpt.save.background_save import SaveHandle, SaveRunner
 from recckpt.save.choice import parse_choice
+from recckpt.save.counted_run import CountedRun
 from recckpt.save.delta_base import changes_of
 from recckpt.save.forgetting import Forgetting
 from recckpt.save.job import Destination, Job, Live, OnSave, State
@@ -116,19 +117,19 @@ class Saver(Registration):
         refuse_checkpoint(storage)
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
-        downloads = transfers.download_dir
-        self.loader = Loader(model, sparse_optim, extra, io_state, storage, concurrency, downloads, progress, name)
-        self.loader.on_whole_restore = changes.on_whole_restore if changes else None
         self._extra, self._io_state, self.trainers = extra, io_state, Trainers(model, sparse_optim, extra, choice)
         self._live = Live(model, sparse_optim, extra, io_state, choice, self.trainers)
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(
             storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes, progress
         )
-        self.forgetting = Forgetting(self._to)
-        self.loader.before_own = self.forgetting.before_load
+        self.forgetting, self.counted_run = Forgetting(self._to), CountedRun()
+        self.loader = Loader(
+            *(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir, progress, name),
+            before_own=self.forgetting.before_load,
+            on_whole_restore=changes.on_whole_restore if changes else None,
+        )
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
-        self.run_now: Callable[[], arguments.OfRun] = lambda: (None, {})  # of a manager, for saves of its step
 
     def __setattr__(self, name: str, value: Any) -> None:
         arguments.check_change(vars(self), name, value)
@@ -291,7 +292,7 @@ class Saver(Registration):
         arguments.check_save(info.ckpt_id, info.step, overwrite=overwrite, ephemeral=info.ephemeral)
         self._tables = arguments.tables_in(self.model)  # there may be new ones
         with self.turn(), self._runner.one_save():
-            info.step, state = arguments.of_run(info.step, state, self.run_now())
+            info.step, state = self.counted_run.step_and_state(info.step, state)
             ranks = info.telling(self.ranks.of(shard_id, shard_num))
             span = begun(info, ranks, self.loader.run, self.storage)
             job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep, span)

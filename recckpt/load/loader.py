@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,10 +42,10 @@ class Loader:
         download_dir: where to copy files that cannot be mapped, before they are read.
         has_bar: whether long loads show a bar.
         run: the job, as metrics name it.
-        is_resumed: whether a checkpoint of the own output dir was loaded.
         before_own: is called before :meth:`load` opens a checkpoint of the own output dir.
         on_whole_restore: is called with a checkpoint of the own output dir and the tables of this rank once these have
             become exactly those of the checkpoint; None where nobody asks.
+        is_resumed: whether a checkpoint of the own output dir was loaded.
     """
 
     model: nn.Module
@@ -57,9 +57,9 @@ class Loader:
     download_dir: WorkDir | None
     has_bar: bool = True
     run: str = ""
-    is_resumed: bool = False
     before_own: Callable[[], object] = lambda: None
     on_whole_restore: Callable[[Checkpoint, Iterable[SavableTable]], object] | None = None
+    is_resumed: bool = field(default=False, init=False)
 
     def load(
         self,

@@ -109,7 +109,7 @@ class CheckpointManager(Resumable):
             reload_trigger=None if reload is None else Trigger(reload, begin),
             clock=clock,
         )
-        saver.run_now = lambda: (run.global_step, run.state)
+        saver.counted_run.follow(lambda: (run.global_step, run.state))
 
     @property
     def saver(self) -> Saver:

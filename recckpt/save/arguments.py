@@ -20,8 +20,6 @@ from recckpt.sparse.split import state_of
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import SavableTable, flag, positive_int, positive_number
 
-OfRun = tuple[int | None, Mapping[str, Scalar]]  # the step of a run, and what its manager counts besides
-
 
 def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
     """Refuse a model and an optimizer that a save or load would only stumble over, or leave out; return the tables.
@@ -147,31 +145,6 @@ def check_save(ckpt_id: str, step: int | None, *, overwrite: bool, ephemeral: bo
     flag("ephemeral", ephemeral)
     if step is not None and (type(step) is not int or not 0 <= step < COUNT_LIMIT):
         raise ValueError(f"step must be an int of at least 0, below 10^18, or None, found {step!r}")
-
-
-def of_run(
-    step: int | None, state: Mapping[str, Scalar] | None, run: OfRun
-) -> tuple[int | None, Mapping[str, Scalar] | None]:
-    """Return the step of a save and its state, to which a save of the run's own step adds what its manager counts.
-
-    Args:
-        step: None for that of the run.
-        state: what the caller gives.
-        run: its step, and what its manager counts besides.
-
-    Raises:
-        ValueError: the caller gives another value for what the manager counts.
-    """
-    now, counted = run
-    if step not in (None, now) or not isinstance(state, Mapping | None):  # of another kind: refused where it is taken
-        return step, state
-    given = state or {}
-    name = next((name for name in counted if name in given and given[name] != counted[name]), None)
-    if name is not None:
-        raise ValueError(
-            f"state[{name!r}]: found {given[name]!r}, but the manager counts {counted[name]!r}: use another name"
-        )
-    return now, {**counted, **given}
 
 
 def tables_in(model: nn.Module) -> list[HashTable]:

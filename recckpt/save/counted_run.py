@@ -1,0 +1,43 @@
+"""The run that a manager counts, for the saves that its saver makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from recckpt.format.manifest import Scalar
+
+Counted = tuple[int | None, Mapping[str, Scalar]]  # the step of a run, and what else its manager counts
+
+
+class CountedRun:
+    """The step of the run that a saver saves, and what else its manager counts; nothing where no manager counts."""
+
+    def __init__(self) -> None:
+        self._now: Callable[[], Counted] = lambda: (None, {})
+
+    def follow(self, now: Callable[[], Counted]) -> None:
+        """Take both from a manager; the last one that was made for a saver counts."""
+        self._now = now
+
+    def step_and_state(
+        self, step: int | None, state: Mapping[str, Scalar] | None
+    ) -> tuple[int | None, Mapping[str, Scalar] | None]:
+        """Return the step of a save and its state, to which a save of the run's own step adds what its manager counts.
+
+        Args:
+            step: None for that of the run.
+            state: what the caller gives.
+
+        Raises:
+            ValueError: the caller gives another value for what the manager counts.
+        """
+        now, counted = self._now()
+        if step not in (None, now) or not isinstance(state, Mapping | None):  # another kind is refused where it is read
+            return step, state
+        given = state or {}
+        name = next((name for name in counted if name in given and given[name] != counted[name]), None)
+        if name is not None:
+            raise ValueError(
+                f"state[{name!r}]: found {given[name]!r}, but the manager counts {counted[name]!r}: use another name"
+            )
+        return now, {**counted, **given}
