@@ -23,8 +23,8 @@ from recckpt.load.problems import Problems
 from recckpt.load.report import Planned
 from recckpt.load.source import LocatedCheckpoint
 from recckpt.sparse.files.table_rows import source_of
+from recckpt.sparse.files.table_target import LoadTarget, target_of
 from recckpt.sparse.split import state_of
-from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, SavableTable
 
 
@@ -48,6 +48,11 @@ class LiveState:
         """The tables by name."""
         return self._state[0]
 
+    @cached_property
+    def targets(self) -> Mapping[str, LoadTarget]:
+        """What fills the tables, by name."""
+        return {name: target_of(table) for name, table in self.tables.items()}
+
     @property
     def dense(self) -> Mapping[str, Any]:
         """The dense state."""
@@ -61,7 +66,7 @@ class LiveState:
     @cached_property
     def needs(self) -> Needs:
         """What this rank reads of what each rank reads some of."""
-        slices = {name: getattr(self.tables[name.table], "slice", None) for name in self.inventory if name.is_slot}
+        slices = {name: self.targets[name.table].slice for name in self.inventory if name.is_slot}
         gathers = any(map(self.extra.gathers, self.extra))
         return Needs(self.shard, self.shards, slices, positions=len(self.io_state) > 0, gathers=gathers)
 
@@ -132,7 +137,7 @@ def _check_foreign(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Iterable[Planned], problems: Problems
 ) -> None:
     """A table that is not ours has no way to take anything but whole rows, as they are."""
-    foreign = {name for name, table in live.tables.items() if not isinstance(table, HashTable)}
+    foreign = {name for name, target in live.targets.items() if not target.is_own}
     taken: dict[str, dict[str, Planned]] = {}
     for item in items:
         if item.offer is not None and item.name.table in foreign:

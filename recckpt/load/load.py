@@ -21,12 +21,11 @@ from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
 from recckpt.sparse.average.averaged import AverageTable
-from recckpt.sparse.files.ages import ages_of
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.sparse.files.table_target import LoadTarget
 from recckpt.sparse.split import load_dense
-from recckpt.sparse.table.admission import AdmittingTable
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
 from recckpt.types import SavableTable
@@ -74,7 +73,7 @@ def load(
     other = read_other_state(live, planned.items, sources, rng=rng)
     for source in sources:
         source.forget_states()
-    rows = _rows(live.tables, planned.items, sources, download_dir, concurrency)
+    rows = _rows(live.targets, planned.items, sources, download_dir, concurrency)
     n_bytes = sum(each.n_bytes for each in rows)
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     progress = Progress(f"loading {what}", n_bytes, has_bar=has_bar and live.shard == 0)
@@ -82,7 +81,7 @@ def load(
     loaded = _apply(live, other, rows, progress, concurrency)
     others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
     settings.after_load(" and ".join(planned.sources), other.extra, others, is_told=live.shard == 0)
-    _forget_admitted(live.tables.values(), planned.items, sources)
+    _forget_admitted(live.targets.values(), planned.items, sources)
     report = LoadReport(
         tuple(_as_taken(item, loaded) for item in planned.items),
         planned.sources,
@@ -117,8 +116,7 @@ def _apply(
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
         loaded = _fill_tables(rows, progress, lambda: [give_rest() for give_rest in rests], concurrency)
         for load in (load for link in rows for load in link.tables):
-            load.take_eviction()
-            load.take_clock()
+            load.take_history()
         if other.dense:
             load_dense(live.model, other.dense)
     if other.generators:
@@ -126,7 +124,7 @@ def _apply(
     return loaded
 
 
-def _forget_admitted(tables: Iterable[SavableTable], items: Iterable[Planned], sources: Sequence[OpenSource]) -> None:
+def _forget_admitted(targets: Iterable[LoadTarget], items: Iterable[Planned], sources: Sequence[OpenSource]) -> None:
     """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint."""
     offers: dict[str, set[int]] = {}
     for item in items:
@@ -134,11 +132,8 @@ def _forget_admitted(tables: Iterable[SavableTable], items: Iterable[Planned], s
             offers.setdefault(item.name.table, set()).add(item.offer)
     entries = [source.at.entry for source in sources]
     whole = {n for n, entry in enumerate(entries) if entry.hashtable_clear and entry.where == RowFilter()}
-    for table in tables:
-        if isinstance(table, AdmittingTable) and table.candidates is not None:
-            rows, counts = (offers.get(name, set()) for name in (table.name, table.candidates.name))
-            if rows != counts or not rows <= whole:
-                table.forget_admitted()
+    for target in targets:
+        target.forget_admitted(offers, whole)
 
 
 @contextmanager
@@ -172,7 +167,7 @@ def _fill_tables(
 
 
 def _rows(
-    tables: Mapping[str, SavableTable],
+    targets: Mapping[str, LoadTarget],
     items: Sequence[Planned],
     sources: Sequence[OpenSource],
     download_dir: WorkDir | None,
@@ -186,12 +181,12 @@ def _rows(
     rows: list[LinkLoad] = []
     step = _global_step(items, sources)
     for slots, source in zip(by_source, sources, strict=True):
-        rows += source.rows(_table_loads(slots, source, tables, step), download_dir, concurrency)
+        rows += source.rows(_table_loads(slots, source, targets, step), download_dir, concurrency)
     return rows
 
 
 def _table_loads(
-    items: Iterable[Planned], source: OpenSource, tables: Mapping[str, SavableTable], step: int | None
+    items: Iterable[Planned], source: OpenSource, targets: Mapping[str, LoadTarget], step: int | None
 ) -> list[TableLoad]:
     """Gather the slots that come from one table of one checkpoint, whose ids are then read once."""
     slots: dict[tuple[str, str], dict[str, str]] = {}
@@ -201,14 +196,14 @@ def _table_loads(
     entries = {entry.name: entry for entry in source.at.checkpoint.manifest.tables}
     return [
         TableLoad(
-            table=tables[name],
+            target=targets[name],
             entry=entries[there],
-            slots=_columns(tables[name], {slot: other for slot, other in pairs.items() if slot != ID}),
+            slots=_columns(targets[name].table, {slot: other for slot, other in pairs.items() if slot != ID}),
             with_rows=ID in pairs,
             clear=source.at.entry.hashtable_clear,
             where=source.at.entry.where,
             is_update=there in source.held,
-            ages=ages_of(tables[name], source.at.checkpoint.manifest, step, entries[there].clock),
+            ages=targets[name].ages(source.at.checkpoint.manifest, step, entries[there].clock),
         )
         for (name, there), pairs in slots.items()
     ]

@@ -24,8 +24,8 @@ def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
     counts = {}
     for item in report.items:
         here, there = item.name.table, item.source.rpartition("@")[0]
-        owned: Slice | None = getattr(live.tables.get(here), "slice", None)
-        if here in filled and item.name.slot == ID and item.offer == number and owned is not None:
+        owned = live.targets[here].slice if here in filled else None
+        if item.name.slot == ID and item.offer == number and owned is not None:
             counts[there, here] = owned, report.rows_taken.get(here, 0) + report.rows_filtered.get(here, 0)
     return counts
 

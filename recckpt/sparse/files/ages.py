@@ -12,7 +12,6 @@ from recckpt.format.manifest import Manifest
 from recckpt.format.tables import ClockDates
 from recckpt.policies.evict import COUNT, EVENT_TIME, LAST_STEP, LAST_TIME, least_count
 from recckpt.sparse.table.table import HashTable
-from recckpt.types import SavableTable
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ class Ages:
         return values
 
 
-def ages_of(table: SavableTable, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
+def ages_of(table: HashTable, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
     """Return those of rows of a checkpoint; ``taken_step`` is where the run goes on, None where it stays at its own."""
-    if not isinstance(table, HashTable):
-        return Ages()
     is_resumed = taken_step is not None and taken_step == manifest.step
     if taken_step is None and table.is_step_known:
         taken_step = table.step

@@ -19,7 +19,7 @@ from recckpt.format.catalog import Batch, Part
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, ids_in
 from recckpt.sparse.files.known_ids import LinkDeletes
-from recckpt.sparse.files.load_target import LinkLoad, LoadTarget
+from recckpt.sparse.files.load_target import LinkLoad
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_fill import TableFiller
 from recckpt.sparse.table.kernels import first_outside
@@ -67,8 +67,10 @@ def load_tables(
         advance(len(columns[ID]) * filler.load.row_bytes)
 
     loads = {id(load): load for link in links for load in link.tables}
-    targets = {id(load.table): LoadTarget(load.table) for load in loads.values()}
-    by_load = {key: TableFiller(load, targets[id(load.table)]) for key, load in loads.items()}
+    targets = {id(load.target): load.target for load in loads.values()}
+    for target in targets.values():
+        target.begin()
+    by_load = {key: TableFiller(load) for key, load in loads.items()}
     passes = [LinkPass(link, with_rows, by_load) for with_rows in (True, False) for link in links]
     fillers = list(by_load.values())
     has_rows, bytes_read = any(len(filler.load.table) for filler in fillers), 0

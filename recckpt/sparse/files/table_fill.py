@@ -14,13 +14,12 @@ from torch import Tensor
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.buckets import Slice
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in
 from recckpt.sparse.files.known_ids import KnownIds, LinkRows, RepeatedIdError
-from recckpt.sparse.files.load_target import LoadTarget, TableLoad
+from recckpt.sparse.files.load_target import TableLoad
 from recckpt.sparse.files.row_filter import RowFilter, numbers
-from recckpt.sparse.table.table import HashTable
-from recckpt.types import EMBEDDING, SavableTable, SlotSpec
+from recckpt.sparse.files.rows_aside import RowsAside, chosen
+from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
@@ -32,17 +31,17 @@ class TableFiller:
     link, either to ``check`` or, after ``start``, to ``fill`` the table.
     """
 
-    def __init__(self, load: TableLoad, target: LoadTarget) -> None:
+    def __init__(self, load: TableLoad) -> None:
         self.load = load
-        self._target, self._lock = target, target.lock
+        self._target, self._lock = load.target, load.target.lock
         self.n_rows = self.n_filtered = 0
         self._where = load.where.of([spec.name for spec in load.entry.slots])
-        self._slice: Slice | None = getattr(load.table, "slice", None)
+        self._slice = load.target.slice
         self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
         self._known = KnownIds()
         self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
         self._newest = ""
-        self._initial: dict[str, float] = {}  # of slots whose new rows start otherwise during the load
+        self._initial: Mapping[str, float] = {}  # of slots whose new rows start otherwise during the load
         self._of_link = LinkRows(0)
         self._n_links = self._n_done = self._n_expected = 0
         self._is_started = self._touched = False
@@ -63,14 +62,11 @@ class TableFiller:
         if self.load.empties:
             self._touched = True
             self._target.clear()
-        if isinstance(self.load.table, HashTable):
-            for slot, value in self.load.ages.missing.items():
-                self._initial[slot] = self._target.store.initial(slot)
-                self._target.store.set_initial(slot, value)
         takes_all = self._where == RowFilter()
-        if isinstance(self.load.table, HashTable) and takes_all:
-            self._target.store.reserve(len(self._target) + min(self._n_expected, self.load.entry.rows))
-        self._is_set = self._target.is_aside and len(self._target) == 0 and (takes_all or self._n_links == 1)
+        n_rows = len(self._target) + min(self._n_expected, self.load.entry.rows) if takes_all else None
+        self._initial = self._target.start(self.load.ages.missing, n_rows)
+        is_aside = self._target.aside is not None
+        self._is_set = is_aside and len(self._target) == 0 and (takes_all or self._n_links == 1)
 
     def begin_link(self) -> None:
         """Take all ids so far for those of newer links."""
@@ -96,9 +92,7 @@ class TableFiller:
 
     def end(self) -> None:
         """Let rows that are new from now on start as they did before the load."""
-        if isinstance(self.load.table, HashTable):
-            for slot, value in self._initial.items():
-                self.load.table.store.set_initial(slot, value)
+        self._target.end(self._initial)
 
     def undo(self) -> None:
         """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
@@ -129,15 +123,17 @@ class TableFiller:
         self._touched = True
         values = self.load.ages.of_rows({slot: found[there] for slot, there in self.load.slots.items()})
         if not self.load.with_rows:
-            self._fill_present(ids, values)
-        elif not isinstance(self.load.table, HashTable):
-            self._fill_foreign(self.load.table, ids, values)
-        elif self._target.is_aside:
+            self._count(self._target.write_present(ids, values))
+        elif self._target.aside is not None:
             # Nobody knows how many rows a filter keeps: columns grow, and rows move, while no one else writes them.
             with nullcontext() if self._where == RowFilter() else self._lock:
-                self._fill_aside(self.load.table, ids, values, path)
+                self._fill_aside(self._target.aside, ids, values, path)
         else:
-            self._merge(self.load.table, ids, values)
+            self._count(self._target.merge(ids, values, self.load.dtypes))
+
+    def _count(self, n_rows: int) -> None:
+        with self._lock:
+            self.n_rows += n_rows
 
     def _owned(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the table owns."""
@@ -166,77 +162,21 @@ class TableFiller:
         """Drop rows that older links gave, if there are any."""
         if self.load.erases and not self._target.was_empty and len(ids):
             self._touched = True
-            self._target.store.erase(ids)
+            self._target.erase(ids)
 
-    def _fill_aside(self, table: HashTable, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
-        """Add rows to the store aside: the ids one thread at a time, then their values."""
-        rows, taken = self._target.store.rows, np.arange(len(ids))
+    def _fill_aside(self, aside: RowsAside, ids: Int64s, values: dict[str, Tensor], path: str) -> None:
+        """Add rows that the table does not have yet: the ids one thread at a time, then their values."""
+        taken = np.arange(len(ids))
         with self._lock, self._refusing(path):
             if self._is_set:
                 taken = self._known.without(ids)  # deleted in newer links
-            first = len(rows)
-            at, new_ids = rows.claim(ids if len(taken) == len(ids) else ids[taken])
-            rows.ids.write(first, torch.from_numpy(new_ids))
-            rows.publish()
+            claimed = aside.claim(ids if len(taken) == len(ids) else ids[taken])
+            rows = claimed.of_batch
             if self._is_set:
-                new = self._of_link.new(ids[taken], at, len(new_ids))
-                at, taken = at[new], taken[new]
-            self.n_rows += len(at)
-        whole = self._whole(values)
-        rows.initialize(first, first + len(new_ids), without=whole | {EMBEDDING})
-        if EMBEDDING not in whole and len(new_ids):
-            rows.columns[EMBEDDING].write(first, table.first_embeddings(new_ids))
-        if self._is_set and len(taken) < len(ids):  # each row is new: no copy of the values in between
-            for name in whole:
-                rows.columns[name].write_some(first, values[name], taken)
-            values = {name: value for name, value in values.items() if name not in whole}
-        rows.put(at, self._fitted(at, _rows_of(ids, values, taken)[1]))
-
-    def _merge(self, table: HashTable, ids: Int64s, values: dict[str, Tensor]) -> None:
-        """Add rows to a table that others may use meanwhile."""
-        store = self._target.store
-        with store.lock:
-            rows = store.add(ids, table.first_embeddings)
-            store.write(rows, self._fitted(rows, values))
+                new = self._of_link.new(ids[taken], rows, len(claimed.ids))
+                rows, taken = rows[new], taken[new]
             self.n_rows += len(rows)
-
-    def _fill_foreign(self, table: SavableTable, ids: Int64s, values: dict[str, Tensor]) -> None:
-        wide = self.load.entry.reduced.dtypes if self.load.entry.reduced else {}
-        slots = {
-            name: tensor.to(getattr(torch, wide[there])) if (there := self.load.slots[name]) in wide else tensor.clone()
-            for name, tensor in values.items()
-        }
-        embeddings = slots.pop(EMBEDDING)
-        with self._lock:
-            table.insert(torch.from_numpy(ids.copy()), embeddings, slots)
-            self.n_rows += len(ids)
-
-    def _fill_present(self, ids: Int64s, values: dict[str, Tensor]) -> None:
-        table = self.load.table
-        if not isinstance(table, HashTable):
-            raise TypeError(f"table {table.name!r} is not a recckpt HashTable: its slots load with its rows only")
-        store = self._target.store
-        with store.lock:
-            rows = store.find(ids)
-            present = np.flatnonzero(rows >= 0)
-            _, values = _rows_of(ids, values, present)
-            store.write(rows[present], self._fitted(rows[present], values))
-            self.n_rows += len(present)
-
-    def _whole(self, values: Mapping[str, Tensor]) -> frozenset[str]:
-        """Return the slots that the values cover in full."""
-        columns = self._target.store.columns
-        return frozenset(name for name, value in values.items() if value.shape[1:] == columns[name].spec.shape)
-
-    def _fitted(self, rows: Int64s, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Bring values to the last dimension of their slots, cut or padded with what the rows hold."""
-        fitted = dict(values)
-        for name in values.keys() - self._whole(values):
-            column, value = self._target.store.columns[name], values[name]
-            fitted[name] = column.gather(rows)
-            width = min(value.shape[-1], column.spec.shape[-1])
-            fitted[name][..., :width] = value[..., :width]
-        return fitted
+        aside.put(claimed, rows, values, None if len(taken) == len(ids) else taken)
 
     @contextmanager
     def _refusing(self, path: str) -> Iterator[None]:
@@ -249,10 +189,7 @@ class TableFiller:
 
 
 def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int64s, dict[str, Tensor]]:
-    if len(rows) == len(ids):
-        return ids, values
-    at = torch.from_numpy(rows)
-    return ids[rows], {name: tensor[at] for name, tensor in values.items()}
+    return (ids, values) if len(rows) == len(ids) else (ids[rows], chosen(values, rows, len(ids)))
 
 
 def _as_tensor(array: pa.Array, spec: SlotSpec, n_rows: int) -> Tensor:

@@ -36,6 +36,7 @@ from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.sparse.files.table_target import target_of
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import rows as rows_module
 from recckpt.sparse.table import snapshot as snapshot_module
@@ -92,7 +93,7 @@ class Saving:
 
     def as_load(self, table: HashTable, clear: bool) -> LinkLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
-        load = TableLoad(table, self.entry, slots, True, clear, RowFilter(), False, Ages())
+        load = TableLoad(target_of(table), self.entry, slots, True, clear, RowFilter(), False, Ages())
         batches = LinkBatches(self._storage, self._directory, {load.entry.name}, [self.parts])
         return LinkLoad([load], batches)
 
