@@ -197,3 +197,123 @@ def test_no_room_has_the_name_of_a_public_function():
     import recckpt
 
     assert {name for name in recckpt.__all__ if (ROOT / name).exists() or (ROOT / f"{name}.py").exists()} == set()
+
+
+# Attributes that a function sets on an object that it has neither made nor is a method of: (file, what it sets).
+SET_ON_OTHERS = {
+    # Objects of torch, Lightning and transformers, which have no other way.
+    ("integrations.lightning", "stepped._optimizer"),
+    ("integrations.transformers", "args.max_grad_norm"),
+    ("load.hyper_parameters", "outer._last_lr"),
+    ("sparse.average.models", "AveragedModel.update_parameters"),
+    ("sparse.sharded.lookup", "ctx.trip"),
+    ("sparse.table.nn_module", "ctx.give"),
+    ("sparse.table.nn_module", "ctx.ids"),
+    ("sparse.table.nn_module", "ctx.held"),
+    # Objects of Python, ctypes, fsspec and tqdm, likewise.
+    ("manager.signals", "self._give_back.atexit"),
+    ("sparse.table.snapshot", "self._on_close.atexit"),
+    ("sparse.files.reduced_rows", "self._scratch.kept"),
+    ("storage.local_files", "_LIBC.mmap.restype"),
+    ("storage.local_files", "_LIBC.mmap.argtypes"),
+    ("storage.local_files", "_LIBC.munmap.argtypes"),
+    ("storage.objects", "self._fs.retries"),
+    ("storage.upload", "file.closed"),
+    ("storage.upload", "self._file.closed"),
+    ("storage.upload", "self._file.offset"),
+    ("storage.upload", "self._file.forced"),
+    ("text.bars", "self._bar.disable"),
+    # An error on its way up says more of where it happened.
+    ("load.problems", "error.args"),
+    ("storage.local_files", "error.strerror"),
+    ("storage.local_files", "error.filename"),
+    ("storage.staged_upload", "error.strerror"),
+    ("storage.staged_upload", "error.filename"),
+    ("storage.transfers", "error.filename"),
+    # Properties of tables and tensors that users set too.
+    ("integrations.lightning_averages", "average.name"),
+    ("manager.autosave", "table.step"),
+    ("manager.autosave", "table.event_time"),
+    ("sparse.files.table_target", "self._table.evicted_to"),
+    ("sparse.optim.param_groups", "self.table.grad"),
+    ("sparse.optim.param_groups", "self.table.requires_grad"),
+}
+SET_ON_OTHERS_FOR_NOW = {  # where a constructor or a method of the object is still to take its place
+    "forgetting.forgetting": {"fence.is_settled"},
+    "output_dir.commit": {"fence.listing", "self._retries.url"},
+    "save.check": {"to.fence.is_resumed"},
+    "save.commit": {"info.*"},
+    "save.forgetting": {"fence.requests_seen", "self._to.fence.requests_seen", "self._to.changes.base"},
+    "save.save": {"info.*", "to.fence.is_resumed"},
+    "save.stage": {"info.*"},
+    "save.telling": {"info.*"},
+    "save.timeline": {"info.*"},
+    "save.write": {"info.*"},
+    "saver": {"info.*"},
+    "sparse.average.store": {"rows.*"},
+    "sparse.average.swapping": {"table.*"},
+    "sparse.optim.optimizer": {"table.trained_by", "self._accumulation.n_since"},
+    "sparse.table.admission": {"self.candidates.table.is_trained"},
+    "sparse.table.slots": {"self._gradients.keeps_squares"},
+    "sparse.table.widths": {"twin.rows.*"},
+    "storage.objects": {"self._storage.is_reached"},
+}
+
+
+def made_in(function: ast.AST) -> set[str]:
+    """Return the variables that a function gives what a call returns, such as a constructor."""
+    made = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.withitem) and node.optional_vars is not None:
+            pairs = [(node.optional_vars, node.context_expr)]
+        elif isinstance(node, ast.NamedExpr | ast.AnnAssign):
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            sides = [target.elts for target in node.targets if isinstance(target, ast.Tuple)]
+            pairs = [pair for side in sides for pair in zip(side, node.value.elts, strict=False)]
+        else:
+            pairs = [(target, node.value) for target in node.targets] if isinstance(node, ast.Assign) else []
+        made |= {at.id for at, value in pairs if isinstance(at, ast.Name) and isinstance(value, ast.Call)}
+    return made
+
+
+def set_on_others(node: ast.AST, made: frozenset[str] = frozenset({"self", "cls"})) -> Iterator[str]:
+    """Yield the attributes, but for names with ``__``, that are set on objects that were not made right there."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        made = made | made_in(node)
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        is_made = isinstance(node.value, ast.Call) or (isinstance(node.value, ast.Name) and node.value.id in made)
+        if not is_made and not node.attr.startswith("__"):
+            yield ast.unparse(node)
+    for child in ast.iter_child_nodes(node):
+        yield from set_on_others(child, made)
+
+
+def is_for_now(name: str, attribute: str) -> bool:
+    known = SET_ON_OTHERS_FOR_NOW.get(name, set())
+    return any(attribute == text or (text[-1] == "*" and attribute.startswith(text[:-1])) for text in known)
+
+
+def test_nobody_sets_state_on_an_object_that_somebody_else_has_made():
+    setters = {(name, attribute) for name, tree in TREES.items() for attribute in set_on_others(tree)}
+    assert {one for one in setters if not is_for_now(*one)} == SET_ON_OTHERS
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f(a):\n    a.b = 1", ["a.b"]),
+        ("def f(a):\n    a.b, c = 1, 2", ["a.b"]),
+        ("def f(self):\n    self.a.b += 1", ["self.a.b"]),
+        ("def f(a):\n    for a.b in c: pass", ["a.b"]),
+        ("def f(a):\n    del a.b", ["a.b"]),
+        ("def f(a):\n    def g():\n        a.b = 1", ["a.b"]),
+        ("def f(self):\n    self.a = 1", []),
+        ("def f(a):\n    b = Made(a)\n    b.c = 1", []),
+        ("def f(a):\n    with Made() as b:\n        b.c = 1", []),
+        ("def f(a):\n    a.__name__ = 'b'", []),
+        ("def f(a):\n    a[b.c] = a.b", []),
+    ],
+)
+def test_what_sets_state_on_others_is_seen(code, expected):
+    assert [*set_on_others(ast.parse(code))] == expected

@@ -58,6 +58,14 @@ class _Reference:
         self.end = self.begin + span(tensor)
         self.record, self.offset = Record(0, 0), 0  # known when all have been seen
 
+    def use(self, contiguous: Tensor) -> None:
+        """Stand for a contiguous copy of the tensor."""
+        self.tensor, self.begin = contiguous, 0
+
+    def place(self, record: Record, begin: int) -> None:
+        """Note the record that the tensor lies in, whose first item is at ``begin`` in its storage."""
+        self.record, self.offset = record, self.begin - begin
+
     def placed(self) -> Placed:
         """Return where the tensor lies."""
         return Placed(self.dtype, self.record, self.offset, tuple(self.tensor.shape), self.tensor.stride())
@@ -117,11 +125,11 @@ def _piece(number: int, members: list[_Reference]) -> Tensor:
         tensor = tensor.contiguous()
         begin, end = 0, tensor.numel()
         for member in members:
-            member.tensor, member.begin = tensor, 0
+            member.use(tensor)
     item_bytes = tensor.element_size()
     record = Record(number, (end - begin) * item_bytes)
     for member in members:
-        member.record, member.offset = record, member.begin - begin
+        member.place(record, begin)
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), begin * item_bytes, (record.n_bytes,), (1,))
 

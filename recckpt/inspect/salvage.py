@@ -74,7 +74,7 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
         writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), table_schema(entry.slots))
         for batch in remains.batches(unverified=unverified):
             writer.write_batch(batch)
-            progress.n_rows = remains.n_rows
+            progress.add_rows(remains.n_rows)
             progress.advance(batch.num_rows * entry.row_bytes)
         writer.close()
     return Salvaged(remains.n_rows, entry.rows, remains.n_unverified, tuple(remains.lost))

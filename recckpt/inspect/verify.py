@@ -173,7 +173,7 @@ def _look_deep(looks: Sequence[Checkup], threads: int, executor: Executor | None
     manifests = [look.manifest for look in looks if look.manifest]
     what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
-        progress.n_rows = sum(manifest.rows for manifest in manifests)
+        progress.add_rows(sum(manifest.rows for manifest in manifests))
         _run_step(Checkup.check_files, looks, threads, progress)
         _read_parts(looks, threads, executor, progress)
         _run_step(Checkup.check_ids, looks, threads, progress)
@@ -187,7 +187,7 @@ def _run_step(
 ) -> None:
     jobs = [(look, job) for look in looks for job in step(look, progress.advance)]
     for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
-        look.errors += errors
+        look.add(errors)
 
 
 def _read_parts(looks: Sequence[Checkup], threads: int, executor: Executor | None, progress: Progress) -> None:

@@ -120,11 +120,11 @@ class _CountTable:
         """Add what is wrong to the errors of the links."""
         for look, node, count in zip(self._looks, self._nodes, counted, strict=True):
             if count.error is not None:
-                look.errors.append(_as_damage(look.directory, count.error))
+                look.add([_as_damage(look.directory, count.error)])
             elif count.is_known:
-                look.absent_deletes += count.absent
+                look.add_absent_deletes(count.absent)
                 entry = node.link.entry
                 if count.rows != entry.rows:
                     path, where = layout.join(look.directory, layout.MANIFEST), f"table {entry.name!r}"
                     found, expected = f"{entry.rows} rows", f"{count.rows}, as in its chain"
-                    look.errors.append(CorruptCheckpointError(path, where, found=found, expected=expected))
+                    look.add([CorruptCheckpointError(path, where, found=found, expected=expected)])

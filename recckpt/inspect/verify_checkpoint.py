@@ -48,7 +48,7 @@ class Checkup:
     """Checks manifest and sizes when it is made, and the rest in steps.
 
     The steps are taken in order, each after all jobs of the one before. A job returns what it finds, and who runs it
-    adds that to ``errors``. ``manifest`` is None where it cannot be read. Of a delta, this is of its own files.
+    passes that to :meth:`add`. ``manifest`` is None where it cannot be read. Of a delta, this is of its own files.
     """
 
     def __init__(self, storage: Storage, directory: str) -> None:
@@ -73,6 +73,14 @@ class Checkup:
         elif not self.errors:
             self.errors.append(CorruptCheckpointError(path, "", found="no such file", expected="a manifest"))
         self._broken = {error.path for error in self.errors}
+
+    def add(self, errors: Iterable[CorruptCheckpointError]) -> None:
+        """Add what is wrong with it."""
+        self.errors += errors
+
+    def add_absent_deletes(self, n_ids: int) -> None:
+        """Count ids that it deletes and that are not there."""
+        self.absent_deletes += n_ids
 
     def check_files(self, advance: Advance) -> Iterator[Job]:
         """Check whole files: all but the parts."""

@@ -39,11 +39,15 @@ class _State:
     """What a trainer writes to its ``trainer_state.json``: epoch, losses so far, best metric."""
 
     def __init__(self) -> None:
-        self.now: Any = None
+        self._now: Any = None
         self.loaded: dict[str, Any] = {}
 
+    def follow(self, state: Any) -> None:
+        """Take it from the state of the trainer from now on."""
+        self._now = state
+
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self.now) if self.now is not None else self.loaded
+        return asdict(self._now) if self._now is not None else self.loaded
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state
@@ -158,7 +162,7 @@ class TransformersCallback(TrainerCallback):
         """Forget the gradients of tables, as the trainer forgets the others; count a step, and save if it is time."""
         if self._tables is not None:
             self._tables.sparse.zero_grad()
-        self._state.now = state
+        self._state.follow(state)
         self.checkpoints.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -162,7 +162,7 @@ def _fill_tables(
 ) -> Loaded:
     with progress:
         loaded = load_tables(rows, concurrency=concurrency, advance=progress.advance, when_checked=when_checked)
-        progress.n_rows = sum(loaded.rows_taken.values())
+        progress.add_rows(sum(loaded.rows_taken.values()))
     return loaded
 
 

@@ -159,8 +159,7 @@ def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], 
             if thing is None:
                 problems.about_names(offer.entry, f"'where': {offer.label} has no '{table}@{slot}'")
             elif math.prod(thing.shape) != 1:
-                problem = f"{offer.entry.label}: 'where': '{table}@{slot}' is {thing}, expected one number a row"
-                problems.conf += [problem] if problem not in problems.conf else []
+                problems.about_filter(offer.entry, f"'{table}@{slot}' is {thing}, expected one number a row")
 
 
 def _excuse(offers: Sequence[LoadCandidate], items: Sequence[Planned], problems: Problems) -> None:

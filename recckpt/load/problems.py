@@ -42,6 +42,10 @@ class Problems:
         """Add a problem with names, which an entry may ask to be only warned of."""
         self._add(self.warnings if entry.ignore_error else self.conf, f"{entry.label}: {problem}")
 
+    def about_filter(self, entry: Entry, problem: str) -> None:
+        """Add a problem with the conditions of rows."""
+        self._add(self.conf, f"{entry.label}: 'where': {problem}")
+
     def warn(self, entry: Entry, text: str) -> None:
         """Add a warning."""
         self._add(self.warnings, f"{entry.label}: {text}")

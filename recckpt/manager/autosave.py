@@ -70,7 +70,7 @@ class Autosave:
         begin = self._run.moment(self._clock())
         self._schedule.start(begin)
         if self._reload_trigger is not None:
-            self._reload_trigger.last = begin
+            self._reload_trigger.restart(begin)
         self._tables = tables_in(self._saver.model)  # there may be new ones
         self._tell_tables()
         self._has_stepped = False
@@ -113,7 +113,7 @@ class Autosave:
         trigger = self._reload_trigger
         if has_saved if trigger is None else trigger.is_due(now, self._agreed):
             if trigger is not None:
-                trigger.last = now
+                trigger.restart(now)
             self._reload()
 
     def _agreed(self, ask: Callable[[], bool]) -> bool:
@@ -205,12 +205,12 @@ class Autosave:
                 ephemeral=kind == "ephemeral",
             )
         except Exception:
-            self.counts.failed += not self._note_failure()  # this one has, unless it was the one before
+            self._schedule.count(failed=not self._note_failure())  # this one has, unless it was the one before
             raise
         self._tables = tables_in(self._saver.model)
         self._schedule.begun(kind, run.moment(self._clock()))
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
-        self.counts.deltas += (saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta"
+        self._schedule.count(deltas=(saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta")
         if kind == "regular":
             run.note_saved()
         return saved
@@ -248,7 +248,7 @@ class Autosave:
         self._in_flight = None
         if handle.committed.exception() is None:
             return False
-        self.counts.failed += 1
+        self._schedule.count(failed=1)
         self._run.note_saved(False)
         return True
 

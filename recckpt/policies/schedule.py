@@ -14,7 +14,7 @@ Kind = Literal["regular", "ephemeral"]
 Agreed = Callable[[Callable[[], bool]], bool]  # asks all ranks and returns one answer
 
 
-@dataclass
+@dataclass(frozen=True)
 class SaveCounts:
     """What became of the saves of a manager.
 
@@ -45,6 +45,10 @@ class Trigger:
 
     def __init__(self, when: When, start: Moment) -> None:
         self._when, self.last = when, start
+
+    def restart(self, now: Moment) -> None:
+        """Count from now on: it was done, or a run was restored."""
+        self.last = now
 
     def see(self, now: Moment) -> None:
         """Take note of the first event time that is known."""
@@ -81,10 +85,14 @@ class Schedule:
         self._pending: Kind | None = None
         self.counts = SaveCounts()
 
+    def count(self, **more: int) -> None:
+        """Add to the counts, by their names."""
+        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()})
+
     def start(self, now: Moment) -> None:
         """Begin to count from here, as after a restore."""
         for trigger in self._triggers.values():
-            trigger.last = now
+            trigger.restart(now)
         self._pending = None
 
     def due(self, now: Moment, agreed: Agreed) -> Kind | None:
@@ -111,7 +119,7 @@ class Schedule:
         """
         if due is None and self._pending is None:
             return None
-        self.counts.dropped += due is not None and self._pending is not None
+        self.count(dropped=due is not None and self._pending is not None)
         wanted: Kind = "regular" if "regular" in (due, self._pending) else "ephemeral"
         if not is_running():
             self._pending = None
@@ -119,9 +127,9 @@ class Schedule:
         if self._backpressure == "latest":
             self._pending = wanted
         elif self._backpressure == "skip":
-            self.counts.skipped += 1
+            self.count(skipped=1)
         else:
-            self.counts.waited += 1
+            self.count(waited=1)
             return wanted
         return None
 
@@ -133,12 +141,12 @@ class Schedule:
     def forget(self) -> bool:
         """Drop a save that was put off, and say whether there was one."""
         had_pending, self._pending = self._pending is not None, None
-        self.counts.dropped += had_pending
+        self.count(dropped=had_pending)
         return had_pending
 
     def begun(self, kind: Kind, now: Moment) -> None:
         """Take note of a save; a regular one counts for the ephemeral ones too, and either for what was put off."""
-        self.counts.begun += 1
+        self.count(begun=1)
         self._pending = None
         for made in self._triggers if kind == "regular" else [kind]:
-            self._triggers[made].last = now
+            self._triggers[made].restart(now)

@@ -41,6 +41,11 @@ class Progress:
             if self._bar is not None:
                 self._bar.call("update", n_bytes)
 
+    def add_rows(self, n_rows: int) -> None:
+        """Count ``n_rows`` more, for the log line."""
+        with self._lock:
+            self.n_rows += n_rows
+
     @property
     def seconds(self) -> float:
         """Seconds since the beginning."""

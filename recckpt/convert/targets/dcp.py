@@ -37,7 +37,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                     found, expected = "a dense tensor and a column", "different names"
                     raise ConversionError(files.url, repr(name), found=found, expected=expected)
                 state[name] = _torch(values.reshape(-1), dtype, values.shape)
-            progress.n_rows += table.n_rows
+            progress.add_rows(table.n_rows)
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recckpt-")))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what is meant

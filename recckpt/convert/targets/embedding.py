@@ -43,7 +43,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                     step = max(1, _STEP_BYTES // max(1, matrix[:1].nbytes))
                     for begin in range(0, n_matrix, step):
                         sink.write(matrix[begin : begin + step].tobytes())
-        progress.n_rows += table.n_rows
+        progress.add_rows(table.n_rows)
     files.put_json(export.metadata(), "metadata.json")
     return export.no_dense("a matrix is for rows; use safetensors")
 

@@ -56,4 +56,4 @@ def _write_table(table: TableView, files: TargetFiles, progress: Progress) -> No
             for slot, column, sink in zip(table.slots, rows.columns, sinks[1:], strict=True):
                 sink.write((widened(column) if slot.dtype == "bfloat16" else column).tobytes())
             progress.advance(rows.ids.nbytes + sum(column.nbytes for column in rows.columns))
-            progress.n_rows += len(rows.ids)
+            progress.add_rows(len(rows.ids))

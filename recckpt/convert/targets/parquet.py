@@ -63,7 +63,7 @@ def _write(
 def _batches(table: TableView, schema: pa.Schema, progress: Progress) -> Iterator[pa.RecordBatch]:
     for rows in table.rows():
         progress.advance(sum(column.nbytes for column in rows.columns) + rows.ids.nbytes)
-        progress.n_rows += len(rows.ids)
+        progress.add_rows(len(rows.ids))
         yield pa.RecordBatch.from_arrays(list(_arrays(rows, table.slots)), schema=schema)
 
 

@@ -42,7 +42,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
         tensors += _in_columns(table)
         slots[table.name] = [slot.name for slot in table.slots]
         keys |= {_key(table.name, name): _block(table.name, name) for name in ("id", *slots[table.name])}
-        progress.n_rows += table.n_rows
+        progress.add_rows(table.n_rows)
     extra = export.state(layout.EXTRA)
     for name, value in scalars_there(extra.pop(SPARSE_OPTIM, {}), slots, left):
         tensors.append(FileTensor(f"{name}^ ", value.dtype.name, value.shape, partial(_bytes, value)))

@@ -32,5 +32,5 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     said = json.dumps({"tables": slots, "export": export.metadata()})
     with files.create() as sink:
         write_file(sink, header_of(tensors, {"format": "pt", METADATA: said}), tensors, progress)
-    progress.n_rows += sum(table.n_rows for table in export.tables)
+    progress.add_rows(sum(table.n_rows for table in export.tables))
     return []

@@ -37,6 +37,10 @@ class BucketDiff:
         if name == EMBEDDING and len(moves.rows) and self._top:
             self._keep_top(ids[moves.rows], moves.l2, moves.cosine)
 
+    def add_changed(self, n_rows: int) -> None:
+        """Count rows of which a slot has changed."""
+        self.n_changed += n_rows
+
     def _keep_top(self, ids: Int64s, l2: Floats, cosine: Floats) -> None:
         least = self._moved[0][1] if self._moved else None
         far = np.where(np.isnan(l2), np.inf, l2)

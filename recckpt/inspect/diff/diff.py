@@ -75,7 +75,7 @@ def _compared(before: OpenChain, after: OpenChain, tolerance: float, top: int) -
     n_bytes += sum(file.n_bytes for _, file in files)
     what = f"comparing {before.manifest.ckpt_id} and {after.manifest.ckpt_id}"
     with Progress(what, n_bytes) as progress:
-        progress.n_rows = sum(side.manifest.rows for side in sides)
+        progress.add_rows(sum(side.manifest.rows for side in sides))
         run_all(lambda pair: _check(*pair, progress.advance), files, options.threads)
         tables = tuple(_tables(before, after, options, progress.advance))
         tensors = tuple(compare_tensors(before.tensors, after.tensors, tolerance, progress.advance))

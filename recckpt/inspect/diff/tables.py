@@ -117,7 +117,7 @@ def _compare_rows(
         moves = comparer.moves(before[column], after[column])
         changed[moves.rows] = True
         found.add(pair[0].name, ids, moves)
-    found.n_changed += int(np.count_nonzero(changed))
+    found.add_changed(int(np.count_nonzero(changed)))
 
 
 def _chunks(sides: Sequence[RangeRows], at: Sequence[Int64s], chunk_rows: int) -> Iterator[slice]:

@@ -33,7 +33,7 @@ def read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tuple
     n_bytes = sum(table.rows * table.row_bytes for table in manifest.tables)
     n_bytes += sum(file.n_bytes for file in manifest.files if not layout.has_rows(file.name))
     with Progress(f"reading {manifest.ckpt_id}", n_bytes) as progress:
-        progress.n_rows = manifest.rows
+        progress.add_rows(manifest.rows)
         tables = read_tables(opened, _clock(manifest), threads, progress.advance)
         damage = _check_others(storage, directory, threads, progress.advance)
     if (damage or any(table.damage for table in tables)) and not has_manifest(storage, directory):
