@@ -17,7 +17,7 @@ class RankFailedError(Exception):
 
     Attributes:
         rank: the first that is known of.
-        reason: what it said.
+        reason: its error, in words.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -106,7 +106,7 @@ class StoreBarrier(Barrier):
         try:
             self._decide(self._next_place(), self._rank, reason)
         except RuntimeError:  # they will notice by themselves; this rank has its own error to raise
-            _log.exception("the other ranks could not be told that this one failed: %s", reason)
+            _log.exception("the failure of this rank could not be sent to the others: %s", reason)
 
     def _next_place(self) -> str:
         self._question += 1

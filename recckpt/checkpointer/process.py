@@ -152,7 +152,7 @@ class CheckpointProcess:
             child = self._begun(staged.result() if isinstance(staged, Future) else staged, url, kwargs)
             self._follow(child, n_agreed)
         except SaveFailedError:
-            raise  # of the writer, which has told the others
+            raise  # of the writer, which has sent it to the others
         except BaseException as error:
             self._barrier.refuse(describe(error))
             if isinstance(error, DiedError):

@@ -59,7 +59,7 @@ class SharedMemoryStager(CheckpointStager):
     """Copies tensors into one block of shared memory that the writer process maps.
 
     Tensors in the memory of this machine are copied before :meth:`stage` returns. Those on CUDA devices are copied
-    by the devices, behind what is enqueued and before what comes next on the current stream; the future tells when.
+    by the devices, behind what is enqueued and before what comes next on the current stream; the future ends then.
     Not thread-safe.
     """
 

@@ -69,7 +69,7 @@ class StoredState:
             data[filled : filled + len(step)] = np.frombuffer(step, np.uint8)
             checksum = zlib.crc32(step, checksum)
             filled += len(step)
-        # torch writes a checksum of 0 when it was told to compute none.
+        # torch writes a checksum of 0 where it computed none.
         if len(data) == record.file_size and record.CRC not in (0, checksum):
             raise self._corrupt(where, f"checksum {checksum:08x}", f"{record.CRC:08x}")
 

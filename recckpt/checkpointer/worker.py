@@ -52,7 +52,7 @@ class RemoteTracebackError(Exception):
 
 
 class OrphanedError(BaseException):
-    """The process that wanted the save is gone."""
+    """The process that asked for the save is gone."""
 
 
 def main(fd: int, parent_pid: int) -> None:
@@ -129,12 +129,12 @@ def _failure(error: Exception) -> tuple[str, Any]:
     cause = error.__cause__
     trace = "".join(traceback.format_exception(cause or error))
     sendable = []
-    for found in (error, cause):
+    for each in (error, cause):
         try:
-            pickle.loads(pickle.dumps(found))
-            sendable.append(found)
+            pickle.loads(pickle.dumps(each))
+            sendable.append(each)
         except Exception:
-            sendable.append(RuntimeError(f"{type(found).__qualname__}: {found}"))
+            sendable.append(RuntimeError(f"{type(each).__qualname__}: {each}"))
     return "failed", (*sendable, trace)
 
 

@@ -120,7 +120,7 @@ class CheckpointWriter:
     def put(self, storage: Storage, contents: ArchiveContents, kwargs: Mapping[str, Any]) -> None:
         """Write ``contents`` in a save that has begun; as :meth:`write` does."""
         url = storage.url
-        with self._told(url, SaveFailedError):
+        with self._raised_alike(url, SaveFailedError):
             draft = storage.draft(self._rank_info.file_name)
             try:
                 write_archive(SinkFile(draft), contents, self._proceed)
@@ -131,7 +131,7 @@ class CheckpointWriter:
             except BaseException:
                 draft.discard()
                 raise
-        with self._told(url, PartlyCommittedError):
+        with self._raised_alike(url, PartlyCommittedError):
             with draft:
                 pass
             self._barrier.agree()
@@ -140,8 +140,8 @@ class CheckpointWriter:
             self._barrier.agree(last=True)
 
     @contextmanager
-    def _told(self, url: str, failed: Callable[[str, int, str], SaveFailedError]) -> Iterator[None]:
-        """Tell the other ranks of an error, and raise theirs."""
+    def _raised_alike(self, url: str, failed: Callable[[str, int, str], SaveFailedError]) -> Iterator[None]:
+        """Send an error to the other ranks, and raise theirs."""
         try:
             yield
         except RankFailedError as error:

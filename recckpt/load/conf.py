@@ -86,9 +86,9 @@ class Entry:
         return frozenset({"dense", "sparse"} if self.strict else ())
 
     def action(self, name: Name) -> str:
-        """Return what to do where dtype or shape of ``name`` differ: what is said of it alone goes first."""
+        """Return what to do where dtype or shape of ``name`` differ: a rule for it alone goes first."""
         actions = [(not pattern.is_explicit, action) for pattern, action in self.on_mismatch if pattern.matches(name)]
-        return min(actions, key=lambda said: said[0], default=(False, "error"))[1]
+        return min(actions, key=lambda rule: rule[0], default=(False, "error"))[1]
 
 
 def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Entry:

@@ -54,10 +54,10 @@ def read_other_state(
 
 def _dense_state(taken: Sequence[tuple[Planned, OpenSource]], live: Mapping[str, Any]) -> dict[str, Any]:
     # Every rank reads: 1.1 s for 256 MiB on two ranks of one host, where sending it from rank 0 took 1.3 s.
-    found = {source: source.dense(live) for source in dict.fromkeys(source for _, source in taken)}
+    states = {source: source.dense(live) for source in dict.fromkeys(source for _, source in taken)}
     state: dict[str, Any] = {}
     for item, source in taken:
-        value, there = found[source][item.source], live[item.name.text]
+        value, there = states[source][item.source], live[item.name.text]
         if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and is_sharded(there)):
             state[item.name.text] = as_live(value, there, source.tensors)
         else:
@@ -65,14 +65,14 @@ def _dense_state(taken: Sequence[tuple[Planned, OpenSource]], live: Mapping[str,
     return state
 
 
-def _converted(found: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+def _converted(saved: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     """Bring a tensor to the dtype and shape of the live one, which pads it."""
-    found = found.to(live.dtype)
-    if found.shape == live.shape:
-        return found
+    saved = saved.to(live.dtype)
+    if saved.shape == live.shape:
+        return saved
     padded = live.detach().clone().cpu()
-    both = tuple(slice(min(sizes)) for sizes in zip(found.shape, live.shape, strict=True))
-    padded[both] = found[both]
+    both = tuple(slice(min(sizes)) for sizes in zip(saved.shape, live.shape, strict=True))
+    padded[both] = saved[both]
     return padded
 
 
@@ -101,15 +101,15 @@ def _of_all(live: LiveState, item: Planned, source: OpenSource) -> Iterator[Any]
 
 def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:
     """Return states of names that nobody registered, for ``Saver.get_extra_data``."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for source in sources:
         names = [name for name in registered_names(source.at.checkpoint) if source.at.entry.wants(name)]
         for name in (name.text for name in names if name.group == "extra" and name.text not in live.extra):
             if name not in source.at.extras_of_ranks:
-                found[name] = source.value(layout.EXTRA, name)
+                states[name] = source.value(layout.EXTRA, name)
             elif source.at.shards in (1, live.shards):
-                found[name] = source.own_state(layout.extra_of, name, live.shard)
-    return found
+                states[name] = source.own_state(layout.extra_of, name, live.shard)
+    return states
 
 
 def _position(live: LiveState, item: Planned, source: OpenSource) -> Any:
@@ -117,7 +117,7 @@ def _position(live: LiveState, item: Planned, source: OpenSource) -> Any:
     if source.at.shards == live.shards:
         return source.own_state(layout.io_state, item.source, live.shard)
     files = [source.state(layout.io_state(shard)) for shard in range(source.at.shards)]
-    of_all = [found[item.source] for found in files if item.source in found]
+    of_all = [states[item.source] for states in files if item.source in states]
     return live.io_state.merged(item.name.text, of_all, live.shard, live.shards)
 
 

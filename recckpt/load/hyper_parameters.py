@@ -48,17 +48,17 @@ class HyperParameters:
             name: schedules for name, obj in objects.items() if (schedules := [*map(_schedule, _schedulers(obj))])
         }
 
-    def after_load(self, label: str, loaded: Collection[str], fresh: Collection[str], *, is_told: bool) -> None:
+    def after_load(self, label: str, loaded: Collection[str], fresh: Collection[str], *, with_log: bool) -> None:
         """Put those of this run back where they are kept, and say in one line what a load has replaced.
 
         Args:
             label: what messages call the checkpoint.
             loaded: names of the registered objects that were loaded.
             fresh: names of the optimizers that took nothing, since they are of another class.
-            is_told: whether to log.
+            with_log: whether to log what has changed.
         """
         differences = list(self._differences())
-        if is_told and differences:
+        if with_log and differences:
             what = "this run keeps its hyper-parameters" if self.kept else "replaced hyper-parameters of this run"
             form = "{} {}, not {}" if self.kept else "{} {} -> {}"
             log.info("%s: %s: %s", label, what, ", ".join(form.format(*each) for each in differences))

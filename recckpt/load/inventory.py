@@ -101,30 +101,30 @@ def _registered(checkpoint: Checkpoint, here: Mapping[str, str]) -> dict[Name, T
     states = [text.rpartition("@") for text in checkpoint.manifest.names.dense_opt]
     optimizers = {name for _, _, name in states}
     names = [state_name(here.get(parameter, parameter), name) for parameter, _, name in states]
-    for found in registered_names(checkpoint):
-        names.append(Name("dense_opt", found.text) if found.group == "extra" and found.text in optimizers else found)
+    for name in registered_names(checkpoint):
+        names.append(Name("dense_opt", name.text) if name.group == "extra" and name.text in optimizers else name)
     lineages = checkpoint.manifest.training.optimizers
     return {name: Thing(PLAIN, lineage=lineages.get(name.text, ())) for name in names}
 
 
-def names_here(found: Iterable[str], model: Iterable[str]) -> dict[str, str]:
+def names_here(saved: Iterable[str], model: Iterable[str]) -> dict[str, str]:
     """Return what the model calls each name in a checkpoint: wrappers that one side alone had are looked through."""
-    found, model = list(found), list(model)
-    plain = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in found}
+    saved, model = list(saved), list(model)
+    plain = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in saved}
     if len({*plain.values()}) < len(plain) or any(_COMPILED in name.split(".") for name in model):
-        plain = {name: name for name in found}
+        plain = {name: name for name in saved}
     strip, add = dense_prefix(plain.values(), model)
-    return {name: add + plain[name].removeprefix(strip) for name in found}
+    return {name: add + plain[name].removeprefix(strip) for name in saved}
 
 
-def dense_prefix(found: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
+def dense_prefix(saved: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
     """Return the prefix to strip from names in a file, and the one to add, where one side alone was wrapped."""
-    found, model = {*found} - {_N_AVERAGED}, {*model} - {_N_AVERAGED}
-    if found & model:
+    saved, model = {*saved} - {_N_AVERAGED}, {*model} - {_N_AVERAGED}
+    if saved & model:
         return "", ""
-    if found and all(name.startswith(_WRAPPED) for name in found):
-        return (_WRAPPED, "") if {name.removeprefix(_WRAPPED) for name in found} & model else ("", "")
-    return "", _WRAPPED if {_WRAPPED + name for name in found} & model else ""
+    if saved and all(name.startswith(_WRAPPED) for name in saved):
+        return (_WRAPPED, "") if {name.removeprefix(_WRAPPED) for name in saved} & model else ("", "")
+    return "", _WRAPPED if {_WRAPPED + name for name in saved} & model else ""
 
 
 def listed_inventory(lines: Iterable[str]) -> Inventory:

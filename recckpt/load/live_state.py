@@ -100,7 +100,7 @@ def _thing(value: Any) -> Thing:
 def check_live(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Sequence[Planned], problems: Problems
 ) -> None:
-    """Add what only the live objects can tell of a plan: states of other ranks, and tables that are not ours."""
+    """Add what does not fit the live objects of a plan: states of other ranks, and tables that are not ours."""
     for item in items:
         if item.offer is not None and item.name.group == "io_state":
             _check_positions(live, sources[item.offer], item, problems)

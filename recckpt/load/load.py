@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -33,10 +34,7 @@ from recckpt.types import SavableTable
 
 def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> LoadPlan:
     """Decide what is loaded from where, as :func:`recckpt.load.plan.plan_load`; reads no rows and changes nothing."""
-
-    def check(items: Sequence[Planned], found: Problems) -> None:
-        check_live(live, [source.at for source in sources], items, found)
-
+    check = partial(check_live, live, [source.at for source in sources])
     return plan_load(live.inventory, [source.offer(live.inventory) for source in sources], problems, check)
 
 
@@ -80,7 +78,7 @@ def load(
     settings = HyperParameters(live, kept=any(source.at.entry.keeps_settings for source in sources))
     loaded = _apply(live, other, rows, progress, concurrency)
     others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
-    settings.after_load(" and ".join(planned.sources), other.extra, others, is_told=live.shard == 0)
+    settings.after_load(" and ".join(planned.sources), other.extra, others, with_log=live.shard == 0)
     _forget_admitted(live.targets.values(), planned.items, sources)
     report = LoadReport(
         tuple(_as_taken(item, loaded) for item in planned.items),

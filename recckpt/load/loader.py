@@ -147,15 +147,15 @@ class Loader:
         return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards)
 
     def _begun(self, live: LiveState, sources: Sequence[OpenSource]) -> Operation:
-        """Return the span of a load that begins; the first rank tells for all."""
+        """Return the span of a load that begins, which the first rank gives to OpenTelemetry for all."""
         records = [source.at.checkpoint.manifest for source in sources]
         attributes: dict[str, str | int] = {"id": ", ".join(record.ckpt_id for record in records)}
         if records:
             attributes["kind"] = records[-1].kind
         if records and records[-1].step is not None:
             attributes["step"] = records[-1].step
-        retries, is_told = (lambda: self.storage.n_retries), live.shard == 0
-        return Operation("load", attributes, run=self.run, retries=retries, is_told=is_told)
+        retries, is_first = (lambda: self.storage.n_retries), live.shard == 0
+        return Operation("load", attributes, run=self.run, retries=retries, is_told=is_first)
 
 
 def _whole_restore(

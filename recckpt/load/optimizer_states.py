@@ -77,7 +77,7 @@ class _Composer:
     def _starts_fresh(self, item: Planned) -> bool:
         """Say whether the parameter is loaded and its state is asked for, but not there."""
         parameters = (self._planned.get(Name("dense", name)) for name in self._names[item.name.parameter])
-        offer = next((found.offer for found in parameters if found and found.offer is not None), None)
+        offer = next((each.offer for each in parameters if each and each.offer is not None), None)
         return offer is not None and self._sources[offer].at.entry.wants(item.name)
 
     def _renamed(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[dict[str, Any]]:
@@ -89,9 +89,11 @@ class _Composer:
             item = self._planned[state_name(first, self._name)]
             if item.offer is not None and self._sources[item.offer] is source:
                 names.append(item.source.rpartition("@")[0])  # it may be tied there alone
-        found = {parameter: next((name for name in names if name in known), "") for parameter, names in there.items()}
+        called_there = {
+            parameter: next((name for name in names if name in known), "") for parameter, names in there.items()
+        }
         return [
-            {**group, NAMES: [parameter for parameter, name in found.items() if name in names]}
+            {**group, NAMES: [parameter for parameter, name in called_there.items() if name in names]}
             for group, names in zip(groups, called, strict=True)
         ]
 
@@ -119,16 +121,16 @@ class _Composer:
         if name not in source.at.extras_of_ranks or not self._live.extra.gathers(self._name):
             return self._by_name(source, name, self._value(source, name))
         items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]
-        wanted = {item.source.rpartition("@")[0] for item in items if item.offer == offer}
-        found: _States = {}
+        needed = {item.source.rpartition("@")[0] for item in items if item.offer == offer}
+        states: _States = {}
         for shard in sorted(range(source.at.shards), key=lambda shard: shard != self._live.shard):
-            if all(there in found and found[there][1] for there in wanted):
+            if all(there in states and states[there][1] for there in needed):
                 break  # most often a rank has saved all that it needs
             state = source.read_once(layout.extra_of(shard)).get(name)
             for there, (shape, values) in (self._by_name(source, name, state) if state is not None else {}).items():
-                if there in wanted and (values or there not in found):
-                    found[there] = (shape, values)
-        return found
+                if there in needed and (values or there not in states):
+                    states[there] = (shape, values)
+        return states
 
     def _value(self, source: OpenSource, name: str) -> Any:
         if name not in source.at.extras_of_ranks:
@@ -238,17 +240,17 @@ def _with_settings(
 def _scalars(source: OpenSource) -> dict[str, Any]:
     """Return the scalars in a checkpoint, of the shape that optimizers give; {} where it has none."""
     is_there = SPARSE_OPTIM in source.at.checkpoint.manifest.names.extra
-    found = source.value(layout.EXTRA, SPARSE_OPTIM) if is_there else {}
-    if not _is_state(found):
+    state = source.value(layout.EXTRA, SPARSE_OPTIM) if is_there else {}
+    if not _is_state(state):
         expected = "the state dict of an optimizer"
-        raise source.corrupt(layout.EXTRA, repr(SPARSE_OPTIM), found=f"{found!s:.80}", expected=expected)
-    return dict(found)
+        raise source.corrupt(layout.EXTRA, repr(SPARSE_OPTIM), found=f"{state!s:.80}", expected=expected)
+    return dict(state)
 
 
-def _is_state(found: Any) -> bool:
-    if not isinstance(found, dict) or not isinstance(found.get("state", {}), dict):
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, dict) or not isinstance(state.get("state", {}), dict):
         return False
-    groups = found.get("param_groups", [])
+    groups = state.get("param_groups", [])
     return isinstance(groups, list) and all(isinstance(group, dict) and _has_names(group) for group in groups)
 
 

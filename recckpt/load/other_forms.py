@@ -1,4 +1,4 @@
-"""Another form of a checkpoint in which reading has found damage: a delta or a compacted copy of it (no torch here).
+"""Another form of a checkpoint that turns out to be damaged: a delta or a compacted copy of it (no torch here).
 
 A listing looks at manifests and sizes only, so the one that it prefers may turn out to be damaged when it is read.
 """

@@ -33,7 +33,7 @@ def plan_load(
         model: names of the model.
         offers: what the checkpoints have, in the order of the bank; of those that have a name, the last one counts.
         problems: what is wrong with the bank already.
-        check: adds what only the live objects can tell.
+        check: adds what is known of the live objects alone.
 
     Raises:
         LoadConfError: names or keys that do not exist; all of them, and all that does not fit beside them.
@@ -73,8 +73,8 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
     for number, match in reversed(list(enumerate(matches))):
         if name not in match.there:
             continue
-        entry, label, source, found = match.offer.entry, match.offer.label, match.there[name], match.found(name)
-        if found is None:
+        entry, label, source, saved = match.offer.entry, match.offer.label, match.there[name], match.saved(name)
+        if saved is None:
             reasons.append(f"{label} has no {match.called(source)!r}" if source != name else f"not in {label}")
             if name.group in entry.strict_groups and name.slot in ("", EMBEDDING):
                 missing_in.append(entry)
@@ -85,7 +85,7 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
             problems.misfit(entry, name.text, *error.args)
             conversion = reason = ""
         if not reason:
-            return Planned(name, number, source.text, found, conversion)
+            return Planned(name, number, source.text, saved, conversion)
         reasons.append(reason)
     if missing_in:
         problems.miss(missing_in, name.table or name.text)
@@ -116,10 +116,10 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
 def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
     """Take the state of a parameter from one offer, or say why it has none."""
     match = matches[number]
-    source, found, inventory = match.there[name], match.found(name), match.offer.inventory
-    if found is not None:
+    source, saved, inventory = match.there[name], match.saved(name), match.offer.inventory
+    if saved is not None:
         other = misfit(_lineage(inventory, source), _lineage(match.model, name))
-        return Planned(name, reason=SAVED_BY + other) if other else Planned(name, number, source.text, found)
+        return Planned(name, reason=SAVED_BY + other) if other else Planned(name, number, source.text, saved)
     if Name("dense_opt", source.optimizer) in inventory:
         return Planned(name, reason=f"{source.optimizer!r} there does not train {source.parameter!r}")
     if Name("extra", source.optimizer) in inventory:
@@ -177,23 +177,23 @@ class Match:
 
     Attributes:
         model: the names of the model.
-        there: name of the model that is wanted -> its name in the checkpoint.
+        there: name of the model that the entry asks for -> its name in the checkpoint.
     """
 
     def __init__(self, model: Inventory, offer: LoadCandidate, problems: Problems) -> None:
         self.offer, self.model = offer, model
         self.there: dict[Name, Name] = {}
-        self._known: set[Name] = set()  # names in the checkpoint that have a partner, wanted or not
+        self._known: set[Name] = set()  # names in the checkpoint that have a partner, asked for or not
         for name in model:
-            wanted = offer.entry.wants(name)
+            is_asked = offer.entry.wants(name)
             try:
                 source = _source(name, model[name].tied, offer)
             except ValueError as error:
-                if wanted:
+                if is_asked:
                     problems.about_names(offer.entry, f"'oname': {error}")
                 continue
             self._known.add(source)
-            if wanted:
+            if is_asked:
                 self.there[name] = source
 
     def check(self, problems: Problems) -> None:
@@ -213,11 +213,11 @@ class Match:
         if others:
             problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
         taken = {source.table for source in self.there.values() if source in inventory}
-        for said in said_of({table: found for table, found in self.offer.reduced.items() if table in taken}):
+        for line in said_of({table: each for table, each in self.offer.reduced.items() if table in taken}):
             what = "training that goes on from there is not, bit for bit, the training that was saved"
-            problems.warn(entry, f"{label} was saved with {said}: {what}")
-        for said in self.offer.unsaved.said if entry.is_own else ():
-            problems.warn(entry, f"{label} lacks {said}")
+            problems.warn(entry, f"{label} was saved with {line}: {what}")
+        for line in self.offer.unsaved.said if entry.is_own else ():
+            problems.warn(entry, f"{label} lacks {line}")
         objects = [name.text for name in left if name.is_object]
         if entry.is_own and objects:
             remedy = "register it before it is loaded, or saves to come lack it"
@@ -231,27 +231,27 @@ class Match:
             return True
         return name.slot == EMBEDDING and (name.table in asked or entry.renames.is_explicit(name.table))
 
-    def found(self, name: Name) -> Thing | None:
-        """Return what the checkpoint has of a wanted name."""
+    def saved(self, name: Name) -> Thing | None:
+        """Return what the checkpoint has of a name that the entry asks for."""
         return self.offer.inventory.get(self.there[name])
 
     def fit(self, name: Name) -> tuple[str, str]:
         """Return (conversion, why it is left out) of a name that is there; a ValueError says (found, expected)."""
-        found, live = self.offer.inventory[self.there[name]], self.model[name]
-        if other := misfit(found.lineage, live.lineage):
+        saved, live = self.offer.inventory[self.there[name]], self.model[name]
+        if other := misfit(saved.lineage, live.lineage):
             return "", SAVED_BY + other
-        takes_anything = "" in (found.dtype, live.dtype) or name.text.endswith(_EXTRA_STATE)
-        if not takes_anything and (found.dtype, found.shape) != (live.dtype, live.shape):
+        takes_anything = "" in (saved.dtype, live.dtype) or name.text.endswith(_EXTRA_STATE)
+        if not takes_anything and (saved.dtype, saved.shape) != (live.dtype, live.shape):
             action = self.offer.entry.action(name)
             if action == "skip":
-                return "", f"{self.offer.label} has {found}, the model {live}: skipped"
-            return _conversion(found, live, action, of_rows=name.is_slot), ""
+                return "", f"{self.offer.label} has {saved}, the model {live}: skipped"
+            return _conversion(saved, live, action, of_rows=name.is_slot), ""
         embedding = slot_name(name.table, EMBEDDING)
-        if name.is_slot and name != embedding and embedding in self.there and self.found(embedding):
+        if name.is_slot and name != embedding and embedding in self.there and self.saved(embedding):
             try:
                 return "", self.fit(embedding)[1]  # a table without its embedding is of no use
             except ValueError:
-                return "", ""  # which is said where the embedding is looked at
+                return "", ""  # the embedding itself is refused
         return "", ""
 
     def called(self, source: Name) -> str:
@@ -266,7 +266,7 @@ def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
     text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
     if name.parameter:
         names = _names_there([renames.source(Name("dense", one)) for one in (name.parameter, *tied)], text, offer)
-        return next((found for found in names if found in offer.inventory), names[0])
+        return next((one for one in names if one in offer.inventory), names[0])
     if name.group == "dense_opt" and Name("dense_opt", text) not in offer.inventory:
         return Name("extra", text)  # saved without the names of its parameters
     return slot_name(*text.rsplit("@", 1)) if name.is_slot and "@" in text else Name(name.group, text)
@@ -278,21 +278,21 @@ def _names_there(parameters: Sequence[str], optimizer: str, offer: LoadCandidate
     return [state_name(one, optimizer) for one in dict.fromkeys([*parameters, *(n for t in things for n in t.tied)])]
 
 
-def _conversion(found: Thing, live: Thing, action: str, *, of_rows: bool) -> str:
-    """Say how ``found`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it.
+def _conversion(saved: Thing, live: Thing, action: str, *, of_rows: bool) -> str:
+    """Say how ``saved`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it.
 
     Rows of tables, which lie one after the other in their files, get another last dimension only.
     """
     steps = []
-    if found.dtype != live.dtype:
-        allowed = action in ("cast", "resize") and PLAIN not in (found.dtype, live.dtype)
-        steps.append(f"cast {found.dtype} -> {live.dtype}" if allowed else "")
-    if found.shape != live.shape:
-        allowed = action == "resize" and len(found.shape) == len(live.shape)
-        is_width = found.shape[:-1] == live.shape[:-1]
-        sides = (found.shape[-1:], live.shape[-1:]) if is_width else (found.shape, live.shape)
+    if saved.dtype != live.dtype:
+        allowed = action in ("cast", "resize") and PLAIN not in (saved.dtype, live.dtype)
+        steps.append(f"cast {saved.dtype} -> {live.dtype}" if allowed else "")
+    if saved.shape != live.shape:
+        allowed = action == "resize" and len(saved.shape) == len(live.shape)
+        is_width = saved.shape[:-1] == live.shape[:-1]
+        sides = (saved.shape[-1:], live.shape[-1:]) if is_width else (saved.shape, live.shape)
         step = " -> ".join("x".join(map(str, side)) for side in sides)
         steps.append(f"{_RESIZE} {step}" if allowed and (is_width or not of_rows) else "")
     if not all(steps):
-        raise ValueError(str(found), str(live))
+        raise ValueError(str(saved), str(live))
     return ", ".join(steps)

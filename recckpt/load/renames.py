@@ -10,7 +10,7 @@ from typing import Any
 from recckpt.format.names import ID, WILDCARD, Name, wildcard_regex, wildcards
 from recckpt.types import EMBEDDING, is_list
 
-_Found = dict[str, tuple[str, str]]  # name in the checkpoint -> the rule that gives it
+_Matches = dict[str, tuple[str, str]]  # name in the checkpoint -> the rule that gives it
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,27 @@ class Renames:
     def source(self, name: Name) -> str:
         """Return what ``name`` is called in the checkpoint, or raise ValueError where rules give it different names."""
         if not name.is_slot:
-            return _only(name.text, self._found(name.text, self._starred))
-        found = self._found(name.text, self._for_slots)
-        if found and name.slot not in (ID, EMBEDDING):
-            return _only(name.text, found)
-        tables = self._found(name.table, self._starred)
+            return _only(name.text, self._matches(name.text, self._starred))
+        matches = self._matches(name.text, self._for_slots)
+        if matches and name.slot not in (ID, EMBEDDING):
+            return _only(name.text, matches)
+        tables = self._matches(name.table, self._starred)
         for slot in (ID, EMBEDDING):
-            renamed = self._found(f"{name.table}@{slot}", self._for_slots)
+            renamed = self._matches(f"{name.table}@{slot}", self._for_slots)
             tables |= {text.rpartition("@")[0] or text: rule for text, rule in renamed.items()}
         table = _only(name.table, tables)
-        return _only(name.text, found) if found else f"{table}@{name.slot}"
+        return _only(name.text, matches) if matches else f"{table}@{name.slot}"
 
     def is_explicit(self, text: str) -> bool:
         """Say whether a rule without wildcards speaks of a name or table."""
         return text in self._explicit
 
-    def _found(self, text: str, starred: Sequence[tuple[str, str]]) -> _Found:
+    def _matches(self, text: str, starred: Sequence[tuple[str, str]]) -> _Matches:
         """Return the names that rules give to a text, each with its rule."""
-        found = {other: (text, other) for other in self._explicit.get(text, ())}
+        matches = {other: (text, other) for other in self._explicit.get(text, ())}
         for rule in starred:
-            found |= dict.fromkeys(_renamed(*rule, text), rule)
-        return found
+            matches |= dict.fromkeys(_renamed(*rule, text), rule)
+        return matches
 
     @cached_property
     def _explicit(self) -> dict[str, list[str]]:
@@ -79,12 +79,12 @@ def parse_renames(value: Any) -> Renames:
     return Renames(tuple(rules))
 
 
-def _only(text: str, found: _Found) -> str:
+def _only(text: str, matches: _Matches) -> str:
     """Return the one name that rules give to a text; itself where there is none."""
-    if len(found) > 1:
-        rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in found.values()}))
-        raise ValueError(f"{text!r} is ambiguous: {' or '.join(map(repr, sorted(found)))}, by {rules}")
-    return next(iter(found), text)
+    if len(matches) > 1:
+        rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in matches.values()}))
+        raise ValueError(f"{text!r} is ambiguous: {' or '.join(map(repr, sorted(matches)))}, by {rules}")
+    return next(iter(matches), text)
 
 
 def _renamed(model_side: str, checkpoint_side: str, text: str) -> set[str]:

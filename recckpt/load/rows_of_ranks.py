@@ -1,4 +1,4 @@
-"""Whether the ranks have read as many rows as a checkpoint says, each those of its slice: none can tell alone."""
+"""Whether the ranks have read as many rows as a checkpoint says, each those of its slice; one alone cannot check it."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from recckpt.storage import Storage, absolute, open_storage
 
 @dataclass(frozen=True)
 class LocatedCheckpoint:
-    """A checkpoint that was located, and what is wanted of it."""
+    """A checkpoint that was located, and what is to be loaded of it."""
 
-    entry: Entry  # what is wanted
+    entry: Entry  # what is to be loaded
     storage: Storage  # the output dir that it lies in
     checkpoint: Checkpoint  # the newest link, with those below
     held: str = ""  # save id of the link whose rows the model's tables hold as they were loaded; "" for none
@@ -77,10 +77,10 @@ def locate_asked(
     if ckpt_id is not None:
         storage = own if ckpt_path is None else open_storage(str(ckpt_path))
         return storage, locate_id(storage, ckpt_id)
-    return _found(own, str(ckpt_path)) if ckpt_path is not None else (own, newest(own))
+    return _named(own, str(ckpt_path)) if ckpt_path is not None else (own, newest(own))
 
 
-def _found(own: Storage, word: str) -> tuple[Storage, Checkpoint]:
+def _named(own: Storage, word: str) -> tuple[Storage, Checkpoint]:
     """Return the checkpoint that a word means: an id of the own output dir goes before a path."""
     try:
         return own, locate_id(own, word)

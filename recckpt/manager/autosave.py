@@ -58,7 +58,7 @@ class Autosave:
         self._in_flight: SaveHandle | None = None
         self._has_stepped = False
         self._tables = tables_in(saver.model)
-        self._tell_tables()
+        self._date_tables()
 
     @property
     def counts(self) -> SaveCounts:
@@ -72,7 +72,7 @@ class Autosave:
         if self._reload_trigger is not None:
             self._reload_trigger.restart(begin)
         self._tables = tables_in(self._saver.model)  # there may be new ones
-        self._tell_tables()
+        self._date_tables()
         self._has_stepped = False
 
     def count(self, ends: Ends, state: State, metrics: Metrics, event_time: float | None) -> None:
@@ -84,7 +84,7 @@ class Autosave:
         run.count(ends)
         self._has_stepped = True
         run.note_event(time_of_events)
-        self._tell_tables()
+        self._date_tables()
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
             self.settle(timeout_sec=0)
@@ -101,8 +101,8 @@ class Autosave:
         if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
             check_step(state, metrics)
 
-    def _tell_tables(self) -> None:
-        """Tell the tables where the run is: what they look up next is dated with that."""
+    def _date_tables(self) -> None:
+        """Set the date of the tables to where the run is: rows that they look up next get it."""
         for table in self._tables:
             table.step = self._run.global_step
             if self._run.event_time is not None:  # else that of the table stays, which may have been set by hand
@@ -168,14 +168,14 @@ class Autosave:
             self._settle_then(partial(self._save, kind, None, None, background=False))
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the save in the background, and raise its error where nobody has been told of it."""
+        """Wait for the save in the background, and raise its error unless it was raised before."""
         try:
             return self._saver.settle(timeout_sec)
         finally:
             self._note_failure()
 
     def settle_on_all(self) -> None:
-        """Wait on all ranks, and raise the error of the save where a rank has not been told of it. Collective."""
+        """Wait on all ranks, and raise the error of the save unless all of them have raised it before. Collective."""
         settle_on_all(self.settle, self._ranks_now().telling(self._info.failure))
 
     def _settle_for_save(self) -> None:

@@ -39,19 +39,19 @@ class Followed:
     def newer(self) -> LocatedCheckpoint | None:
         """Return the checkpoint that is there now, None where it is no newer than the one taken."""
         try:
-            found = locate_source(self._entry)
+            newest = locate_source(self._entry)
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
             return None  # a run that is being written or rotated; it is looked at again
-        taken, there = self._taken.checkpoint.manifest, found.checkpoint.manifest
-        return found if there.save_id != taken.save_id and there.place > taken.place else None
+        taken, there = self._taken.checkpoint.manifest, newest.checkpoint.manifest
+        return newest if there.save_id != taken.save_id and there.place > taken.place else None
 
-    def since_taken(self, found: LocatedCheckpoint, live: LiveState) -> LocatedCheckpoint:
+    def since_taken(self, newer: LocatedCheckpoint, live: LiveState) -> LocatedCheckpoint:
         """Return what to read of a newer checkpoint: its new links, if the tables are still as they were loaded."""
         origin, tables = self._taken.checkpoint.manifest.origin, self._tables(live)
-        stands_on_it = any(link.manifest.origin == origin for link in found.checkpoint.links)
+        stands_on_it = any(link.manifest.origin == origin for link in newer.checkpoint.links)
         if stands_on_it and tables and all(self._tracker.is_unchanged(table, origin) for table in tables):
-            return replace(found, held=origin)
-        return found
+            return replace(newer, held=origin)
+        return newer
 
     def _tables(self, live: LiveState) -> list[HashTable] | None:
         """Return the tables that the entry fills, None where it could not go on from what it has loaded."""

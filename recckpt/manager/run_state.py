@@ -54,8 +54,8 @@ class Run:
     @property
     def state(self) -> dict[str, Scalar]:
         """What a manifest says of it, beside the step."""
-        found = {EVENT_TIME: self.event_time, WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {EVENT_TIME: self.event_time, WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
+        return {name: value for name, value in values.items() if value is not None}
 
     def start_at(self, step: int | None) -> None:
         """Count from a step that was loaded from another run, if one was."""

@@ -89,10 +89,10 @@ def _number(given: int | str) -> int:
     if not isinstance(given, str):
         return given
     name = f"SIG{given.upper().removeprefix('SIG')}"
-    found = getattr(signal, name, None)
-    if not isinstance(found, signal.Signals):
+    number = getattr(signal, name, None)
+    if not isinstance(number, signal.Signals):
         raise ValueError(f"{given!r} is not the name of a signal{nearest(name, signal.Signals.__members__)}")
-    return found
+    return number
 
 
 class _Note:

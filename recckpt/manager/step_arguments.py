@@ -26,9 +26,9 @@ def check_step(state: State, metrics: Metrics) -> None:
 
 def as_state(state: State, metrics: Metrics) -> dict[str, Scalar]:
     """Return what is kept with a checkpoint, or raise as :func:`check_step`."""
-    found = {**as_numbers(metrics), **as_scalars(state)}
+    entries = {**as_numbers(metrics), **as_scalars(state)}
     _check_names(state, metrics)
-    return found
+    return entries
 
 
 def checked_event_time(event_time: float | None) -> float | None:
