@@ -12,7 +12,8 @@ from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
 from recckpt.format.reduced import said_of
 from recckpt.inspect.diff.bucket_diff import slots_of
-from recckpt.inspect.diff.result import CheckpointDiff, Side, TableDiff
+from recckpt.inspect.diff.checkpoint_diff import CheckpointDiff
+from recckpt.inspect.diff.result import Side, TableDiff
 from recckpt.inspect.diff.tables import DiffOptions, compare_table
 from recckpt.inspect.diff.tensors import compare_tensors
 from recckpt.inspect.diff.values import compare_values, files_of_values

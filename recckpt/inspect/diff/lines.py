@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from recckpt.inspect.diff.result import Differences, Side, SlotDiff, TableDiff, TensorDiff, ValueDiff
 from recckpt.inspect.spread import QUANTILES, Spread
 from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section
 from recckpt.text.columns import Tone
-
-if TYPE_CHECKING:
-    from recckpt.inspect.diff.result import CheckpointDiff, Side, SlotDiff, TableDiff, TensorDiff, ValueDiff
 
 TABLE_HEAD = ("TABLE", "BEFORE", "AFTER", "ADDED", "GONE", "CHANGED", "SAME")
 SHARES = tuple(f"{100 * share:g} %" for share in QUANTILES)
@@ -23,28 +20,28 @@ _TONES: dict[str, Tone] = {"added": "good", "gone": "damaged", "changed": "unsur
 NUMBERS = frozenset({*TABLE_HEAD[1:], *SLOT_HEAD[4:], "CHANGED", "ID", "L2", "COSINE", "RELATIVE", "LARGEST"})
 
 
-def lines_of(found: CheckpointDiff) -> list[Line]:
+def lines_of(diff: Differences) -> list[Line]:
     """Return the lines that ``recckpt diff`` prints; what is the same is counted, not listed."""
-    lines: list[Line] = list(pairs([("before", side_text(found.before)), ("after", side_text(found.after))]))
-    if found.tolerance:
-        lines += pairs([("tolerance", f"{found.tolerance:g}")])
-    lines += _section("tables", TABLE_HEAD, map(table_row, found.tables))
-    lines += _section("how far rows moved that changed", SLOT_HEAD, slot_rows(found.tables))
-    lines += _section("embeddings that moved most", MOVED_HEAD, moved_rows(found.tables))
-    tensors = [each for each in found.tensors if each.status != "same"]
+    lines: list[Line] = list(pairs([("before", side_text(diff.before)), ("after", side_text(diff.after))]))
+    if diff.tolerance:
+        lines += pairs([("tolerance", f"{diff.tolerance:g}")])
+    lines += _section("tables", TABLE_HEAD, map(table_row, diff.tables))
+    lines += _section("how far rows moved that changed", SLOT_HEAD, slot_rows(diff.tables))
+    lines += _section("embeddings that moved most", MOVED_HEAD, moved_rows(diff.tables))
+    tensors = [each for each in diff.tensors if each.status != "same"]
     lines += _section("dense tensors", TENSOR_HEAD, map(tensor_row, tensors))
-    values = [each for each in found.values if each.status != "same"]
+    values = [each for each in diff.values if each.status != "same"]
     lines += _section("all else", VALUE_HEAD, map(value_row, values))
     if any(each.status == "unclear" for each in values):
         lines.append(f"  {UNCLEAR}")
-    return [*lines, "", verdict(found)]
+    return [*lines, "", verdict(diff)]
 
 
-def verdict(found: CheckpointDiff) -> str:
+def verdict(diff: Differences) -> str:
     """Return the last line: whether they are equal, and how much is."""
-    if found.is_equal:
-        return f"equal: {plural(len(found.tables), 'table')}, {plural(len(found.tensors), 'tensor')} and all else"
-    return "different: " + ", ".join(_counted(n, what) for what, n in found.differing.items())
+    if diff.is_equal:
+        return f"equal: {plural(len(diff.tables), 'table')}, {plural(len(diff.tensors), 'tensor')} and all else"
+    return "different: " + ", ".join(_counted(n, what) for what, n in diff.differing.items())
 
 
 def _counted(n: int, what: str) -> str:
@@ -58,7 +55,7 @@ def side_text(side: Side) -> str:
     """Return a side in one line."""
     step = "" if side.step is None else f", step {side.step}"
     links = f" of {plural(side.n_links, 'link')}" if side.n_links > 1 else ""
-    reduced = "".join(f"; saved with {one_line(said)}" for said in side.reduced)
+    reduced = "".join(f"; saved with {one_line(option)}" for option in side.reduced)
     return f"{one_line(side.path)} ({side.kind}{links}{step}, {plural(side.rows, 'row')}){reduced}"
 
 

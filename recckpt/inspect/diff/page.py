@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from recckpt.inspect.diff import lines
+from recckpt.inspect.diff.result import Differences, Side, TableDiff
 from recckpt.text import count, escaped, html
-
-if TYPE_CHECKING:
-    from recckpt.inspect.diff.result import CheckpointDiff, Side, TableDiff
 
 _STYLE = """
 .recckpt .bar { display: flex; height: .8em; min-width: 9em; border-radius: .2em; overflow: hidden; }
@@ -22,27 +19,27 @@ _STYLE = """
 _SHARES = ("added", "gone", "changed", "same")
 
 
-def page_of(found: CheckpointDiff) -> str:
+def page_of(diff: Differences) -> str:
     """Return a whole page."""
-    return html.page(f"{escaped(found.before.ckpt_id)} and {escaped(found.after.ckpt_id)}", body_of(found))
+    return html.page(f"{escaped(diff.before.ckpt_id)} and {escaped(diff.after.ckpt_id)}", body_of(diff))
 
 
-def body_of(found: CheckpointDiff) -> str:
+def body_of(diff: Differences) -> str:
     """Return what a notebook shows."""
-    parts = [f"<h1>{html.text(lines.verdict(found))}</h1>"]
-    parts += [f"<p>{what} {html.text(lines.side_text(side))}</p>" for what, side in _sides(found)]
-    if found.tolerance:
-        parts.append(f"<p>tolerance {found.tolerance:g}</p>")
-    if found.tables:
+    parts = [f"<h1>{html.text(lines.verdict(diff))}</h1>"]
+    parts += [f"<p>{what} {html.text(lines.side_text(side))}</p>" for what, side in _sides(diff)]
+    if diff.tolerance:
+        parts.append(f"<p>tolerance {diff.tolerance:g}</p>")
+    if diff.tables:
         key = " ".join(f'<i class="{share}"></i>{share}' for share in _SHARES)
-        rows = ([*map(html.text, lines.table_row(table)), _bar(table)] for table in found.tables)
+        rows = ([*map(html.text, lines.table_row(table)), _bar(table)] for table in diff.tables)
         parts += ["<h2>Tables</h2>", html.table((*lines.TABLE_HEAD, "ROWS"), rows, lines.NUMBERS)]
         parts.append(f'<p class="key">{key}</p>')
     section = partial(html.section, numbers=lines.NUMBERS)
-    tensors = [each for each in found.tensors if each.status != "same"]
-    values = [each for each in found.values if each.status != "same"]
-    parts += section("How far rows moved that changed", lines.SLOT_HEAD, lines.slot_rows(found.tables))
-    parts += section("Embeddings that moved most", lines.MOVED_HEAD, lines.moved_rows(found.tables))
+    tensors = [each for each in diff.tensors if each.status != "same"]
+    values = [each for each in diff.values if each.status != "same"]
+    parts += section("How far rows moved that changed", lines.SLOT_HEAD, lines.slot_rows(diff.tables))
+    parts += section("Embeddings that moved most", lines.MOVED_HEAD, lines.moved_rows(diff.tables))
     parts += section("Dense tensors", lines.TENSOR_HEAD, map(lines.tensor_row, tensors))
     parts += section("All else", lines.VALUE_HEAD, map(lines.value_row, values))
     if any(each.status == "unclear" for each in values):
@@ -50,8 +47,8 @@ def body_of(found: CheckpointDiff) -> str:
     return html.body(parts, _STYLE)
 
 
-def _sides(found: CheckpointDiff) -> Iterable[tuple[str, Side]]:
-    return ("before:", found.before), ("after:", found.after)
+def _sides(diff: Differences) -> Iterable[tuple[str, Side]]:
+    return ("before:", diff.before), ("after:", diff.after)
 
 
 def _bar(table: TableDiff) -> str:

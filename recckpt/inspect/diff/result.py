@@ -1,14 +1,13 @@
-"""What a comparison of two checkpoints has found, as data (no torch here)."""
+"""The differences between two checkpoints, as data (no torch here)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from recckpt.inspect.diff import lines, page
 from recckpt.inspect.spread import Spread
-from recckpt.text import plain
 
 Status = Literal["same", "changed", "added", "gone", "unclear"]
 
@@ -155,8 +154,8 @@ class ValueDiff:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckpointDiff:
-    """What differs between two checkpoints; prints as the text of ``recckpt diff``, and as a page in notebooks.
+class Differences:
+    """All that differs between two checkpoints.
 
     Attributes:
         before: the one side.
@@ -184,11 +183,7 @@ class CheckpointDiff:
         """How many of each group differ, of those groups of which any does."""
         every = [("table", each.status) for each in self.tables] + [("tensor", each.status) for each in self.tensors]
         every += [(each.group, each.status) for each in self.values]
-        found: dict[str, int] = {}
-        for group, status in every:
-            if status != "same":
-                found[group] = found.get(group, 0) + 1
-        return found
+        return dict(Counter(group for group, status in every if status != "same"))
 
     def table(self, name: str) -> TableDiff:
         """Return a table by its name; KeyError where neither side has it."""
@@ -197,17 +192,3 @@ class CheckpointDiff:
     def to_dict(self) -> Mapping[str, Any]:
         """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
         return {"equal": self.is_equal, **asdict(self)}
-
-    def to_html(self) -> str:
-        """Return a page that needs no other file and no network."""
-        return page.page_of(self)
-
-    def _repr_html_(self) -> str:
-        return page.body_of(self)
-
-    def __str__(self) -> str:
-        return "\n".join(plain(lines.lines_of(self)))
-
-    def __repr__(self) -> str:
-        found = ", ".join(f"{n} of {what}" for what, n in self.differing.items()) or "equal"
-        return f"<CheckpointDiff {self.before.ckpt_id!r} -> {self.after.ckpt_id!r}: {found}>"

@@ -11,7 +11,7 @@ from recckpt.inspect.report.result import (
     CheckpointSize,
     Finding,
     Level,
-    RunReport,
+    RunHealth,
     TableHealth,
     UnusableDirectory,
 )
@@ -31,24 +31,24 @@ _SLOW_SEC = 1.0  # longer than the median at least
 _NAMED = 3
 
 
-def findings_of(found: RunReport, now: datetime, overdue_sec: float | None = None) -> list[Finding]:
+def findings_of(run: RunHealth, now: datetime, overdue_sec: float | None = None) -> list[Finding]:
     """Return what is unhealthy, problems first; the findings that it has already do not count.
 
     Args:
-        found: the run.
+        run: the run.
         now: the time.
         overdue_sec: the age of the newest checkpoint from which on a missing save is a problem; None for the usual.
     """
-    findings = [*_of_dir(found.url, found.checkpoints, found.leftovers)]
-    if found.checkpoints:
-        newest = f"{found.url.removesuffix('/')}/{found.checkpoints[-1].directory}"
-        findings += _of_files(newest, found.damage)
-        findings += _of_unsaved(found)
-        for table in found.tables:
+    findings = [*_of_dir(run.url, run.checkpoints, run.leftovers)]
+    if run.checkpoints:
+        newest = f"{run.url.removesuffix('/')}/{run.checkpoints[-1].directory}"
+        findings += _of_files(newest, run.damage)
+        findings += _of_unsaved(run)
+        for table in run.tables:
             findings += _of_table(newest, table)
-        findings += _of_chain(found.url, found.checkpoints[-1])
-        findings += _of_age(found, now, overdue_sec)
-    findings += _of_saves(found.saves)
+        findings += _of_chain(run.url, run.checkpoints[-1])
+        findings += _of_age(run, now, overdue_sec)
+    findings += _of_saves(run.saves)
     return sorted(findings, key=lambda finding: finding.level != "problem")
 
 
@@ -103,11 +103,11 @@ def _of_files(newest: str, damage: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def _of_unsaved(found: RunReport) -> Iterator[Finding]:
-    if found.lacks:
+def _of_unsaved(run: RunHealth) -> Iterator[Finding]:
+    if run.lacks:
         yield Finding(
             "warning",
-            f"the newest checkpoint lacks {one_line(' and '.join(found.lacks))}",
+            f"the newest checkpoint lacks {one_line(' and '.join(run.lacks))}",
             "A resume starts that from scratch. Register each dense optimizer by `register_for_checkpointing`, and "
             "give that of the tables to `Saver(model, sparse_optim)`; what is only looked up needs neither.",
         )
@@ -181,14 +181,14 @@ def _of_chain(url: str, newest: CheckpointSize) -> Iterator[Finding]:
         )
 
 
-def _of_age(found: RunReport, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
+def _of_age(run: RunHealth, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
     """Find a save that is missing: a problem to who asks for it, or looks often, since a run may have ended, too."""
-    newest = found.checkpoints[-1]
-    usual_sec = History([save for save in found.saves if save.error is None], []).overdue_sec
+    newest = run.checkpoints[-1]
+    usual_sec = History([save for save in run.saves if save.error is None], []).overdue_sec
     limit_sec, time = overdue_sec or usual_sec, time_of(newest.time)
     if limit_sec is not None and time is not None and (now - time).total_seconds() > limit_sec:
         yield Finding(
-            "warning" if found.deep and overdue_sec is None else "problem",
+            "warning" if run.deep and overdue_sec is None else "problem",
             f"no save since {escaped(newest.ckpt_id)} of {escaped(newest.time)}: expected one within "
             f"{duration(limit_sec)}",
             "The run has ended, hangs, or its saves fail: look at its log and at `recckpt watch`.",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from recckpt.inspect.report.result import CheckpointSize, RunHealth, TableHealth
+from recckpt.inspect.save_times import SaveTimes
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
-
-if TYPE_CHECKING:
-    from recckpt.inspect.report.result import CheckpointSize, RunReport, TableHealth
-    from recckpt.inspect.save_times import SaveTimes
 
 CHECKPOINT_HEAD = ("CHECKPOINT", "STEP", "KIND", "TIME", "ROWS", "SIZE", "LINKS", "TO READ", "MARKS")
 TABLE_HEAD = (
@@ -20,27 +17,27 @@ FAILED_HEAD = ("SAVE", "STEP", "TIME", "ERROR")
 NUMBERS = frozenset({*TABLE_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"})
 
 
-def lines_of(found: RunReport) -> list[Line]:
+def lines_of(run: RunHealth) -> list[Line]:
     """Return the lines that ``recckpt report`` prints."""
     lines: list[Line] = []
-    for finding in found.findings:
+    for finding in run.findings:
         lines += [f"{finding.level}: {finding.what}", f"  {finding.remedy}"]
-    if found.tables:
-        lines += [*_gap(lines), Table(TABLE_HEAD, [table_row(table) for table in found.tables], NUMBERS)]
-    return [*lines, *_gap(lines), verdict(found)]
+    if run.tables:
+        lines += [*_gap(lines), Table(TABLE_HEAD, [table_row(table) for table in run.tables], NUMBERS)]
+    return [*lines, *_gap(lines), verdict(run)]
 
 
 def _gap(lines: Sequence[Line]) -> Sequence[Line]:
     return [""] if lines else []
 
 
-def verdict(found: RunReport) -> str:
+def verdict(run: RunHealth) -> str:
     """Return in one line how a run is."""
-    n_problems = sum(finding.level == "problem" for finding in found.findings)
-    n_warnings = len(found.findings) - n_problems
+    n_problems = sum(finding.level == "problem" for finding in run.findings)
+    n_warnings = len(run.findings) - n_problems
     counted = [plural(n, what) for n, what in ((n_problems, "problem"), (n_warnings, "warning")) if n]
-    newest = f", the newest {escaped(found.newest)}" if found.newest is not None else ""
-    return f"{' and '.join(counted) or 'healthy'}: {plural(len(found.checkpoints), 'checkpoint')}{newest}"
+    newest = f", the newest {escaped(run.newest)}" if run.newest is not None else ""
+    return f"{' and '.join(counted) or 'healthy'}: {plural(len(run.checkpoints), 'checkpoint')}{newest}"
 
 
 def checkpoint_rows(checkpoints: Iterable[CheckpointSize]) -> Iterable[Sequence[str]]:
@@ -87,6 +84,6 @@ def share_of(part: int, whole: int) -> str:
     return f"{100 * part / max(1, whole):.3g} %"
 
 
-def place_of(found: RunReport) -> str:
+def place_of(run: RunHealth) -> str:
     """Return where the run lies, in one line."""
-    return one_line(found.url)
+    return one_line(run.url)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from recckpt.inspect.report import lines, plots
+from recckpt.inspect.report.result import Distribution, Finding, RunHealth, TableHealth
 from recckpt.text import count, escaped, html, plural
-
-if TYPE_CHECKING:
-    from recckpt.inspect.report.result import Distribution, Finding, RunReport, TableHealth
 
 _STYLE = """
 .recckpt .finding { border-left: .3em solid #e09f3e; padding: .3em .8em; margin: .6em 0; background: #8881; }
@@ -36,21 +33,21 @@ _LOOKED_AT = {
 _NAME = 60  # characters of a name beside plots
 
 
-def page_of(found: RunReport) -> str:
+def page_of(run: RunHealth) -> str:
     """Return a whole page."""
-    return html.page(f"recckpt: {lines.place_of(found)}", html.body(_parts(found), _STYLE))
+    return html.page(f"recckpt: {lines.place_of(run)}", html.body(_parts(run), _STYLE))
 
 
-def _parts(found: RunReport) -> Iterator[str]:
-    yield f"<h1>{html.text(lines.place_of(found))}</h1><p>{html.text(lines.verdict(found))}</p>"
+def _parts(run: RunHealth) -> Iterator[str]:
+    yield f"<h1>{html.text(lines.place_of(run))}</h1><p>{html.text(lines.verdict(run))}</p>"
     yield "<h2>What needs attention</h2>"
-    yield from map(_finding, found.findings)
-    if not found.findings:
+    yield from map(_finding, run.findings)
+    if not run.findings:
         yield '<div class="finding fine"><p>Nothing was found.</p></div>'
-    yield _note(_LOOKED_AT[found.deep])
-    yield from _checkpoints(found)
-    yield from _saves(found)
-    yield from _tables(found)
+    yield _note(_LOOKED_AT[run.deep])
+    yield from _checkpoints(run)
+    yield from _saves(run)
+    yield from _tables(run)
 
 
 def _finding(finding: Finding) -> str:
@@ -62,25 +59,25 @@ def _prose(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.text(text))
 
 
-def _checkpoints(found: RunReport) -> Iterator[str]:
-    listed = found.checkpoints[-_MOST_CHECKPOINTS:]
+def _checkpoints(run: RunHealth) -> Iterator[str]:
+    listed = run.checkpoints[-_MOST_CHECKPOINTS:]
     yield from html.section("Checkpoints", lines.CHECKPOINT_HEAD, lines.checkpoint_rows(listed), lines.NUMBERS)
-    if len(listed) < len(found.checkpoints):
-        yield _note(f"the newest {len(listed)} of {plural(len(found.checkpoints), 'checkpoint')}")
-    grown = sorted(found.tables, key=lambda table: -table.rows)[:_MOST_GROWN]
+    if len(listed) < len(run.checkpoints):
+        yield _note(f"the newest {len(listed)} of {plural(len(run.checkpoints), 'checkpoint')}")
+    grown = sorted(run.tables, key=lambda table: -table.rows)[:_MOST_GROWN]
     if len(listed) > 1 and grown:
         x, along = _along([each.step for each in listed], "checkpoint")
         series = [[each.tables.get(table.name) for each in listed] for table in grown]
         yield "<h2>How tables grow</h2>"
         yield _plots([_figure(f"rows, by {along}", plots.lines(x, series, plots.short))])
         yield _key([_short(table.name) for table in grown])
-        if len(grown) < len(found.tables):
-            yield _note(f"the {len(grown)} largest of {plural(len(found.tables), 'table')}")
+        if len(grown) < len(run.tables):
+            yield _note(f"the {len(grown)} largest of {plural(len(run.tables), 'table')}")
 
 
-def _saves(found: RunReport) -> Iterator[str]:
-    saves = [save for save in found.saves if save.error is None]
-    failed = [save for save in found.saves if save.error is not None][-_MOST_FAILED:]
+def _saves(run: RunHealth) -> Iterator[str]:
+    saves = [save for save in run.saves if save.error is None]
+    failed = [save for save in run.saves if save.error is not None][-_MOST_FAILED:]
     yield from html.section("Saves that failed", lines.FAILED_HEAD, lines.failed_rows(failed), lines.NUMBERS)
     if not saves:
         return
@@ -108,17 +105,17 @@ def _along(steps: Sequence[int | None], what: str) -> tuple[list[float], str]:
     return [float(number) for number in range(1, len(steps) + 1)], what
 
 
-def _tables(found: RunReport) -> Iterator[str]:
-    if found.newest is None or not found.tables:
+def _tables(run: RunHealth) -> Iterator[str]:
+    if run.newest is None or not run.tables:
         return
-    title = f"Tables of {escaped(found.newest)}"
-    yield from html.section(title, lines.TABLE_HEAD, map(lines.table_row, found.tables), lines.NUMBERS)
+    title = f"Tables of {escaped(run.newest)}"
+    yield from html.section(title, lines.TABLE_HEAD, map(lines.table_row, run.tables), lines.NUMBERS)
     yield _note(
         "norms are Euclidean; not finite: NaN or infinite values, in the slot that has most; dead: all zeros; "
         "exploding: over 100 times the median norm; never trained: all slots of the optimizer are zeros; "
         "80 % of look-ups: the rows that carry them, where the table tracks its counts"
     )
-    plotted = sorted((table for table in found.tables if table.norms or table.counts), key=lambda table: -table.rows)
+    plotted = sorted((table for table in run.tables if table.norms or table.counts), key=lambda table: -table.rows)
     for table in plotted[:_MOST_PLOTTED]:
         yield from _table(table)
     if len(plotted) > _MOST_PLOTTED:
@@ -143,13 +140,13 @@ def _table(table: TableHealth) -> Iterator[str]:
 def _distribution(what: str, column: Distribution, colour: str) -> str:
     """Return how numbers are spread, as a plot and in words."""
     spread, bars = column.spread, column.bars
-    said = what
+    caption = what
     if spread.n:
         ends = {"median": spread.quantiles[0.5], "99 % up to": spread.quantiles[0.99], "most": spread.most}
-        said += ": " + ", ".join(f"{name} {plots.short(value)}" for name, value in ends.items())
+        caption += ": " + ", ".join(f"{name} {plots.short(value)}" for name, value in ends.items())
     if bars is not None and bars.zeros:
-        said += f"; {count(bars.zeros)} at zero"
-    return _figure(said, plots.histogram(bars, colour) if bars is not None and bars.edges else "")
+        caption += f"; {count(bars.zeros)} at zero"
+    return _figure(caption, plots.histogram(bars, colour) if bars is not None and bars.edges else "")
 
 
 def _figure(caption: str, svg: str, key: str = "") -> str:

@@ -14,7 +14,8 @@ from recckpt.inspect.repair import unfinished
 from recckpt.inspect.report.damage import said_of
 from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.newest import read_newest
-from recckpt.inspect.report.result import CheckpointSize, RunReport, TableHealth, UnusableDirectory
+from recckpt.inspect.report.result import CheckpointSize, TableHealth, UnusableDirectory
+from recckpt.inspect.report.run_report import RunReport
 from recckpt.inspect.save_times import saves_of
 from recckpt.output_dir.claims import NO_TAKEOVER, last_takeover
 from recckpt.output_dir.first_whole import first_whole

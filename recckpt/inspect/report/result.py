@@ -1,4 +1,4 @@
-"""What a look at an output dir has found, as data (no torch here)."""
+"""How a run is, as data (no torch here)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from recckpt.inspect.report import lines, page
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.spread import Bars, Spread
-from recckpt.text import plain
 
 Level = Literal["problem", "warning"]
 
@@ -150,8 +148,8 @@ class UnusableDirectory:
 
 
 @dataclass(frozen=True, repr=False)
-class RunReport:
-    """How a run is; prints as text.
+class RunHealth:
+    """How a run is.
 
     Attributes:
         url: the output dir.
@@ -189,17 +187,3 @@ class RunReport:
     def to_dict(self) -> Mapping[str, Any]:
         """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
         return {"healthy": self.is_healthy, **asdict(self)}
-
-    def to_html(self) -> str:
-        """Return a page that needs no other file, no network and no script.
-
-        Raises:
-            MissingLibraryError: matplotlib, which draws the plots, is not installed.
-        """
-        return page.page_of(self)
-
-    def __str__(self) -> str:
-        return "\n".join(plain(lines.lines_of(self)))
-
-    def __repr__(self) -> str:
-        return f"<RunReport {self.url!r}: {lines.verdict(self)}>"

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from recckpt.inspect.report.health import findings_of
-from recckpt.inspect.report.result import CheckpointSize, LargeRow, RunReport, TableHealth, UnusableDirectory
+from recckpt.inspect.report.result import CheckpointSize, LargeRow, RunHealth, TableHealth, UnusableDirectory
 from recckpt.inspect.save_times import SaveTimes
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
@@ -26,7 +26,7 @@ def save(**fields):
 
 def said(checkpoints=None, leftovers=(), saves=(), tables=(), damage=(), deep=True, overdue_sec=None):
     checkpoints = [checkpoint()] if checkpoints is None else checkpoints
-    found = RunReport("runs/clicks", (), checkpoints, leftovers, saves, None, damage, tables, deep)
+    found = RunHealth("runs/clicks", (), checkpoints, leftovers, saves, None, damage, tables, deep)
     return findings_of(found, NOW, overdue_sec)
 
 
