@@ -1,6 +1,7 @@
 """The house holds: who may import whom, who may know which library, and how long things may get."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,21 @@ LIBRARIES = {  # library -> the rooms and files that may know it
     "llvmlite": {"sparse.table"},
     "matplotlib": {"inspect.report.plots"},
     "pyarrow": {"sparse.files", "inspect", "convert", "cli.rows"},
+}
+# Parts of names on disk; and which files may contain such, beside format/layout.py and format/drafts.py, and why.
+PART_OF_A_NAME = re.compile(
+    r"\.jsonl?\b|\.arrow|\.bin\b|\.pt\b|\.deletes|\.tmp\b|\.list\b|\.done\b|\.probe|^/?(sparse|dense|owner|pins|forget)/"
+    r"|^(INTENT|OFFER)$|^(io_state|extra|rng|ckpt|checkpoint)_(\W|$)|-of-|^\.recckpt\b"
+)
+KNOW_NAMES = {
+    "cli.commands": "placeholders in the help of options",
+    "convert.recis_names": "files of RecIS",
+    "convert.safetensors_shards": "shards as Hugging Face names them",
+    "convert.sources": "endings of the files that an import reads",
+    "convert.target_files": "files of exports",
+    "inspect.consolidate": "endings that a torch file does not have",
+    "integrations.transformers": "files of the Trainer",
+    "output_dir.index_file": "files of RecIS, by which its output dirs are told from ours",
 }
 TYPES_IN_A_CIRCLE = {"sparse"}  # rooms of which files import each other for the type checker still
 TORCH_FREE = {
@@ -152,6 +168,20 @@ def n_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     docstring = function.body[0] if ast.get_docstring(function) is not None else None
     said = docstring.end_lineno - docstring.lineno + 1 if docstring else 0
     return function.end_lineno - function.lineno + 1 - said
+
+
+def texts_of(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings of a file, but for docstrings and prose."""
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    yield from (text.value for text in texts if id(text) not in statements and not re.search(r"\s", text.value))
+
+
+def test_names_on_disk_are_made_and_parsed_in_one_place():
+    homes = ("format.layout.", "format.drafts.", *(f"{name}." for name in KNOW_NAMES))
+    strays = {name: [*filter(PART_OF_A_NAME.search, texts_of(tree))] for name, tree in TREES.items()}
+    assert not {name: texts for name, texts in strays.items() if texts and not f"{name}.".startswith(homes)}
+    assert all(any(f"{name}.".startswith(f"{home}.") for name in strays if strays[name]) for home in KNOW_NAMES)
 
 
 def test_files_and_functions_stay_short():

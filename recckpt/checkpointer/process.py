@@ -6,7 +6,6 @@ import inspect
 import logging
 import os
 import pickle
-import re
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from recckpt.checkpointer.stager import StagedState
 from recckpt.checkpointer.worker import Setup
 from recckpt.checkpointer.writer import PartlyCommittedError, RankInfo, WriterHook, storage_at
 from recckpt.errors import SaveFailedError
+from recckpt.format import drafts
 from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.waiting import InOrder
 from recckpt.storage import open_storage
@@ -212,10 +212,11 @@ class CheckpointProcess:
         """Spawn another process at once, for the next save, and remove what the dead one left half written."""
         with suppress(OSError):
             self._respawn()
-        storage, left = open_storage(url), re.compile(re.escape(self._rank_info.file_name) + r"\.[0-9a-f]+\.tmp")
+        storage = open_storage(url)
         with suppress(OSError):
-            for name in filter(left.fullmatch, storage.list_files("")):
-                storage.remove(name)
+            for name in storage.list_files(""):
+                if drafts.is_draft(name, self._rank_info.file_name):
+                    storage.remove(name)
 
 
 def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None:

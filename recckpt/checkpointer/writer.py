@@ -12,6 +12,7 @@ from typing import Any
 from recckpt.checkpointer.barrier import Alone, Barrier, RankFailedError, describe
 from recckpt.dense.torch_archive import ArchiveContents, write_archive
 from recckpt.errors import SaveFailedError
+from recckpt.format import layout
 from recckpt.storage import SinkFile, Storage, open_storage
 
 
@@ -34,8 +35,8 @@ class RankInfo:
 
     @property
     def file_name(self) -> str:
-        """Name of the file of this rank; part of the format."""
-        return f"checkpoint_{self.global_rank}.pt"
+        """Name of the file of this rank."""
+        return layout.state_of_rank(self.global_rank)
 
 
 class WriterHook(ABC):

@@ -9,12 +9,11 @@ from typing import Any
 
 from recckpt.convert.source import ImportOptions, ImportSource, LeftOut, SourceRows, SourceTable
 from recckpt.convert.source_files import SourceFiles
-from recckpt.convert.target_files import file_name
+from recckpt.convert.target_files import DELETES, RECORDS, file_name
 from recckpt.errors import ConversionError
 
 FORMAT = "recckpt-export"  # part of the format
-_METADATA = {"parquet": "_recckpt.json", "npy": "metadata.json"}  # part of the format
-_DELETES = ".deletes"  # part of the format
+_READ_AGAIN = ("parquet", "npy")
 _MAX_BYTES = 1 << 26
 
 
@@ -24,7 +23,7 @@ def exported_tables(files: SourceFiles, format: str) -> list[str]:
     Raises:
         ConversionError: it is an increment, which is no whole table.
     """
-    name = _METADATA.get(format, "")
+    name = RECORDS[format] if format in _READ_AGAIN else ""
     if files.is_file or name not in files.names:
         return []
     try:
@@ -49,7 +48,7 @@ def check_is_one_table(files: SourceFiles, names: Sequence[str]) -> None:
     """Refuse files of rows that are an increment's deleted ids."""
     for name in names:
         above = f"{files.url.rstrip('/')}/{name}" if not files.is_file else files.url
-        if any(part.endswith(_DELETES) for part in above.split("/")[:-1]):
+        if any(part.endswith(DELETES) for part in above.split("/")[:-1]):
             found = "the ids that an increment deletes"
             raise ConversionError(files.path(name), "", found=found, expected="rows", remedy="export without --since")
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from recckpt.convert.recis_names import INDEX, TENSOR_KEYS
 from recckpt.convert.safetensors_file import read_header
 from recckpt.convert.source import SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.sources.safetensors import json_object
 from recckpt.errors import ConversionError
 
-INDEX, TENSOR_KEYS = "index", "tensorkey.json"
 _MAX_JSON_BYTES = 1 << 30
 _SLICE = re.compile(r"(\d+)@(\d+)@([1-9]\d*)", re.ASCII)
 _ID = "id"

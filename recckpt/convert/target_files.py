@@ -13,6 +13,14 @@ from recckpt.errors import ConversionError
 from recckpt.format import layout
 from recckpt.storage import ABSENT, Sink, open_parent
 
+# Parts of the formats of exports:
+RECORDS = {  # the files that describe an export
+    "parquet": "_recckpt.json",
+    "npy": "metadata.json",
+    "embedding": "metadata.json",
+    "dcp": "recckpt.json",
+}
+DELETES = ".deletes"  # after the name of a table: the directory of the ids that an increment deletes
 _EXISTS = "it exists, expected a new name: remove it, or write to another name"
 
 

@@ -19,7 +19,8 @@ from recckpt.dense.plain_values import fill, is_filled, misfit
 from recckpt.dense.state_copy import Copy, as_it_is, portable
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import StateMismatchError
-from recckpt.format.layout import SPARSE_OPTIM, is_encodable
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.safe_names import is_encodable
 from recckpt.text import nearest
 from recckpt.types import flag
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.format import layout
 from recckpt.format.json_fields import Fields, encode_of_shard, parse_of_shard
 from recckpt.format.manifest import Manifest
+from recckpt.format.safe_names import checked_name
 from recckpt.types import SlotSpec
 
 FORMAT = "recckpt-catalog"  # part of the format
@@ -131,7 +131,7 @@ def _batch_json(batch: Batch, table: int, names: Mapping[str, str]) -> str:
 
 
 def _part(fields: Fields, manifest: Manifest) -> Part:
-    file, n_bytes = layout.checked_name(fields.text("file"), fields.path), fields.count("bytes")
+    file, n_bytes = checked_name(fields.text("file"), fields.path), fields.count("bytes")
     listed = manifest.file(file)
     if listed is None or listed.n_bytes != n_bytes:
         raise fields.wrong("file", f"{file} of {n_bytes} bytes", "a file that the manifest lists with this size")

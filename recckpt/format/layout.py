@@ -1,4 +1,4 @@
-"""The names on disk: only this file makes and parses them. Every literal is part of the format."""
+"""The names on disk: only this file makes and parses them, but for drafts (drafts.py). Part of the format."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import count
-from pathlib import PurePosixPath
 from urllib.parse import quote, unquote
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.format.safe_names import is_encodable
 
 INDEX_FILE = "checkpoint"
 TIMELINE = "timeline.jsonl"
@@ -31,24 +30,16 @@ FORGET_KEY = f"{FORGET_DIR}/key"
 FORGOTTEN = "forgotten.jsonl"
 
 MAX_ID_BYTES = 200
-_MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
-_SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
-_UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # the last would make a dir a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(?:\.([1-9]\d*)(?:\.[1-9]\d*)?)?", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _FORGET_REQUEST = re.compile(r"([0-9a-f]{32})(\.done)?\.json", re.ASCII)
-_OF_ATTEMPT = re.compile(r"(\.[1-9]\d*){0,2}|\.[0-9a-f]{32}", re.ASCII)
+_LATER = re.compile(r"(\.[1-9]\d*){1,2}|\.[0-9a-f]{32}", re.ASCII)
+_OF_RANK = re.compile(r"(io_state|rng|extra)_\d+\.pt")
 _OFFER_DIR = re.compile(r".+\.[0-9a-f]{32}", re.ASCII)
 _OURS = re.compile(
     r"(manifest\.json|INTENT|OFFER|offer\.json)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
-)
-
-_TEMPORARY = re.compile(
-    r"(checkpoint|(timeline|forgotten)\.jsonl|\.recckpt/((owner|pins|forget)/[^/]+\.json|forget/key))\.[0-9a-f]{16}\.tmp"
-    r"|\.probe-[0-9a-f]{16}(\.tmp)?(\.[0-9a-f]{16}\.tmp)?"
 )
 
 
@@ -74,11 +65,6 @@ def encode_name(name: str) -> str:
     return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[0] in ".-" else encoded
 
 
-def is_encodable(name: str) -> bool:
-    """Say whether a name can be written down as UTF-8: half a surrogate pair, as of a cut emoji, cannot."""
-    return _SURROGATE.search(name) is None
-
-
 def decode_id(encoded: str) -> str:
     """Return the checkpoint id that :func:`encode_id` encoded."""
     return unquote(encoded)
@@ -102,7 +88,12 @@ def attempt_dirs(ckpt_id: str, epoch: int) -> Iterator[str]:
 def is_attempt(directory: str, ckpt_id: str) -> bool:
     """Say whether recckpt gives a directory this name for attempts at a checkpoint, or for offers of it."""
     encoded = encode_id(ckpt_id)
-    return directory.startswith(encoded) and _OF_ATTEMPT.fullmatch(directory, len(encoded)) is not None
+    return directory == encoded or is_later_attempt(directory, encoded)
+
+
+def is_later_attempt(directory: str, first: str) -> bool:
+    """Say whether a directory has the name of a later attempt at what the directory ``first`` was made for."""
+    return directory.startswith(first) and _LATER.fullmatch(directory, len(first)) is not None
 
 
 def offer_dir(ckpt_id: str, save_id: str) -> str:
@@ -134,6 +125,12 @@ def parse_owner_file(name: str) -> int | None:
     """Return the epoch of a claim or list in the owner directory, None for any other name."""
     found = _OWNER_FILE.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def is_claim(name: str) -> bool:
+    """Say whether a file in the owner directory is a claim, and not the list of a takeover."""
+    found = _OWNER_FILE.fullmatch(name)
+    return found is not None and found[2] is None
 
 
 def pin(ckpt_id: str) -> str:
@@ -189,6 +186,17 @@ def rng(shard: int) -> str:
     return f"rng_{shard}.pt"
 
 
+def state_of_rank(rank: int) -> str:
+    """Return the name of the file of one rank in a checkpoint of the state-dict API."""
+    return f"checkpoint_{rank}.pt"
+
+
+def content_of_rank(name: str) -> str | None:
+    """Return what a file of one rank holds, ``"io_state"``, ``"rng"`` or ``"extra"``; None for any other file."""
+    found = _OF_RANK.fullmatch(name)
+    return found[1] if found else None
+
+
 def catalog(shard: int, shards: int) -> str:
     """Return the name of a shard's catalog."""
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.json"
@@ -202,6 +210,16 @@ def part(shard: int, shards: int, group: int, number: int) -> str:
 def deletes_part(shard: int, shards: int, number: int) -> str:
     """Return the name of a part of deleted ids."""
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.deletes.{number:02d}.arrow"
+
+
+def holds_deletes(name: str) -> bool:
+    """Say whether a part holds deleted ids, and no rows."""
+    return ".deletes." in name
+
+
+def is_part_of(name: str, catalog: str) -> bool:
+    """Say whether a file is a part of the shard whose catalog has this name."""
+    return is_part(name) and name.startswith(f"{catalog.removesuffix('.json')}.")
 
 
 def pattern_of_parts(name: str) -> str:
@@ -224,6 +242,11 @@ def has_tensors(name: str) -> bool:
     return name == MODEL or name.startswith(f"{DENSE_DIR}/")
 
 
+def is_torch_file(name: str) -> bool:
+    """Say whether a file is one that ``torch.load`` reads."""
+    return name.endswith(".pt")
+
+
 def has_rows(name: str) -> bool:
     """Say whether a file is one of those that hold rows of tables, or a catalog of them."""
     return name.startswith(f"{SPARSE_DIR}/") or is_part(name)
@@ -244,26 +267,11 @@ def is_ours(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
-def is_temporary(name: str) -> bool:
-    """Say whether a name in the output dir is that of a file that is still being written."""
-    return _TEMPORARY.fullmatch(name) is not None
+def subdirectories(names: Iterable[str]) -> set[str]:
+    """Return the directories in which files of a checkpoint lie; "" is that of the checkpoint itself."""
+    return {"", *(name.rpartition("/")[0] for name in names)}
 
 
 def join(*names: str) -> str:
     """Join names below the output dir; an empty one is the dir itself."""
     return "/".join(name for name in names if name)
-
-
-def checked_name(name: str, path: str) -> str:
-    """Return a name read from the file ``path``; CorruptCheckpointError if it could lead out of the checkpoint."""
-    if _SAFE.fullmatch(name):
-        return name
-    if len(name) > _MAX_NAME_CHARS or _UNSAFE.search(name) or not all(map(_is_plain, name.split("/"))):
-        raise CorruptCheckpointError(
-            path, "file name", found=f"unsafe path {name[:200]!r}", expected="a relative name inside the checkpoint"
-        )
-    return str(PurePosixPath(name))
-
-
-def _is_plain(segment: str) -> bool:
-    return segment not in ("", ".", "..") and len(segment.encode()) <= _MAX_SEGMENT_BYTES

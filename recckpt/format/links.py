@@ -8,6 +8,7 @@ from typing import Any
 
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields
+from recckpt.format.safe_names import checked_name
 
 MAX_LINKS = 1000  # part of the format: of a chain, the full one included
 
@@ -106,7 +107,7 @@ def _link(fields: Fields) -> Link:
         layout.encode_id(ckpt_id)
     except ValueError as error:
         raise fields.wrong("ckpt_id", str(error), "a checkpoint id") from error
-    return Link(ckpt_id, fields.text("save_id"), layout.checked_name(fields.text("directory"), fields.path))
+    return Link(ckpt_id, fields.text("save_id"), checked_name(fields.text("directory"), fields.path))
 
 
 def _form_of(fields: Fields) -> FormOf:
@@ -123,6 +124,6 @@ def _revision_of(fields: Fields) -> RevisionOf | None:
     if not fields.has("revision_of"):
         return None
     of = fields.mapping("revision_of")
-    directory = layout.checked_name(of.text("directory"), fields.path)
+    directory = checked_name(of.text("directory"), fields.path)
     order = of.count("epoch"), of.count("seq"), of.count("number", low=1)
     return RevisionOf(of.text("save_id"), directory, *order, of.text("request"), of.count("rows"))

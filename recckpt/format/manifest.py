@@ -12,6 +12,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, seal
 from recckpt.format.links import FormOf, Link, Parent, RevisionOf, links_json, parse_links
+from recckpt.format.safe_names import checked_name
 from recckpt.format.tables import TableEntry, parse_table, table_json
 from recckpt.format.training import Training, parse_training, training_json
 from recckpt.text import nearest
@@ -274,12 +275,12 @@ def _names(fields: Fields) -> Names:
 
 
 def _shard(fields: Fields) -> ShardEntry:
-    catalog = layout.checked_name(fields.text("catalog"), fields.path)
+    catalog = checked_name(fields.text("catalog"), fields.path)
     return ShardEntry(catalog, fields.buckets())
 
 
 def _file(fields: Fields) -> FileEntry:
-    name = layout.checked_name(fields.text("name"), fields.path)
+    name = checked_name(fields.text("name"), fields.path)
     xxh3 = None if layout.is_part(name) else fields.checksum("xxh3")
     return FileEntry(name, fields.count("bytes"), xxh3)
 

@@ -94,7 +94,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
             continue
         for of_table, there in look.items():
             own = found.setdefault((directory, of_table), Holding(directory, _ckpt_id(manifests[directory]), of_table))
-            if ".deletes." in name:
+            if layout.holds_deletes(name):
                 own.n_deletes += len(there)
             else:
                 own.n_rows += len(there)

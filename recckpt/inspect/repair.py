@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format import layout
+from recckpt.format import drafts, layout
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_intent, read_manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover, read_claim
@@ -121,7 +121,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
     for request in requests:
         what = f"a request to forget {plural(len(request.ids), 'id')}, not ended: `recckpt forget DIR` goes on"
         yield Leftover(layout.forget_request(request.request), what, False), lambda: None
-    for name in filter(layout.is_temporary, storage.list_files("")):
+    for name in filter(drafts.is_temporary, storage.list_files("")):
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
 
 
@@ -142,7 +142,7 @@ def _offer(found: OfferDirectory) -> str:
 
 def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence[str]) -> tuple[str, bool]:
     """Say what a directory without a manifest is, and whether its writer is dead: it is once a later one took over."""
-    died_at_once = bool(names) and all(name.startswith(f"{layout.INTENT}.") for name in names)  # before the name was it
+    died_at_once = bool(names) and all(drafts.is_draft(name, layout.INTENT) for name in names)
     try:
         intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
     except (OSError, CorruptCheckpointError) as error:
@@ -164,11 +164,11 @@ def _whose(storage: Storage, epoch: int) -> str:
 def _clean(storage: Storage, found: list[tuple[Leftover, _Removal]]) -> list[str]:
     """Remove the dead leftovers, and return the paths of those that are gone afterwards."""
     dead = [(left.path, removal) for left, removal in found if left.is_dead]
-    if any(layout.is_temporary(path) for path, _ in dead):
+    if any(drafts.is_temporary(path) for path, _ in dead):
         time.sleep(_LOOKS_APART)
     present = set(storage.list_files(""))
     for path, removal in dead:
-        if not layout.is_temporary(path) or path in present:
+        if not drafts.is_temporary(path) or path in present:
             removal()
     left = {leftover.path for leftover, _ in _leftovers(storage, list_checkpoints(storage))}
     return [path for path, _ in dead if path not in left]

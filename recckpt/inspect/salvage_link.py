@@ -146,9 +146,8 @@ class LinkRemains:
     def _unlisted(self, number: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a shard that no catalog describes."""
         shard = self._manifest.shards[number]
-        prefix = shard.catalog.removesuffix(".json") + "."
         for file in self._manifest.files:
-            if layout.is_part(file.name) and file.name.startswith(prefix):
+            if layout.is_part_of(file.name, shard.catalog):
                 data = self._data(file.name)
                 if not isinstance(data, str):
                     for batch in unverified_batches(data, self._entry.name, self._entry.slots, shard.buckets):

@@ -197,7 +197,7 @@ class Checkup:
         yield from check_twice(self._storage, self._path(file.name), check, list)
 
     def _check_loadable(self, file: FileEntry) -> Errors:
-        if file.name.endswith(".pt"):
+        if layout.is_torch_file(file.name):
             path = self._path(file.name)
             try:
                 with self._storage.open(path) as content:

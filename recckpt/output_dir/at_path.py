@@ -168,9 +168,8 @@ def counted_back(storage: Storage, name: str) -> Checkpoint | None:
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
     """Return the newest in ``<directory>.<epoch>``, where the id of a crashed attempt lives on, or in a form of it."""
-    attempt = re.compile(re.escape(directory) + r"((\.[1-9]\d*){1,2}|\.[0-9a-f]{32})")
     try:
-        names = [name for name in attempt_dirs(storage) if attempt.fullmatch(name)]
+        names = [name for name in attempt_dirs(storage) if layout.is_later_attempt(name, directory)]
     except OSError:  # of a bucket or directory that may be entered but not listed
         return None
     found = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]

@@ -71,9 +71,7 @@ def claimed_epochs(storage: Storage) -> list[int]:
 
 def has_claims(storage: Storage) -> bool:
     """Say whether anybody claims the output dir; of a claim that somebody has removed, its list may be there still."""
-    names = storage.list_files(layout.OWNER_DIR)
-    epochs = ((name, layout.parse_owner_file(name)) for name in names)
-    return any(epoch is not None and layout.claim(epoch).endswith(f"/{name}") for name, epoch in epochs)
+    return any(map(layout.is_claim, storage.list_files(layout.OWNER_DIR)))
 
 
 def last_takeover(storage: Storage) -> Takeover:

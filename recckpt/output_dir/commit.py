@@ -76,7 +76,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
     record = manifest.decode(data, path)  # never commit what no reader would accept
     check_files(storage, fence, directory, record, visible)
-    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in record.files)}:
+    for subdirectory in layout.subdirectories(file.name for file in record.files):
         storage.sync_dir(layout.join(directory, subdirectory))
     if record.parent is not None:
         fence.look_again()

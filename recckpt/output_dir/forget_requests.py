@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.errors import CorruptCheckpointError, RecckptError
-from recckpt.format import forget_audit, forget_request, layout
+from recckpt.format import drafts, forget_audit, forget_request, layout
 from recckpt.format.forget_request import Request
 from recckpt.format.manifest import Manifest
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
@@ -22,7 +22,6 @@ from recckpt.types import EMBEDDING, SlotSpec
 _AUDIT_BYTES = 1 << 30
 _DIGEST_BYTES = 16
 _KEY_BYTES = 32
-_TMP = ".tmp"
 FORGET_FIRST = "run `recckpt forget DIR` first, which ends it"
 _COUNTS = (SlotSpec(EMBEDDING, "int64", (1,)),)  # part of the format: the slots of a table of counts
 
@@ -120,7 +119,7 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
 def remove_drafts(storage: Storage) -> None:
     """Remove what a crash left of a request that was not made: it has ids in it; the owner does so."""
     for name in storage.list_files(layout.FORGET_DIR):
-        if name.endswith(_TMP):
+        if drafts.is_draft(name):
             storage.remove(layout.join(layout.FORGET_DIR, name))
 
 

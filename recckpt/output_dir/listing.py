@@ -245,9 +245,9 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     listing = list_checkpoints(storage)
     found = listing.find(ckpt_id)
     if found is None:
-        encoded = layout.encode_id(ckpt_id)
+        first = layout.encode_id(ckpt_id)
         for directory, error in listing.damaged.items():
-            if directory == encoded or directory.startswith(f"{encoded}."):
+            if directory == first or layout.is_later_attempt(directory, first):
                 raise error
         raise CheckpointNotFoundError(
             f"{storage.url}: {storage.why_empty()}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from recckpt.errors import RecckptError, WriterFencedError
-from recckpt.format import layout, offer
+from recckpt.format import drafts, layout, offer
 from recckpt.format.links import FormOf
 from recckpt.format.manifest import Manifest
 from recckpt.format.offer import Offer
@@ -190,7 +190,7 @@ def _is_form_of(checkpoint: Checkpoint, delta: Checkpoint) -> bool:
 
 def clock(storage: Storage) -> float | None:
     """Return the time by the clock of the storage: that of a file which is written for it."""
-    probe = f".probe-{secrets.token_hex(8)}.tmp"
+    probe = drafts.probe()
     storage.put_if_absent(probe, b"")
     try:
         return storage.modified(probe)

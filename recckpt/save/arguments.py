@@ -13,6 +13,7 @@ from recckpt.dense.state_copy import portable
 from recckpt.format import layout
 from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.format.manifest import Scalar
+from recckpt.format.safe_names import is_encodable
 from recckpt.policies.keep import as_keep
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
@@ -204,7 +205,7 @@ def as_scalar(name: Any, value: Any) -> Scalar:
         found = found.item()
     if not isinstance(name, str) or not isinstance(found, str | int | float | None):
         raise ValueError(f"state[{name!r}]: found {value!r}, expected a name and a number, string, bool or None")
-    if not layout.is_encodable(name) or (isinstance(found, str) and not layout.is_encodable(found)):
+    if not is_encodable(name) or (isinstance(found, str) and not is_encodable(found)):
         raise ValueError(f"state[{name!r}]: found {value!r}, expected text that is encodable as UTF-8")
     return str(found) if isinstance(found, float) and not math.isfinite(found) else found
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from recckpt.format import layout
+from recckpt.format import drafts, layout
 from recckpt.storage.base import Draft, Listed, Sink, Storage
 from recckpt.storage.local_files import (
     LocalDraft,
@@ -39,7 +38,7 @@ class LocalStorage(Storage):
         """Make the root and check that files can be written to it."""
         with doing("making a directory", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
-        probe = f".probe-{secrets.token_hex(8)}.tmp"
+        probe = drafts.probe()
         try:
             self.put_if_absent(probe, b"")
         finally:

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import secrets
 import shutil
 import stat
 import tempfile
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from recckpt.format import drafts
 from recckpt.storage.base import Draft, Files, Sink, kind_of, refused
 
 _LINK = "a symbolic link out of its directory"
@@ -178,7 +178,7 @@ class LocalDraft(LocalSink, Draft):
 
 def temporary_beside(path: Path) -> Path:
     """Return a unique name beside a file."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    return path.with_name(drafts.temporary(path.name))
 
 
 def sync_entries(path: Path) -> None:

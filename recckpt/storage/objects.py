@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from recckpt.format import drafts
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import (
@@ -54,7 +54,7 @@ class ObjectStorage(RemoteStorage):
         policy = self.policy
         self.is_reached = True  # a server that starts together with a job gets its minute
         self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
-        probe = f".probe-{secrets.token_hex(8)}"
+        probe = drafts.probe()
         try:
             self._is_conditional = self._takes_conditions(probe)
             if not self._is_conditional:

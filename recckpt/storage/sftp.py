@@ -7,7 +7,6 @@ and its ``fsync@openssh.com`` makes a file durable. Directories cannot be synced
 from __future__ import annotations
 
 import errno
-import secrets
 import socket
 import stat
 import time
@@ -18,7 +17,7 @@ from threading import RLock
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 from weakref import finalize
 
-from recckpt.format import layout
+from recckpt.format import drafts, layout
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import Retries, RetryPolicy
@@ -30,7 +29,6 @@ from recckpt.storage.sftp_files import (
     is_there,
     real_path,
     taken,
-    temporary_name,
 )
 
 _T = TypeVar("_T")
@@ -54,7 +52,7 @@ class SftpStorage(RemoteStorage):
     def prepare(self) -> None:
         """Make the root, and check that files can be written to it and that the first of two gets a name."""
         self._make_dirs(self._root, "/")
-        probe = f".probe-{secrets.token_hex(8)}.tmp"
+        probe = drafts.probe()
         try:
             self.put_if_absent(probe, b"first")
             made = self._call("looking up", probe, lambda: self._fs.ftp.lstat(self._path(probe)).st_mtime)
@@ -237,7 +235,7 @@ class SftpStorage(RemoteStorage):
             self._fs.ftp.mkdir(path)
 
     def _write_beside(self, name: str, data: bytes) -> str:
-        path = temporary_name(self._call("looking up", name, lambda: self._inside(name)))
+        path = drafts.temporary(self._call("looking up", name, lambda: self._inside(name)))
         with SftpSink(self._fs, path, self._retries(name)) as sink:
             sink.write(data)
         return path

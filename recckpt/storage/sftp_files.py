@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import posixpath
-import secrets
 import stat
 from contextlib import suppress
 from typing import Any
 
+from recckpt.format import drafts
 from recckpt.storage.base import Draft, Sink, kind_of, refused
 from recckpt.storage.retry import Retries
 
@@ -58,7 +58,7 @@ class SftpDraft(SftpSink, Draft):
     """A temporary file that is renamed over the older one."""
 
     def __init__(self, fs: Any, path: str, retries: Retries) -> None:
-        super().__init__(fs, temporary_name(path), retries)
+        super().__init__(fs, drafts.temporary(path), retries)
         self._target = path
 
     def seal(self) -> None:
@@ -125,8 +125,3 @@ def file_size(fs: Any, path: str) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise refused(kind_of(found.st_mode), path)
     return int(found.st_size)
-
-
-def temporary_name(path: str) -> str:
-    """Return a unique name beside a file."""
-    return f"{path}.{secrets.token_hex(8)}.tmp"

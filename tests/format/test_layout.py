@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 
 RESERVED = ["checkpoint", "timeline.jsonl", "manifest.json"]
@@ -110,37 +109,26 @@ def test_what_others_put_there_is_not(name):
     assert not layout.is_ours(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "/etc/x",
-        "../x",
-        "a/../../x",
-        "a/./b",
-        "a//b",
-        "a/",
-        "..",
-        ".",
-        "http://h/x",
-        "file::x",
-        "C:x",
-        "a\\b",
-        "a\0b",
-        "x" * 256,
-        "ü" * 128,
-        "a/" * 512 + "b",
-        "\ud800",
-    ],
-)
-def test_a_name_that_could_lead_out_of_the_checkpoint_is_refused(name):
-    with pytest.raises(CorruptCheckpointError, match="unsafe path") as caught:
-        layout.checked_name(name, "ckpt_1/manifest.json")
-    assert caught.value.path == "ckpt_1/manifest.json"
+def test_what_a_file_holds_is_told_from_its_name():
+    parts = layout.part(3, 4, 0, 1), layout.deletes_part(3, 4, 0)
+    assert [layout.holds_deletes(name) for name in parts] == [False, True]
+    assert all(layout.is_part_of(name, layout.catalog(3, 4)) for name in parts)
+    assert not layout.is_part_of(layout.catalog(3, 4), layout.catalog(3, 4))
+    assert not layout.is_part_of(layout.part(13, 14, 0, 1), layout.catalog(3, 4))
+    names = [layout.io_state(7), layout.rng(0), layout.extra_of(12), "extra.pt", "io_state_x.pt"]
+    assert [layout.content_of_rank(name) for name in names] == ["io_state", "rng", "extra", None, None]
+    assert [layout.is_torch_file(name) for name in ("model.pt", layout.rng(0), layout.dense_data(0, 1))] == [1, 1, 0]
+    assert layout.subdirectories(["model.pt", *parts, layout.dense_index(0, 1)]) == {"", "sparse", "dense"}
 
 
-@pytest.mark.parametrize(
-    "name", ["model.pt", "sparse/00000-of-00001.json", "a b/ü…", "..a/b..", "x" * 255, "a/b/c/d/e"]
-)
-def test_a_plain_relative_name_passes(name):
-    assert layout.checked_name(name, "manifest.json") == name
+def test_a_claim_is_told_from_the_list_of_a_takeover():
+    names = (layout.claim(7), layout.takeover(7), f"{layout.OWNER_DIR}/notes.json")
+    assert [layout.is_claim(name.rpartition("/")[2]) for name in names] == [True, False, False]
+
+
+def test_later_attempts_at_an_id_have_its_name_and_more():
+    assert layout.is_later_attempt("a.7", "a")
+    assert layout.is_later_attempt("a.7.1", "a")
+    assert layout.is_later_attempt(layout.offer_dir("a", "0" * 32), "a")
+    assert not any(layout.is_later_attempt(name, "a") for name in ("a", "a.b", "ab.7", "a.07", "a.1.2.3"))
+    assert [layout.is_attempt(name, "a") for name in ("a", "a.7", "a.b")] == [True, True, False]

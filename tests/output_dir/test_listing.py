@@ -125,6 +125,15 @@ def test_what_is_all_damaged_raises_the_damage(local):
         newest(local)
 
 
+def test_damage_is_not_blamed_on_an_id_that_begins_like_that_of_the_damaged(local):
+    save(local, "a.b")
+    Path(local.url, "a.b", "manifest.json").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError):
+        locate(local, "a.b")
+    with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint 'a'"):
+        locate(local, "a")
+
+
 def test_a_newer_format_is_refused_by_number(local):
     save(local, "a")
     Forge(Path(local.url, "a")).edit_manifest(lambda values: values.update(version=99))

@@ -9,7 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from recckpt.convert.recis_blocks import INDEX, TENSOR_KEYS, RecisBlocks, TableSlice, read_blocks
+from recckpt.convert.recis_blocks import RecisBlocks, TableSlice, read_blocks
+from recckpt.convert.recis_names import (
+    EXTRA,
+    INDEX,
+    MODEL,
+    N_POSITIONS,
+    POSITIONS,
+    SERVING,
+    SHARD,
+    STEP_DIR,
+    TENSOR_KEYS,
+    positions_of,
+)
 from recckpt.convert.recis_optimizers import as_here, state_here
 from recckpt.convert.row_checks import int64_ids
 from recckpt.convert.source import ImportOptions, LeftOut, SourceContents, SourceRows, SourceTable
@@ -19,16 +31,13 @@ from recckpt.convert.torch_file import load_torch_dict, portable_values, split_v
 from recckpt.errors import ConversionError
 from recckpt.format.layout import SPARSE_OPTIM
 
-_SHARD = re.compile(r"(.*/)?model-\d{6}-of-\d{6}\.safetensors", re.ASCII)
-_STEP_DIR = re.compile(r"ckpt_(\d{1,18})", re.ASCII)
 _OF_FILTERS = re.compile(r".*([0-9a-f]{64}|@filter_global_step).*", re.ASCII)
-_SERVING = "torch_rank_weights_embs_table_multi_shard.json"
 
 
 def recognises(files: SourceFiles) -> bool:
     """Say whether these are files of this format: of a checkpoint, or of an output dir with several."""
     names = {name.rpartition("/")[2] for name in files.names}
-    return bool({INDEX, TENSOR_KEYS} & names) and any(map(_SHARD.fullmatch, files.names))
+    return bool({INDEX, TENSOR_KEYS} & names) and any(map(SHARD.fullmatch, files.names))
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> RecisSource:
@@ -53,18 +62,18 @@ class RecisSource:
     def __init__(self, files: SourceFiles, blocks: RecisBlocks) -> None:
         self._files = files
         self._tables = {name: [as_here(own) for own in slices] for name, slices in blocks.tables.items()}
-        left = [LeftOut(_SERVING, "is for RecIS's server")] if _SERVING in files.names else []
+        left = [LeftOut(SERVING, "is for RecIS's server")] if SERVING in files.names else []
         tables = [self._table(name, slices, left) for name, slices in self._tables.items()]
-        extra = dict(load_torch_dict(files, "extra.pt")) if "extra.pt" in files.names else {}
+        extra = dict(load_torch_dict(files, EXTRA)) if EXTRA in files.names else {}
         step = _step(extra.pop("global_step", None), files)
-        state = load_torch_dict(files, "model.pt") if "model.pt" in files.names else {}
+        state = load_torch_dict(files, MODEL) if MODEL in files.names else {}
         for name in [name for name in state if _OF_FILTERS.fullmatch(name)]:
-            left.append(LeftOut(f"model.pt {name}", "counts steps for a filter of RecIS"))
+            left.append(LeftOut(f"{MODEL} {name}", "counts steps for a filter of RecIS"))
             del state[name]
-        dense, values = split_values(state, files.path("model.pt"))
+        dense, values = split_values(state, files.path(MODEL))
         slots = {table.name: [slot.name for slot in table.slots] for table in tables}
         scalars, others = state_here(blocks.dense, slots, left, files.url)
-        extra = portable_values(extra, files.path("extra.pt"))
+        extra = portable_values(extra, files.path(EXTRA))
         self.contents = SourceContents(
             "recis",
             tuple(tables),
@@ -111,21 +120,21 @@ def _step(found: Any, files: SourceFiles) -> int | None:
             step = int(found)
         except (TypeError, ValueError, RuntimeError) as error:
             where = "global_step"
-            raise ConversionError(files.path("extra.pt"), where, found=f"{found!r:.60}", expected="a step") from error
+            raise ConversionError(files.path(EXTRA), where, found=f"{found!r:.60}", expected="a step") from error
         return step
-    named = _STEP_DIR.fullmatch(files.url.rstrip("/").rpartition("/")[2])
+    named = STEP_DIR.fullmatch(files.url.rstrip("/").rpartition("/")[2])
     return int(named[1]) if named else None
 
 
 def _positions(files: SourceFiles) -> list[Mapping[str, Any]]:
     """Return the positions of all ranks, in order."""
-    numbers = [int(found[1]) for name in files.names if (found := re.fullmatch(r"io_state_(\d{1,9})\.pt", name))]
+    numbers = [int(found[1]) for name in files.names if (found := POSITIONS.fullmatch(name))]
     count = len(numbers)
-    if "io_state_count" in files.names:
-        text = files.read("io_state_count", 100)
+    if N_POSITIONS in files.names:
+        text = files.read(N_POSITIONS, 100)
         if not re.fullmatch(rb"\s*\d{1,9}\s*", text):
-            path = files.path("io_state_count")
+            path = files.path(N_POSITIONS)
             raise ConversionError(path, "", found=f"{text[:40]!r}", expected="the number of ranks")
         count = int(text)
-    names = [files.need(f"io_state_{rank}.pt", f"the position of rank {rank} of {count}") for rank in range(count)]
+    names = [files.need(positions_of(rank), f"the position of rank {rank} of {count}") for rank in range(count)]
     return [portable_values(load_torch_dict(files, name), files.path(name)) for name in names]

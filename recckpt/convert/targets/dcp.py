@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from recckpt.convert.source import Array, LeftOut
-from recckpt.convert.target_files import TargetFiles
+from recckpt.convert.target_files import RECORDS, TargetFiles
 from recckpt.convert.view import Export, TableView
 from recckpt.errors import ConversionError
 from recckpt.format.dtypes import NUMPY_DTYPES
@@ -47,7 +47,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
             with path.open("rb") as source, files.create(path.name) as sink:
                 while data := source.read(_STEP_BYTES):
                     sink.write(data)
-    files.put_json(export.metadata(), "recckpt.json")
+    files.put_json(export.metadata(), RECORDS["dcp"])
     return []
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from recckpt.convert.narrowed import widened
 from recckpt.convert.source import LeftOut
-from recckpt.convert.target_files import TargetFiles, file_name
+from recckpt.convert.target_files import RECORDS, TargetFiles, file_name
 from recckpt.convert.targets.npy import in_numpy, write_header
 from recckpt.convert.view import Export, TableView
 from recckpt.errors import ConversionError
@@ -44,7 +44,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                     for begin in range(0, n_matrix, step):
                         sink.write(matrix[begin : begin + step].tobytes())
         progress.add_rows(table.n_rows)
-    files.put_json(export.metadata(), "metadata.json")
+    files.put_json(export.metadata(), RECORDS["embedding"])
     return export.no_dense("a matrix is for rows; use safetensors")
 
 

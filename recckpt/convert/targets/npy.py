@@ -8,14 +8,13 @@ import numpy as np
 
 from recckpt.convert.narrowed import widened
 from recckpt.convert.source import LeftOut
-from recckpt.convert.target_files import TargetFiles, file_name
+from recckpt.convert.target_files import DELETES, RECORDS, TargetFiles, file_name
 from recckpt.convert.view import Export, TableView
 from recckpt.storage import Sink, SinkFile
 from recckpt.text import Progress
 from recckpt.types import SlotSpec
 
 ALL_SLOTS, INCREMENTS, DTYPES = False, True, ("float16", "int8")  # numpy has no bfloat16
-DELETES = ".deletes"  # part of the format: behind the name of a table
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
@@ -28,7 +27,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
                 write_header(sink, np.dtype(np.int64), (count,))
                 for ids in table.deletes():
                     sink.write(ids.data)
-    files.put_json(export.metadata(), "metadata.json")
+    files.put_json(export.metadata(), RECORDS["npy"])
     return export.no_dense("a directory of numpy is for rows; use safetensors")
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from recckpt.convert.narrowed import widened
 from recckpt.convert.source import LeftOut, SourceRows
-from recckpt.convert.target_files import TargetFiles, file_name
+from recckpt.convert.target_files import DELETES, RECORDS, TargetFiles, file_name
 from recckpt.convert.view import Export, TableView
 from recckpt.sparse.files.arrow_format import DTYPE_KEY, column_array, slot_field
 from recckpt.storage import SinkFile
@@ -19,7 +19,6 @@ from recckpt.types import SlotSpec
 
 ALL_SLOTS, INCREMENTS, DTYPES = False, True, ("float16", "int8")  # Parquet has no bfloat16
 METADATA_KEY = "recckpt"  # part of the format
-DELETES = ".deletes"  # part of the format: behind the name of a table
 _FILE_BYTES = 1 << 30
 
 
@@ -33,7 +32,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
             ids = pa.schema([pa.field("id", pa.int64(), nullable=False)])
             gone = (pa.RecordBatch.from_arrays([pa.array(each)], schema=ids) for each in table.deletes())
             _write(files, ids, file_name(table.name + DELETES), gone, export.said)
-    files.put_json(export.metadata(), "_recckpt.json")
+    files.put_json(export.metadata(), RECORDS["parquet"])
     return export.no_dense("Parquet is for rows; use safetensors")
 
 

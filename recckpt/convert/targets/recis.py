@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from recckpt.convert.recis_names import EXTRA, INDEX, MODEL, N_POSITIONS, ONE_SHARD, SERVING, TENSOR_KEYS, positions_of
 from recckpt.convert.recis_optimizers import ROW_WISE, SLOT_THERE, scalars_there
 from recckpt.convert.safetensors_out import FileTensor, header_of, table_tensors, write_file
 from recckpt.convert.source import LeftOut
@@ -23,9 +24,7 @@ from recckpt.text import Progress
 from recckpt.types import EMBEDDING
 
 ALL_SLOTS, INCREMENTS, DTYPES = True, False, ("float16", "bfloat16")
-_FILE = "model-000000-of-000000.safetensors"
 _SLICE = "00000@65536@65536"
-_SERVING = "torch_rank_weights_embs_table_multi_shard.json"
 _SLOTS = {EMBEDDING, "step_filter", *SLOT_THERE}
 _MOST_ID = 2**52
 
@@ -47,12 +46,12 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     for name, value in scalars_there(extra.pop(SPARSE_OPTIM, {}), slots, left):
         tensors.append(FileTensor(f"{name}^ ", value.dtype.name, value.shape, partial(_bytes, value)))
     header = header_of(tensors)
-    with files.create(directory, _FILE) as sink:
+    with files.create(directory, ONE_SHARD) as sink:
         write_file(sink, header, tensors, progress)
-    index = {"file_index": {_FILE: 0}, "block_index": {tensor.name: 0 for tensor in tensors}}
-    files.put(json.dumps(index, separators=(",", ":")).encode(), directory, "index")
-    files.put(json.dumps(keys, indent=4).encode(), directory, "tensorkey.json")
-    files.put(json.dumps(_served(header, tensors, keys), indent=4).encode(), directory, _SERVING)
+    index = {"file_index": {ONE_SHARD: 0}, "block_index": {tensor.name: 0 for tensor in tensors}}
+    files.put(json.dumps(index, separators=(",", ":")).encode(), directory, INDEX)
+    files.put(json.dumps(keys, indent=4).encode(), directory, TENSOR_KEYS)
+    files.put(json.dumps(_served(header, tensors, keys), indent=4).encode(), directory, SERVING)
     _write_states(export, files, directory, extra)
     files.put(f"{directory}\n".encode(), "checkpoint")
     return left
@@ -126,12 +125,11 @@ def _write_states(export: Export, files: TargetFiles, directory: str, extra: dic
     }
     model |= {name: value for name, value in values.items() if name not in model}
     extra = {"global_step": torch.tensor(export.said["step"] or 0), **extra}
-    states = {"model.pt": model, "extra.pt": extra}
-    shards = [layout.io_state(shard) for shard in range(export.n_shards)]
-    positions = [export.state(name) for name in shards]
+    states = {MODEL: model, EXTRA: extra}
+    positions = [export.state(layout.io_state(shard)) for shard in range(export.n_shards)]
     if any(positions):
-        states |= dict(zip(shards, positions, strict=True))
-        files.put(str(len(shards)).encode(), directory, "io_state_count")
+        states |= {positions_of(rank): position for rank, position in enumerate(positions)}
+        files.put(str(len(positions)).encode(), directory, N_POSITIONS)
     for name, state in states.items():
         with files.create(directory, name) as sink:
             write_state(state, SinkFile(sink))

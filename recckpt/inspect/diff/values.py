@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator
 
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, Scalar
 from recckpt.inspect.diff.result import Status, ValueDiff
 
-_FILES = {  # group -> the files that it lies in
-    "extra": re.compile(re.escape(layout.EXTRA)),
-    "extra of ranks": re.compile(r"extra_\d+\.pt"),
-    "position": re.compile(r"io_state_\d+\.pt"),
-    "plain value": re.compile(re.escape(layout.MODEL)),
-    "random state": re.compile(r"rng_\d+\.pt"),
-}
+# File, or what a file of one rank holds -> group of the values in it.
+_GROUPS = {layout.EXTRA: "extra", layout.MODEL: "plain value"}
+_GROUPS_OF_RANK = {"extra": "extra of ranks", "io_state": "position", "rng": "random state"}
 
 
 def compare_values(
@@ -29,15 +24,15 @@ def compare_values(
         status = _presence(name, state, other_state) or ("same" if _is_same(one, other) else "changed")
         yield ValueDiff("training state", name, status, one, other)
     names, other_names = (_names(side, values) for side, values in zip((before, after), plain, strict=True))
-    for group, pattern in _FILES.items():
-        is_same = _checksums(before, pattern) == _checksums(after, pattern)
+    for group in names:
+        is_same = _checksums(before, group) == _checksums(after, group)
         yield from _in_files(group, names[group], other_names[group], is_same=is_same)
 
 
 def files_of_values(side: Manifest, plain: Collection[str]) -> list[FileEntry]:
     """Return the ``.pt`` files by whose checksums values are compared; ``plain`` names plain values there."""
-    patterns = [_FILES[group] for group, names in _names(side, plain).items() if names]
-    return [file for file in side.files if any(pattern.fullmatch(file.name) for pattern in patterns)]
+    groups = {group for group, names in _names(side, plain).items() if names}
+    return [file for file in side.files if _group_of(file.name) in groups]
 
 
 def _names(side: Manifest, plain: Collection[str]) -> dict[str, Collection[str]]:
@@ -48,7 +43,7 @@ def _names(side: Manifest, plain: Collection[str]) -> dict[str, Collection[str]]
         "extra of ranks": names.extra_of_ranks,
         "position": names.io_state,
         "plain value": plain,
-        "random state": ["all generators"] if _checksums(side, _FILES["random state"]) else [],
+        "random state": ["all generators"] if _checksums(side, "random state") else [],
     }
 
 
@@ -68,8 +63,13 @@ def _presence(name: str, before: Collection[str], after: Collection[str]) -> Sta
     return "gone" if name in before else "added"
 
 
-def _checksums(side: Manifest, pattern: re.Pattern[str]) -> dict[str, int | None]:
-    return {file.name: file.xxh3 for file in side.files if pattern.fullmatch(file.name)}
+def _checksums(side: Manifest, group: str) -> dict[str, int | None]:
+    return {file.name: file.xxh3 for file in side.files if _group_of(file.name) == group}
+
+
+def _group_of(name: str) -> str | None:
+    """Return the group that lies in a file, None for a file with none of them."""
+    return _GROUPS.get(name) or _GROUPS_OF_RANK.get(layout.content_of_rank(name) or "")
 
 
 def _is_same(one: Scalar, other: Scalar) -> bool:
