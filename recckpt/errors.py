@@ -15,7 +15,7 @@ class RecckptError(Exception):
     """Root of all errors of recckpt."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild from the message and the attributes, whatever the constructor asks for."""
+        """Rebuild from the message and the attributes, whatever arguments the constructor takes."""
         return _rebuild, (type(self), self.args, self.__dict__)
 
 

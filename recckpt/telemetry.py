@@ -1,6 +1,6 @@
 """Metrics and spans of saves and loads for OpenTelemetry, where its API is installed; nothing otherwise.
 
-Each series and span has the attribute ``recckpt.run``, so that one Prometheus tells the jobs apart. Nothing of
+Each series and span has the attribute ``recckpt.run``, by which one Prometheus distinguishes the jobs. Nothing of
 OpenTelemetry is imported before the first save or load. What goes wrong in it, as in a processor or provider of the
 user's, is logged once and fails nothing.
 """
@@ -71,17 +71,17 @@ class _Tools:
 
     def record(self, run: str, measured: Mapping[str, float]) -> None:
         """Record values by the names of instruments."""
-        of_run = {_PREFIX + "run": run}
+        attributes_of_run = {_PREFIX + "run": run}
         for name, value in measured.items():
             if name in self.counters:
-                self.counters[name].add(value, of_run)
+                self.counters[name].add(value, attributes_of_run)
             elif name in self.histograms:
-                self.histograms[name].record(value, of_run)
+                self.histograms[name].record(value, attributes_of_run)
             else:
-                self.gauges[name].set(value, of_run)
+                self.gauges[name].set(value, attributes_of_run)
 
     def _forget(self) -> None:
-        """Leave saves to the process that makes them: of those under way at a fork, no child hears how they end."""
+        """Forget the saves that were under way at a fork: a child never learns how they end."""
         self.open.clear()
         self.runs.clear()
 
@@ -105,7 +105,7 @@ class Operation:
         attributes: of its span.
         run: the job, as its series and spans name it.
         retries: returns how many requests to the storage were tried again so far.
-        is_told: whether anybody is told; one rank of several tells for all.
+        is_told: whether this process reports it; of several ranks one does.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class Operation:
         self._span: Any = None
         self._tools = _guarded(_tools) if is_told else None
         if self._tools is not None:
-            tools, of_run = self._tools, {"run": run}
+            tools, attributes_of_run = self._tools, {"run": run}
             tools.open.add(self)
             tools.runs.add(run)
             self._span = _guarded(
-                lambda: tools.tracer.start_span(_PREFIX + what, attributes=_named({**attributes, **of_run}))
+                lambda: tools.tracer.start_span(_PREFIX + what, attributes=_named({**attributes, **attributes_of_run}))
             )
             # To Prometheus, a counter that is not there before it is 1 has not increased.
-            _guarded(lambda: tools.counters["failures"].add(0, _named({"operation": what, **of_run})))
+            _guarded(lambda: tools.counters["failures"].add(0, _named({"operation": what, **attributes_of_run})))
             _guarded(lambda: tools.record(run, dict.fromkeys(_PRESENT, 0)))
 
     def __enter__(self) -> Operation:
@@ -148,12 +148,12 @@ class Operation:
         attributes: Attributes | None = None,
         measured: Mapping[str, float] | None = None,
     ) -> None:
-        """Tell how it went; all but the first call do nothing.
+        """Report how it went; only the first call has an effect.
 
         Args:
             error: why it failed.
             attributes: of its span, beside those that it has begun with; the ``kind`` is one of its metrics too.
-            measured: values by the names of instruments; those of nothing but good ends are told of such only.
+            measured: values by the names of instruments; some are recorded for successes only.
         """
         if self._tools is None or not self._once.acquire(blocking=False):
             return

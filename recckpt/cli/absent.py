@@ -18,17 +18,17 @@ def absent(args: argparse.Namespace) -> CommandResult:
     """List which checkpoints and leftovers still hold any of the ids."""
     with usage_checked():
         ids = distinct(read_ids(args.absent))
-        found = look_for(args.path, ids, args.table)
-    url, where = one_line(found.url), "any table" if args.table is None else f"table {escaped(args.table)}"
-    table = Table(_HEAD, [_row(each) for each in found.holding], ("ROWS", "DELETES"))
-    lines: list[Line] = [table] if found.holding else []
+        absence = look_for(args.path, ids, args.table)
+    url, where = one_line(absence.url), "any table" if args.table is None else f"table {escaped(args.table)}"
+    table = Table(_HEAD, [_row(each) for each in absence.holding], ("ROWS", "DELETES"))
+    lines: list[Line] = [table] if absence.holding else []
     if args.print_ids:
-        lines += [f"{escaped(each.directory) or '.'}, {escaped(each.table)}: {_ids(each)}" for each in found.holding]
-    if not _problems(found, len(ids), where):
-        lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(found.n_parts, 'file')}")
-    if found.n_asked:
-        lines.append(f"{url}: {found.n_asked} of them were asked to be forgotten, by the audit")
-    return CommandResult(_data(found, len(ids), args), lines, _problems(found, len(ids), where))
+        lines += [f"{escaped(each.directory) or '.'}, {escaped(each.table)}: {_ids(each)}" for each in absence.holding]
+    if not _problems(absence, len(ids), where):
+        lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(absence.n_parts, 'file')}")
+    if absence.n_asked:
+        lines.append(f"{url}: {absence.n_asked} of them were asked to be forgotten, by the audit")
+    return CommandResult(_data(absence, len(ids), args), lines, _problems(absence, len(ids), where))
 
 
 def _row(each: Holding) -> tuple[str, ...]:
@@ -36,17 +36,17 @@ def _row(each: Holding) -> tuple[str, ...]:
     return escaped(each.directory or "."), name, escaped(each.table), count(each.n_rows), count(each.n_deletes)
 
 
-def _problems(found: Absence, n_ids: int, where: str) -> list[str]:
+def _problems(absence: Absence, n_ids: int, where: str) -> list[str]:
     problems = []
-    if found.holding:
-        n_places = len({each.directory for each in found.holding})
+    if absence.holding:
+        n_places = len({each.directory for each in absence.holding})
         what = "1 directory holds" if n_places == 1 else f"{n_places} directories hold"
-        problems.append(f"{found.url}: {what} some of {plural(n_ids, 'id')} in {where}")
-    for path, why in found.unread.items():
-        problems.append(f"{found.url}/{path}: found {why}, so nobody can say what it holds: `recckpt verify`")
-    for table, n_named in found.pending.items():
+        problems.append(f"{absence.url}: {what} some of {plural(n_ids, 'id')} in {where}")
+    for path, why in absence.unread.items():
+        problems.append(f"{absence.url}/{path}: found {why}, so nobody can say what it holds: `recckpt verify`")
+    for table, n_named in absence.pending.items():
         what = f"a request to forget ids of table {table!r}, {n_named} of these among them, is not ended"
-        problems.append(f"{found.url}: {what}: `recckpt forget DIR` goes on")
+        problems.append(f"{absence.url}: {what}: `recckpt forget DIR` goes on")
     return problems
 
 
@@ -54,22 +54,22 @@ def _ids(each: Holding) -> str:
     return ", ".join(map(str, distinct(*each.ids)))
 
 
-def _data(found: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, Any]:
+def _data(absence: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, Any]:
     holding = []
-    for each in found.holding:
-        said: dict[str, Any] = {"directory": each.directory, "id": each.ckpt_id, "table": each.table}
-        said |= {"rows": each.n_rows, "deletes": each.n_deletes}
+    for each in absence.holding:
+        entry: dict[str, Any] = {"directory": each.directory, "id": each.ckpt_id, "table": each.table}
+        entry |= {"rows": each.n_rows, "deletes": each.n_deletes}
         if args.print_ids:
-            said["ids"] = distinct(*each.ids).tolist()
-        holding.append(said)
+            entry["ids"] = distinct(*each.ids).tolist()
+        holding.append(entry)
     return {
-        "url": found.url,
+        "url": absence.url,
         "table": args.table,
         "n_ids": n_ids,
-        "absent": not holding and not found.unread and not found.pending,
+        "absent": not holding and not absence.unread and not absence.pending,
         "holding": holding,
-        "unread": found.unread,
-        "pending": found.pending,
-        "files": found.n_parts,
-        "asked": found.n_asked,
+        "unread": absence.unread,
+        "pending": absence.pending,
+        "files": absence.n_parts,
+        "asked": absence.n_asked,
     }

@@ -145,10 +145,10 @@ def _positive(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,12})([kMGT]?)(i?)B?", text, re.ASCII)
-    if found is None or not int(found[1]) or (found[3] and not found[2]):
+    match = re.fullmatch(r"(\d{1,12})([kMGT]?)(i?)B?", text, re.ASCII)
+    if match is None or not int(match[1]) or (match[3] and not match[2]):
         raise ValueError(text)
-    return int(found[1]) * int((1024 if found[3] else 1000) ** " kMGT".index(found[2] or " "))
+    return int(match[1]) * int((1024 if match[3] else 1000) ** " kMGT".index(match[2] or " "))
 
 
 def _id(text: str) -> int:

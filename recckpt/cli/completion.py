@@ -38,8 +38,8 @@ def _candidates(prefix: str, action: argparse.Action, parsed_args: argparse.Name
         "format": lambda: FORMATS,
     }
     try:
-        found = ways[action.dest]() if action.dest in ways else _paths(prefix, with_files=True)
-        return [name for name in found if name.startswith(prefix)]
+        candidates = ways[action.dest]() if action.dest in ways else _paths(prefix, with_files=True)
+        return [name for name in candidates if name.startswith(prefix)]
     except Exception:
         return []
 

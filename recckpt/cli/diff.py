@@ -15,12 +15,12 @@ from recckpt.text import one_line
 def diff(args: argparse.Namespace) -> CommandResult:
     """Compare two checkpoints; like that of files, the exit code is 1 where they differ and 2 after an error."""
     try:
-        found = compare(args.before, args.after, tolerance=args.tolerance, top=args.top)
-        lines = list(lines_of(found))
+        comparison = compare(args.before, args.after, tolerance=args.tolerance, top=args.top)
+        lines = list(lines_of(comparison))
         if args.html is not None:
             with new_file(args.html) as sink:
-                sink.write(found.to_html().encode())
+                sink.write(comparison.to_html().encode())
             lines.append(f"wrote {one_line(args.html)}")
     except (RecckptError, OSError, ValueError) as error:
         raise CommandError(str(error), USAGE) from error
-    return CommandResult(found.to_dict(), lines, [] if found.is_equal else [verdict(found)])
+    return CommandResult(comparison.to_dict(), lines, [] if comparison.is_equal else [verdict(comparison)])

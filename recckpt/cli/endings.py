@@ -1,4 +1,4 @@
-"""How a command ends that does not get to its end: by a signal, or because nobody reads what it prints."""
+"""How a command ends early: by a signal, or because nobody reads what it prints."""
 
 from __future__ import annotations
 

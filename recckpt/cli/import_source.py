@@ -26,7 +26,7 @@ def import_source(args: argparse.Namespace) -> CommandResult:
             done = _import(args)
         except RecckptError as error:
             return CommandResult({"problems": [str(error)]}, [], [str(error)])
-    step = next(found for found in (args.step, done.contents.step, 0) if found is not None)
+    step = next(number for number in (args.step, done.contents.step, 0) if number is not None)
     notes = passed_by(args.dir, done.ckpt_id, step)
     return CommandResult({**_data(done, args), "notes": notes}, [*_lines(done, args), *notes])
 
@@ -60,24 +60,24 @@ def _as_table(text: str) -> tuple[str, str | None]:
 
 
 def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[Line]:
-    held = done.contents
-    what = f"{held.format}, {plural(len(held.tables), 'table')}, {plural(len(held.dense), 'dense tensor')}"
-    yield f"{one_line(done.source)}: {what}, step {'-' if held.step is None else held.step}"
-    if held.tables:
+    contents = done.contents
+    what = f"{contents.format}, {plural(len(contents.tables), 'table')}, {plural(len(contents.dense), 'dense tensor')}"
+    yield f"{one_line(done.source)}: {what}, step {'-' if contents.step is None else contents.step}"
+    if contents.tables:
         yield ""
-        slots = {table.name: ", ".join(map(_slot, table.slots)) for table in held.tables}
-        exact = {table.name: table.is_exact or not args.dry_run for table in held.tables}
+        slots = {table.name: ", ".join(map(_slot, table.slots)) for table in contents.tables}
+        exact = {table.name: table.is_exact or not args.dry_run for table in contents.tables}
         rows = [(escaped(n), count(done.rows[n]) if exact[n] else "?", slots[n]) for n in slots]
         yield Table(_HEAD, rows, ("ROWS",))
-    if held.values:
-        yield f"plain values, to model.pt: {', '.join(map(_value, held.values.items()))}"
-    if held.extra:
-        yield f"extra: {', '.join(map(_value, held.extra.items()))}"
-    if held.io_state:
-        yield f"positions in the data: of {plural(len(held.io_state), 'rank')}"
-    if held.left_out:
+    if contents.values:
+        yield f"plain values, to model.pt: {', '.join(map(_value, contents.values.items()))}"
+    if contents.extra:
+        yield f"extra: {', '.join(map(_value, contents.extra.items()))}"
+    if contents.io_state:
+        yield f"positions in the data: of {plural(len(contents.io_state), 'rank')}"
+    if contents.left_out:
         yield ""
-        yield Table(("NOT AS IT WAS", "WHY"), [(escaped(left.name), left.reason) for left in held.left_out])
+        yield Table(("NOT AS IT WAS", "WHY"), [(escaped(left.name), left.reason) for left in contents.left_out])
     yield ""
     where = one_line(f"{args.dir}/{done.directory or done.ckpt_id}")
     wrote = f"wrote {where}, {size(done.n_bytes)}" if done.directory else f"would write {where}"
@@ -103,28 +103,28 @@ def _slot(slot: SlotSpec) -> str:
 
 
 def _data(done: ImportPlan, args: argparse.Namespace) -> dict[str, Any]:
-    held = done.contents
-    nested = (*held.values.items(), *held.extra.items())
+    contents = done.contents
+    nested = (*contents.values.items(), *contents.extra.items())
     tables = [
         {
             "name": table.name,
             "rows": done.rows[table.name] if table.is_exact or not args.dry_run else None,
             "slots": [{"name": s.name, "dtype": s.dtype, "shape": list(s.shape)} for s in table.slots],
         }
-        for table in held.tables
+        for table in contents.tables
     ]
     return {
         "source": done.source,
-        "format": held.format,
+        "format": contents.format,
         "id": done.ckpt_id,
         "directory": done.directory or None,
-        "step": held.step,
+        "step": contents.step,
         "tables": tables,
-        "dense": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in held.dense],
-        "values": list(held.values),
-        "extra": list(held.extra),
+        "dense": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in contents.dense],
+        "values": list(contents.values),
+        "extra": list(contents.extra),
         "tensors_inside": {name: n for name, value in nested if (n := _tensors_in(value))},
-        "positions": len(held.io_state),
-        "left_out": [{"name": left.name, "reason": left.reason} for left in held.left_out],
+        "positions": len(contents.io_state),
+        "left_out": [{"name": left.name, "reason": left.reason} for left in contents.left_out],
         "bytes": done.n_bytes,
     }

@@ -137,7 +137,7 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
 def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple[str, ...]:
     manifest = checkpoint.manifest
     moved = checkpoint.directory != layout.encode_id(manifest.ckpt_id)
-    said = [*marks, *_labels(manifest.state), *_link_of(kept_for), *([f"in {checkpoint.directory}/"] if moved else [])]
+    notes = [*marks, *_labels(manifest.state), *_link_of(kept_for), *([f"in {checkpoint.directory}/"] if moved else [])]
     return (
         escaped(manifest.ckpt_id),
         "-" if manifest.step is None else str(manifest.step),
@@ -146,7 +146,7 @@ def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple
         count(manifest.rows),
         size(manifest.n_bytes),
         count(len(manifest.tables)),
-        ", ".join(said),
+        ", ".join(notes),
     )
 
 

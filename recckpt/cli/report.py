@@ -18,12 +18,12 @@ def report(args: argparse.Namespace) -> CommandResult:
     options = {"deep": args.deep, "threads": args.threads, "overdue_sec": args.overdue}
     with usage_checked():
         if path is None:
-            found = look(args.dir, **options)
+            run = look(args.dir, **options)
         else:
             needed("matplotlib", "report")  # before anything is read
             with new_file(path) as sink:
-                found = look(args.dir, **options)
-                sink.write(found.to_html().encode())
+                run = look(args.dir, **options)
+                sink.write(run.to_html().encode())
     written = [] if path is None else [f"wrote {one_line(path)}"]
-    problems = [] if found.is_healthy else [f"{found.url}: {verdict(found)}"]
-    return CommandResult(found.to_dict(), [*lines_of(found), *written], problems)
+    problems = [] if run.is_healthy else [f"{run.url}: {verdict(run)}"]
+    return CommandResult(run.to_dict(), [*lines_of(run), *written], problems)

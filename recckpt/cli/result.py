@@ -56,7 +56,7 @@ def usage_checked() -> Iterator[None]:
 
 
 def leave_stdout() -> None:
-    """Let go of stdout, whose reader is gone: the interpreter flushes once more when it ends, and would complain."""
+    """Point stdout, whose reader is gone, to nothing: the interpreter flushes it when it ends, and would complain."""
     with suppress(OSError, ValueError):  # where it is no file, nothing is flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -42,14 +42,14 @@ def print_text(text: str) -> None:
 
 
 def complain(message: str, style: str = "bold red") -> None:
-    """Write a message to stderr in one line; where nobody reads it, nothing is said."""
-    said = one_line(message)
+    """Write a message to stderr in one line; does nothing where stderr is closed."""
+    line = one_line(message)
     try:
         console = console_of(sys.stderr)
         if console is None:
-            print(f"recckpt: {said}", file=sys.stderr, flush=True)
+            print(f"recckpt: {line}", file=sys.stderr, flush=True)
         else:
-            _print(console, [("recckpt: ", style), (said, "")])
+            _print(console, [("recckpt: ", style), (line, "")])
     except (OSError, ValueError):
         return
 

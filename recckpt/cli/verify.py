@@ -21,8 +21,8 @@ def verify(args: argparse.Namespace) -> CommandResult:
     if args.table is not None or args.print_ids:
         raise UsageError("--table and --print-ids go with --absent")
     with usage_checked():
-        found = find_checkpoints(args.path)
-    url, reports = found.storage.url, sorted(verify_found(found, deep=args.deep, threads=args.threads), key=_age)
+        place = find_checkpoints(args.path)
+    url, reports = place.storage.url, sorted(verify_found(place, deep=args.deep, threads=args.threads), key=_age)
     damaged = [report for report in reports if report.problems]
     tones: dict[int, Tone] = {n: "damaged" if report.problems else "good" for n, report in enumerate(reports)}
     lines: list[Line] = [Table(_HEAD, [_row(report) for report in reports], ("ROWS", "SIZE", "FILES"), tones)]

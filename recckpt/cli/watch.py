@@ -112,10 +112,10 @@ def _shown_by(args: argparse.Namespace) -> Iterator[Show]:
 
 
 def _show_json(status: Status, trouble: str) -> None:
-    said = status.to_dict()
+    values = status.to_dict()
     if trouble:
-        said = {"output_dir": status.url, "time": _now(), "error": trouble}
-    _print(json.dumps(said, allow_nan=False))
+        values = {"output_dir": status.url, "time": _now(), "error": trouble}
+    _print(json.dumps(values, allow_nan=False))
 
 
 class _LineByLine:
@@ -145,13 +145,13 @@ def _table(status: Status, trouble: str, interval: float) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    found = list(facts(status))
+    rows = list(facts(status))
     if trouble:
-        found.append(Fact("cannot look", trouble, "bad"))
-    for name, text, mood in found:
+        rows.append(Fact("cannot look", trouble, "bad"))
+    for name, text, mood in rows:
         table.add_row(name, Text(text, style=_STYLES[mood]))
-    told = f"{status.time.strftime('%H:%M:%S')} UTC, every {interval:g} s, control-C ends"
-    return Panel(table, title=Text(escaped(status.url)), title_align="left", subtitle=told, subtitle_align="right")
+    subtitle = f"{status.time.strftime('%H:%M:%S')} UTC, every {interval:g} s, control-C ends"
+    return Panel(table, title=Text(escaped(status.url)), title_align="left", subtitle=subtitle, subtitle_align="right")
 
 
 def _now() -> str:

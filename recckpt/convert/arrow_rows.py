@@ -25,10 +25,10 @@ class Columns:
     def __init__(self, first: pa.RecordBatch | pa.Schema, options: ImportOptions, path: str) -> None:
         schema = first if isinstance(first, pa.Schema) else first.schema
         self._ids, self._path, self.schema = options.ids, path, schema
-        for wanted, what in ((options.ids, "ids"), (options.embedding, "vectors")):
-            if schema.names.count(wanted) != 1:
-                found = f"{schema.names.count(wanted)} columns {wanted!r}, which are to be the {what}; {schema.names}"
-                remedy = f"name the column{nearest(wanted, schema.names)}"
+        for column, what in ((options.ids, "ids"), (options.embedding, "vectors")):
+            if schema.names.count(column) != 1:
+                found = f"{schema.names.count(column)} columns {column!r}, which are to be the {what}; {schema.names}"
+                remedy = f"name the column{nearest(column, schema.names)}"
                 raise ConversionError(path, "", found=found, expected="one column", remedy=remedy)
         others = [name for name in schema.names if name not in (options.ids, options.embedding)]
         unknown = [name for name in options.slots or () if name not in others]

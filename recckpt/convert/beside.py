@@ -1,4 +1,4 @@
-"""What lies in a directory beside the files of rows, or in the names of directories alone, and does not come along."""
+"""What an import of files of rows leaves out: other files there, and columns in the names of directories."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def beside(files: SourceFiles, names: Sequence[str], format: str) -> list[LeftOu
     others = sorted(set(files.ending("")) - set(names))
     left += [LeftOut(name, f"is no file of {format}") for name in others[:_MOST_LISTED]]
     if len(others) > _MOST_LISTED:
-        left.append(LeftOut(f"{len(others) - _MOST_LISTED} more files", f"are none of {format}"))
+        left.append(LeftOut(f"{len(others) - _MOST_LISTED} more files", f"are not of {format}"))
     return left

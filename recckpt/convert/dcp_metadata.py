@@ -49,7 +49,7 @@ class StoredEntry:
     boxes: tuple[Box, ...]
 
 
-class _Held:
+class _StandIn:
     """Stands for an object of a class that is not looked at."""
 
     def __init__(self, *args: Any) -> None:
@@ -72,7 +72,7 @@ class _Reader(pickle.Unpickler):
             return name
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"the global {module}.{name}")
-        return type(name, (_Held,), {})
+        return type(name, (_StandIn,), {})
 
 
 def read_metadata(files: SourceFiles) -> list[StoredEntry]:
@@ -83,8 +83,8 @@ def read_metadata(files: SourceFiles) -> list[StoredEntry]:
     """
     path = files.path(files.need(METADATA, "the metadata that every DCP checkpoint has"))
     try:
-        found = _Reader(io.BytesIO(files.read(METADATA, _MAX_BYTES))).load()
-        return list(_entries(found, files))
+        metadata = _Reader(io.BytesIO(files.read(METADATA, _MAX_BYTES))).load()
+        return list(_entries(metadata, files))
     except pickle.UnpicklingError as error:
         what = f"a pickle that needs code to load ({error!s:.200})"
         raise ConversionError(path, "", found=what, expected="the metadata of DCP") from error
@@ -95,14 +95,14 @@ def read_metadata(files: SourceFiles) -> list[StoredEntry]:
         raise ConversionError(path, "", found=what, expected="a whole file") from error
 
 
-def _entries(found: Any, files: SourceFiles) -> Iterator[StoredEntry]:
+def _entries(metadata: Any, files: SourceFiles) -> Iterator[StoredEntry]:
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for index, info in found.storage_data.items():
+    for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             remedy = "save without transforms, such as compression"
             raise ConversionError(files.url, index.fqn, found="transformed bytes", expected="plain ones", remedy=remedy)
         places[index.fqn, tuple(getattr(index, "offset", None) or ())] = info
-    for name, entry in found.state_dict_metadata.items():
+    for name, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             yield StoredEntry(name, "", (), (_box(files, name, (), (), places.get((name, ()))),))
             continue

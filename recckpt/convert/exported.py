@@ -27,20 +27,20 @@ def exported_tables(files: SourceFiles, format: str) -> list[str]:
     if files.is_file or name not in files.names:
         return []
     try:
-        said = json.loads(files.read(name, _MAX_BYTES))
+        record = json.loads(files.read(name, _MAX_BYTES))
     except (ValueError, RecursionError):
         return []  # of another program
-    if not isinstance(said, dict) or said.get("format") != FORMAT or not isinstance(said.get("tables"), dict):
+    if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("tables"), dict):
         return []
-    check_is_whole(said, files.path(name))
+    check_is_whole(record, files.path(name))
     directories = {each.partition("/")[0] for each in files.names if "/" in each}
-    return list(said["tables"]) if {file_name(table) for table in said["tables"]} & directories else []
+    return list(record["tables"]) if {file_name(table) for table in record["tables"]} & directories else []
 
 
-def check_is_whole(said: Mapping[str, Any], path: str) -> None:
+def check_is_whole(record: Mapping[str, Any], path: str) -> None:
     """Refuse what an export says of an increment."""
-    if "since" in said:
-        found = f"the rows that have changed since {said['since']!r}"
+    if "since" in record:
+        found = f"the rows that have changed since {record['since']!r}"
         raise ConversionError(path, "", found=found, expected="whole tables", remedy="export without --since")
 
 
@@ -82,10 +82,10 @@ class _Tables:
 
     def __init__(self, sources: Mapping[str, ImportSource], others: Sequence[LeftOut]) -> None:
         self._sources = sources
-        held = [source.contents for source in sources.values()]
+        each_contents = [source.contents for source in sources.values()]
         left = [LeftOut(f"table {name}, {each.name}", each.reason) for name in sources for each in self._left(name)]
-        of_all = tuple(table for contents in held for table in contents.tables)
-        self.contents = replace(held[0], tables=of_all, left_out=(*others, *left))
+        of_all = tuple(table for contents in each_contents for table in contents.tables)
+        self.contents = replace(each_contents[0], tables=of_all, left_out=(*others, *left))
 
     def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows of one."""

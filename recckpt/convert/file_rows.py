@@ -24,13 +24,13 @@ class FileRows:
         files: of the source.
         names: those with rows.
         batches: reads one of them.
-        n_rows: of all; None where only reading tells, and then ``most_rows`` is a bound.
+        n_rows: of all; None if only reading shows it; ``most_rows`` is a bound then.
         most_rows: at least as many as there are.
         options: what the columns are.
-        left_out: what of the files does not become rows, or has another form.
+        left_out: contents of the files that do not become rows, or change their form.
 
     Raises:
-        ConversionError: there is no row to tell what the columns are, or they are none that a table can have.
+        ConversionError: there is no row that shows what the columns are, or a table cannot have such.
     """
 
     def __init__(

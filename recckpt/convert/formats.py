@@ -47,15 +47,15 @@ def open_source(files: SourceFiles, format: str | None, options: ImportOptions) 
 
 
 def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> None:
-    """Refuse what is said of tensors where there are rows, and the other way round."""
+    """Refuse options for tensors where there are files of rows, and the other way round."""
     plain = ImportOptions()
     of_rows = {"column of ids": options.ids != plain.ids, "column of vectors": options.embedding != plain.embedding}
     of_rows["columns that become slots"] = options.slots is not None
     of_tensors = {"tensors that are to be tables": bool(options.as_table)}
-    given = of_tensors if name in _OF_ROWS else of_rows
+    options_given = of_tensors if name in _OF_ROWS else of_rows
     if name in ("csv", "npy"):  # of which all columns are one vector, or each array is a file that may be left out
-        given = {**given, "columns that become slots": options.slots is not None}
-    odd = [what for what, is_said in given.items() if is_said]
+        options_given = {**options_given, "columns that become slots": options.slots is not None}
+    odd = [what for what, is_said in options_given.items() if is_said]
     if odd:
         remedy = "leave it out"
         raise ConversionError(

@@ -10,7 +10,7 @@ from recckpt.errors import ConversionError
 from recckpt.types import SlotSpec
 
 DTYPES = ("float16", "bfloat16", "int8")
-SCALE = "_scale"  # part of the format: behind the name of a slot in int8, the slot of what its rows are to be times
+SCALE = "_scale"  # part of the format: after the name of a slot in int8: the slot of the factors of its rows
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 Floats = npt.NDArray[np.floating[npt.NBitBase]]
 
@@ -39,8 +39,8 @@ def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) 
         lost = ~np.isfinite(back) if dtype == "int8" else is_finite & ~np.isfinite(back)
         if lost.any():
             row = int(np.argwhere(lost)[0][0])
-            told = exact[row][lost[row]]
-            found, expected = f"{told[np.argmax(np.abs(told))]} in id {ids[row]}", f"what {dtype} holds"
+            lost_values = exact[row][lost[row]]
+            found, expected = f"{lost_values[np.argmax(np.abs(lost_values))]} in id {ids[row]}", f"what {dtype} holds"
             raise ConversionError(path, f"slot {slot.name!r}", found=found, expected=expected, remedy="keep the dtype")
         off = np.abs(back.astype(np.float64) - exact)[is_finite]
     return columns, float(off.max(initial=0.0))

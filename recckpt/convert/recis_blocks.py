@@ -52,17 +52,17 @@ def read_blocks(files: SourceFiles) -> RecisBlocks:
         raise ConversionError(files.path(INDEX), "", found=f"{sorted(index)}", expected="file_index and block_index")
     names = {number: files.need(name, f"a file that {INDEX} lists") for name, number in numbers.items()}
     headers = {number: read_header(files, name).tensors for number, name in names.items()}
-    found: dict[str, SourceTensor] = {}
+    tensors: dict[str, SourceTensor] = {}
     for key, number in blocks.items():
         if key not in headers.get(number, {}):
             expected = f"it in file {names.get(number, number)}, as {INDEX} says"
             raise ConversionError(files.url, f"block {key!r}", found="no such block", expected=expected)
-        found[key] = headers[number][key]
-    for key in keys.keys() - found.keys():
+        tensors[key] = headers[number][key]
+    for key in keys.keys() - tensors.keys():
         raise ConversionError(files.path(INDEX), f"block {key!r}", found="nothing", expected=f"it, from {TENSOR_KEYS}")
     sparse = {key: str(name) for key, name in keys.items()}
     dense: dict[str, SourceTensor] = {}
-    for key, block in found.items():
+    for key, block in tensors.items():
         name = key.partition("^")[0]
         if key in sparse:
             continue
@@ -71,13 +71,13 @@ def read_blocks(files: SourceFiles) -> RecisBlocks:
                 files.path(INDEX), f"dense {name!r}", found=f"{key!r} and another", expected="one block"
             )
         dense[name] = block
-    return RecisBlocks(dict(_tables(files, found, sparse)), dense)
+    return RecisBlocks(dict(_tables(files, tensors, sparse)), dense)
 
 
 def _tables(
     files: SourceFiles, blocks: Mapping[str, SourceTensor], keys: Mapping[str, str]
 ) -> Iterator[tuple[str, list[TableSlice]]]:
-    found: dict[str, dict[tuple[int, int, int], dict[str, SourceTensor]]] = {}
+    tables: dict[str, dict[tuple[int, int, int], dict[str, SourceTensor]]] = {}
     for key, name in keys.items():
         named, _, text = name.rpartition("^")
         table, _, slot = named.partition("@")
@@ -86,11 +86,11 @@ def _tables(
             expected = "TABLE@SLOT^BEGIN@END@SIZE"
             raise ConversionError(files.path(TENSOR_KEYS), repr(key), found=repr(name), expected=expected)
         begin, end, size = map(int, parsed.groups())
-        of_slice = found.setdefault(table, {}).setdefault((size, begin, end), {})
+        of_slice = tables.setdefault(table, {}).setdefault((size, begin, end), {})
         if slot in of_slice:
             raise ConversionError(files.path(TENSOR_KEYS), repr(name), found="two blocks", expected="one")
         of_slice[slot] = blocks[key]
-    for table, slices in found.items():
+    for table, slices in tables.items():
         yield table, _whole(files, table, slices)
 
 

@@ -129,14 +129,14 @@ def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tupl
 
     Of several readings (``..._sum_step`` may be of a table ``sum``) the one counts whose slots are there.
     """
-    found: list[tuple[Rule, str | None]] = []
+    owners: list[tuple[Rule, str | None]] = []
     for rule in RULES:
         table = name.removeprefix(rule.prefix).removesuffix("_step")
         if name == f"{rule.prefix}step":
-            found.append((rule, None))
+            owners.append((rule, None))
         elif rule.is_row_wise and name == f"{rule.prefix}{table}_step":
-            found.append((rule, table))
-    return max(found, key=lambda one: (bool(users[one[0].prefix]), one[1] is None or one[1] in tables), default=None)
+            owners.append((rule, table))
+    return max(owners, key=lambda one: (bool(users[one[0].prefix]), one[1] is None or one[1] in tables), default=None)
 
 
 def _step_name(step: _Step) -> str:
@@ -159,11 +159,11 @@ def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut])
     for step in merged:
         reason = f"of tables that RecIS merged, not saying which: those without a step of their own start from {shared}"
         left.append(LeftOut(_step_name(step), reason))
-    found = {name: {"step": own.get(name, shared)} for name in names if own.get(name, shared) is not None}
+    by_table = {name: {"step": own.get(name, shared)} for name in names if own.get(name, shared) is not None}
     for name in names:
-        if name not in found:
+        if name not in by_table:
             left.append(LeftOut(f"table {name}, steps", "are not there: the optimizer counts them from 0"))
-    return found
+    return by_table
 
 
 def _list_unknown(tables: Slots, left: list[LeftOut]) -> None:

@@ -29,11 +29,11 @@ class _Restored:
 
     def __init__(self, source: ImportSource) -> None:
         self._source = source
-        held = source.contents
-        self._narrow = {table.name: table for table in held.tables if _is_narrow(table)}
-        tables = tuple(_wide(table) if table.name in self._narrow else table for table in held.tables)
+        contents = source.contents
+        self._narrow = {table.name: table for table in contents.tables if _is_narrow(table)}
+        tables = tuple(_wide(table) if table.name in self._narrow else table for table in contents.tables)
         left = [LeftOut(f"table {name}", f"int8 times {_SCALE.name} is float32 here") for name in self._narrow]
-        self.contents = replace(held, tables=tables, left_out=(*held.left_out, *left))
+        self.contents = replace(contents, tables=tables, left_out=(*contents.left_out, *left))
 
     def rows(self, table: SourceTable) -> Iterator[SourceRows]:
         """Yield the rows of a table."""

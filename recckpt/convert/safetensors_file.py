@@ -1,4 +1,4 @@
-"""The safetensors format: a header of JSON, checked before anything is believed, and values behind it (no library).
+"""The safetensors format: a JSON header, checked before it is used, and the values after it (no library).
 
 Follows the format's own description (github.com/huggingface/safetensors). RecIS writes ``bool`` in lower case.
 """

@@ -25,7 +25,8 @@ _Offsets = Mapping[str, tuple[int, ...]]
 def are_shards(parts: Mapping[str, TensorFile], files: SourceFiles) -> bool:
     """Say whether tensors of these files may go on in other files.
 
-    Where all of them begin at 0 the file is the first shard or a whole model, and torch's name of it tells which.
+    Where all of them begin at 0 the file is the first shard or a whole model: its name, which torch gave it, shows
+    which.
     """
     of_torch = {name: part for name, part in parts.items() if SHARDING in part.metadata}
     begins = {name: _offsets(name, part, files).values() for name, part in of_torch.items()}

@@ -115,7 +115,7 @@ class ImportSource(Protocol):
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the caller says of a source that does not say it itself.
+    """What the caller says about a source that does not describe itself.
 
     Attributes:
         table: the name of the one table in files of rows; "" for that of the file.

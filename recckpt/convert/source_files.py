@@ -53,7 +53,7 @@ class SourceFiles:
 
     @property
     def stem(self) -> str:
-        """The name of the source without what tells its kind, for a table that has no name."""
+        """The name of the source without its ending, for a table that has no name."""
         name = self.url.rstrip("/").rpartition("/")[2]
         return name.partition(".")[0] if self.is_file else name
 
@@ -127,7 +127,7 @@ class SourceFiles:
 
 
 def _below(path: Path) -> list[str]:
-    found = [Path(base, name) for base, _, names in os.walk(path) for name in names]
-    if len(found) > _MAX_FILES:
-        raise ConversionError(str(path), "", found=f"{len(found)} files", expected=f"at most {_MAX_FILES}")
-    return sorted(file.relative_to(path).as_posix() for file in found)
+    paths = [Path(base, name) for base, _, names in os.walk(path) for name in names]
+    if len(paths) > _MAX_FILES:
+        raise ConversionError(str(path), "", found=f"{len(paths)} files", expected=f"at most {_MAX_FILES}")
+    return sorted(file.relative_to(path).as_posix() for file in paths)

@@ -93,17 +93,17 @@ def slot_of(name: str, tensor: SourceTensor, path: str) -> SlotSpec:
 
 def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, path: str) -> list[TensorTable]:
     """Return the tables that are wished for; ConversionError where a tensor is not there, or has less than two dims."""
-    found = []
+    tables = []
     for name, ids in options.as_table.items():
-        for wanted in filter(None, (name, ids)):
-            if wanted not in tensors:
-                close = nearest(wanted, tensors).strip("; ")
-                raise ConversionError(path, "", found=f"no tensor {wanted!r}", expected="one of its own", remedy=close)
+        for pattern in filter(None, (name, ids)):
+            if pattern not in tensors:
+                close = nearest(pattern, tensors).strip("; ")
+                raise ConversionError(path, "", found=f"no tensor {pattern!r}", expected="one of its own", remedy=close)
         if len(tensors[name].shape) < 2:
             found_shape = f"{name!r} of {tensors[name].shape}"
             raise ConversionError(path, "", found=found_shape, expected="a tensor of two dimensions or more")
-        found.append(TensorTable(name, tensors[ids] if ids else None, {EMBEDDING: tensors[name]}))
-    return found
+        tables.append(TensorTable(name, tensors[ids] if ids else None, {EMBEDDING: tensors[name]}))
+    return tables
 
 
 def used(tables: list[TensorTable]) -> set[str]:

@@ -1,4 +1,4 @@
-"""What of a checkpoint is exported: tables, with some slots and rows, in another dtype, or what has changed."""
+"""What an export takes of a checkpoint: tables, with some slots and rows, in another dtype, or what has changed."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class TableView:
     def said(self) -> dict[str, Any]:
         """Return what the metadata of an export says of the table."""
         slots = {slot.name: {"dtype": slot.dtype, "shape": list(slot.shape)} for slot in self.slots}
-        found: dict[str, Any] = {"rows": self.n_rows, "slots": slots}
+        values: dict[str, Any] = {"rows": self.n_rows, "slots": slots}
         if self.slots != self.stored:
-            found["largest_error"] = self.largest_error
+            values["largest_error"] = self.largest_error
         if self.deletes is not None:
-            found["replaced"] = self.replaced
-        return found
+            values["replaced"] = self.replaced
+        return values
 
     def _exported(self, slot: SlotSpec) -> tuple[SlotSpec, ...]:
         if self.dtype is None or slot.name != EMBEDDING or slot.dtype == self.dtype:

@@ -1,4 +1,4 @@
-"""TorchRec's optimizers: their state goes by names, and each rank has that of the tables of which a part lies on it."""
+"""TorchRec's optimizers: their state is keyed by name, and a rank has the state of the tables that it has a part of."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class KeyedOptimizer:
         all that does not fit.
         """
         live = self.state_dict()
-        wanted, states, groups = set(self.optimizer.params), dict[str, Any](), list[Mapping[str, Any]]()
+        names, states, groups = set(self.optimizer.params), dict[str, Any](), list[Mapping[str, Any]]()
         for state in saved:
-            states |= {key: values for key, values in state["state"].items() if key in wanted and key not in states}
+            states |= {key: values for key, values in state["state"].items() if key in names and key not in states}
             groups += state.get("param_groups", [])
-            if states.keys() >= wanted and not groups:
+            if states.keys() >= names and not groups:
                 break  # most often a rank has saved all that it needs
         _check(name, states, live["state"], stored)
-        found: dict[str, Any] = {"state": states}
+        gathered_state: dict[str, Any] = {"state": states}
         if "param_groups" in live:
-            found["param_groups"] = [_with_settings(group, groups) for group in live["param_groups"]]
-        return found, live
+            gathered_state["param_groups"] = [_with_settings(group, groups) for group in live["param_groups"]]
+        return gathered_state, live
 
 
 def is_keyed(obj: Any) -> bool:
@@ -61,16 +61,16 @@ def is_keyed(obj: Any) -> bool:
     return isinstance(obj, Optimizer) and is_form
 
 
-def _check(name: str, found: Mapping[str, Any], live: Mapping[str, Any], stored: Callable[[str], StoredTensor]) -> None:
+def _check(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], stored: Callable[[str], StoredTensor]) -> None:
     """Check that the states are of the parameters that have one here, and of the same form."""
     what = f"the state of {name!r}"
-    uninitialized = [key for key in found if found[key] and key not in live]
+    uninitialized = [key for key in saved if saved[key] and key not in live]
     if uninitialized:
         raise StateMismatchError(what, unexpected=uninitialized, remedy=_FILLS)
-    missing = [key for key in live if key not in found]
+    missing = [key for key in live if key not in saved]
     mismatched = dict[str, tuple[object, object]]()
-    for key in live.keys() & found.keys():
-        one, other = (dict(_described(values, stored)) for values in (found[key], live[key]))
+    for key in live.keys() & saved.keys():
+        one, other = (dict(_described(values, stored)) for values in (saved[key], live[key]))
         differing = (place for place in {**one, **other} if one.get(place) != other.get(place))
         mismatched |= {f"{key}{place}": (one.get(place, "nothing"), other.get(place, "nothing")) for place in differing}
     if missing or mismatched:
@@ -78,7 +78,7 @@ def _check(name: str, found: Mapping[str, Any], live: Mapping[str, Any], stored:
 
 
 def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the place and shape of each tensor in a state, and the place of each value that is none."""
+    """Yield the place and shape of each tensor in a state, and the place of each other value."""
     if isinstance(value, Mapping) and value.keys() == {STAND_IN}:
         yield place, tuple(stored(value[STAND_IN]).shape)
     elif isinstance(value, Mapping):

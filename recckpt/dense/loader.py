@@ -49,10 +49,10 @@ def loaded(file: BinaryIO, path: str, device: str) -> dict[Any, Any]:
 
 def _reason(error: Exception) -> str:
     """Return what torch says is wrong, without its advice to load the file all the same."""
-    said = [line.strip().partition("WeightsUnpickler error: ")[-1] or line.strip() for line in str(error).splitlines()]
+    lines = [line.strip().partition("WeightsUnpickler error: ")[-1] or line.strip() for line in str(error).splitlines()]
     advice = ("weights_only", "Weights only load failed")
-    said = [line.partition(" Please ")[0] for line in said if line and not any(words in line for words in advice)]
-    return f"{type(error).__name__}: {said[0]:.200}" if said else type(error).__name__
+    lines = [line.partition(" Please ")[0] for line in lines if line and not any(words in line for words in advice)]
+    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__
 
 
 def check_indexed(
@@ -77,20 +77,20 @@ def _described(value: Any) -> str:
     return "plain data"
 
 
-def as_live(found: Found, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
+def as_live(stored: Found, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
     """Return stored values in the form of a tensor of the model, on the CPU; of a sharded one only what is here.
 
     Where sizes differ the values are cut, or padded by those of the model. Without ``live`` all values come as a plain
     tensor; without ``dtype`` they get that of ``live``.
     """
     if live is None:
-        return _box(found, (0,) * len(found.shape), tuple(found.shape), reader)
+        return _box(stored, (0,) * len(stored.shape), tuple(stored.shape), reader)
     parts = []
     for piece in Pieces().of("", live):
         sizes = tuple(piece.values.shape)
-        ends = [min(begin + size, whole) for begin, size, whole in zip(piece.offsets, sizes, found.shape, strict=True)]
+        ends = [min(begin + size, whole) for begin, size, whole in zip(piece.offsets, sizes, stored.shape, strict=True)]
         inside = tuple(max(0, end - begin) for begin, end in zip(piece.offsets, ends, strict=True))
-        values = _box(found, piece.offsets, inside, reader).to(dtype or piece.values.dtype)
+        values = _box(stored, piece.offsets, inside, reader).to(dtype or piece.values.dtype)
         if inside != sizes:
             padded = piece.values.detach().clone().cpu()
             padded[tuple(map(slice, inside))] = values
@@ -136,13 +136,13 @@ def _below(like: Any, key: Any) -> Any:
     return like[key] if isinstance(like, list | tuple) and isinstance(key, int) and key < len(like) else None
 
 
-def _box(found: Found, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
+def _box(stored: Found, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
     """Return a box of a stored tensor."""
-    if isinstance(found, StoredTensor):
-        values = reader.read_box(found, sizes, planned_reads(found, offsets, sizes))
-        return torch.from_numpy(values).view(_dtype(found))
+    if isinstance(stored, StoredTensor):
+        values = reader.read_box(stored, sizes, planned_reads(stored, offsets, sizes))
+        return torch.from_numpy(values).view(_dtype(stored))
     place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
-    return found[place].clone() if place else found
+    return stored[place].clone() if place else stored
 
 
 def _dtype(stored: StoredTensor) -> torch.dtype:
@@ -159,7 +159,7 @@ def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[
     boxes = [(chunk.offsets, chunk.sizes) for _, chunk in stored.chunks]
     numbers = [n for n, (_, box) in enumerate(boxes) if math.prod(box)]
     there = [ChunkStorageMetadata(torch.Size(boxes[n][0]), torch.Size(boxes[n][1])) for n in numbers]
-    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    target = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     if not math.prod(sizes):
         return []
     stored_as = TensorStorageMetadata(TensorProperties(), torch.Size(stored.shape), there)
@@ -170,27 +170,27 @@ def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[
             tuple(item.dest_offsets),
             tuple(item.lengths),
         )
-        for item in create_read_items_for_chunk_list(stored.name, stored_as, [wanted])
+        for item in create_read_items_for_chunk_list(stored.name, stored_as, [target])
     ]
 
 
 def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
     """Return a sharded tensor like ``live`` with other values on this rank, one tensor for each of its pieces."""
-    given, of_several = list(pieces), cast(Any, live)
+    new_pieces, of_several = list(pieces), cast(Any, live)
     if hasattr(live, "device_mesh"):
         from torch.distributed.tensor import DTensor
 
         mesh, kinds = of_several.device_mesh, of_several.placements
         boxes = own_boxes(live)
         if boxes is not None:
-            local = type(boxes)(given, boxes.local_offsets())
+            local = type(boxes)(new_pieces, boxes.local_offsets())
         else:
-            local = given[0] if given else of_several.to_local()  # a rank that is not of the mesh has nothing
+            local = new_pieces[0] if new_pieces else of_several.to_local()  # a rank that is not of the mesh has nothing
         return DTensor.from_local(local, mesh, kinds, run_check=False, shape=live.shape, stride=live.stride())
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
-    held = zip(given, of_several.local_shards(), strict=True)
-    shards = [Shard(values.to(shard.tensor.device), shard.metadata) for values, shard in held]
+    pairs = zip(new_pieces, of_several.local_shards(), strict=True)
+    shards = [Shard(values.to(shard.tensor.device), shard.metadata) for values, shard in pairs]
     group = of_several._process_group
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, of_several.metadata(), process_group=group)

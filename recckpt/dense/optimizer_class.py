@@ -11,7 +11,7 @@ _INNER = ("optimizer", "optim")  # what accelerate's wrapper and ZeRO call the o
 
 def updater(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that updates parameters: the innermost one of wrappers."""
-    inner = next((found for name in _INNER if isinstance(found := getattr(optimizer, name, None), Optimizer)), None)
+    inner = next((wrapped for name in _INNER if isinstance(wrapped := getattr(optimizer, name, None), Optimizer)), None)
     return optimizer if inner is None or inner is optimizer else updater(inner)
 
 

@@ -64,7 +64,7 @@ class NamedOptimizer:
         return {**live, "state": {index: values for index, values in state.items() if values}}
 
     def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what of a state without names has a parameter here, by its place, and live values of its form."""
+        """Return the entries of a state without names that fit a parameter here by place, and live values alike."""
         if not isinstance(saved.get("state"), Mapping):
             return saved, {}
         if "param_groups" not in saved:
@@ -132,7 +132,7 @@ class NamedOptimizer:
 
 
 def is_named(saved: Any) -> bool:
-    """Say whether a saved state tells the names of the parameters, as that of a :class:`NamedOptimizer` does."""
+    """Say whether a saved state has the names of the parameters, as that of a :class:`NamedOptimizer` does."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         return False
     groups = saved.get("param_groups")
@@ -166,7 +166,7 @@ def state_names(extra: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _has_names(group: Mapping[str, Any]) -> bool:
     lists = [group.get(key) for key in (NAMES, SHAPES, "params")]
-    return all(isinstance(found, list) for found in lists) and len({len(found) for found in lists if found}) <= 1
+    return all(isinstance(names, list) for names in lists) and len({len(names) for names in lists if names}) <= 1
 
 
 def _settings_for(names: list[str], saved_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

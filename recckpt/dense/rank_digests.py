@@ -15,9 +15,9 @@ from recckpt.dense.state_copy import Copy
 
 log = logging.getLogger("recckpt")
 
-_EVERY = 20  # saves; of what costs time
+_EVERY = 20  # saves, between two looks at what is large
 _SMALL_BYTES = 1 << 20
-_LARGE = 1  # in place of a digest: of what is not looked at in this save
+_LARGE = 1  # in place of the digest of what this save does not look at
 
 
 class RankDigests:

@@ -38,8 +38,8 @@ class Registry:
 
     An object has one of the pairs of ``methods``, (dump, load), tried in order; or, where ``plain``, it is a plain
     value, which is its own state. ``adapter`` gives what stands for an object when its state is taken or given. A load
-    never asks an object for its state: a data loader may begin to read when it is asked, and then not go where it is
-    told.
+    never asks an object for its state: a data loader may begin to read when it is asked, and then ignore the position
+    that it is given.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Registry:
             return obj.merge_io_state(states, index, count)
 
     def beside(self, name: str, saved: Any) -> tuple[Any, Any]:
-        """Return what of a saved state the object will take, and live state of the same form where it may be asked."""
+        """Return the part of a saved state that the object will take, and its live state if it may be asked."""
         obj = self._adapted(name)
         try:
             if isinstance(obj, NamedOptimizer):
@@ -208,7 +208,7 @@ class Registry:
 
     def _check_plain(self, states: Mapping[str, Any]) -> None:
         misfits = {name: misfit(self._objects[name], state) for name, state in states.items()}
-        mismatched = {name: found for name, found in misfits.items() if found and is_filled(self._objects[name])}
+        mismatched = {name: pair for name, pair in misfits.items() if pair and is_filled(self._objects[name])}
         if mismatched:
             remedy = "register a value of the kind that was saved, or leave it out with 'exclude'"
             raise StateMismatchError(f"{self._what}: a plain value", mismatched=mismatched, remedy=remedy)

@@ -192,7 +192,7 @@ class Placed:
 
 
 def pickled(state: Any, placed: Callable[[Any], Placed | None]) -> bytes:
-    """Return the pickle of a state; ``placed`` tells where the tensor lies that an object stands for, if it does."""
+    """Return the pickle of a state; ``placed`` returns the place of the tensor that an object stands for."""
     file = io.BytesIO()
     _Pickler(file, placed).dump(ByValue().of(state))
     return file.getvalue()

@@ -100,8 +100,8 @@ def _portable_tensor(name: str, value: Tensor) -> Tensor:
 def _portable_numpy(name: str, value: Any) -> Any:
     item_bytes = value.dtype.itemsize // (2 if value.dtype.kind == "c" else 1)
     if value.dtype.kind not in "biufc" or item_bytes > 8 or isinstance(value, np.ma.MaskedArray):
-        found = f"{type(value).__name__} of {value.dtype}"
-        raise ValueError(f"{name}: a numpy {found} cannot be saved; convert it to a plain array of numbers")
+        kind = f"{type(value).__name__} of {value.dtype}"
+        raise ValueError(f"{name}: a numpy {kind} cannot be saved; convert it to a plain array of numbers")
     if isinstance(value, np.generic):
         return value.item()
     native = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))

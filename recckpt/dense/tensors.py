@@ -55,11 +55,11 @@ class StoredTensor:
 
 def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str, str], StoredTensor]:
     """Return the tensors that the chunks of all shards make up, by (of, name), each whole."""
-    found: dict[tuple[str, str], list[tuple[TensorIndex, TensorChunk]]] = {}
+    chunks_of: dict[tuple[str, str], list[tuple[TensorIndex, TensorChunk]]] = {}
     for index in indexes:
         for chunk in index.chunks:
-            found.setdefault((chunk.of, chunk.name), []).append((index, chunk))
-    return {key: _whole(directory, pieces) for key, pieces in found.items()}
+            chunks_of.setdefault((chunk.of, chunk.name), []).append((index, chunk))
+    return {key: _whole(directory, pieces) for key, pieces in chunks_of.items()}
 
 
 def _whole(directory: str, pieces: list[tuple[TensorIndex, TensorChunk]]) -> StoredTensor:
@@ -168,11 +168,11 @@ class DenseTensors:
 
     def of_extra(self, name: str) -> StoredTensor:
         """Return a sharded tensor that ``extra.pt`` names."""
-        found = self.tensors.get((EXTRA, name))
-        if found is None:
+        tensor = self.tensors.get((EXTRA, name))
+        if tensor is None:
             path = layout.join(self._directory, layout.EXTRA)
             raise CorruptCheckpointError(path, repr(name), found="no such sharded tensor", expected="one in dense/")
-        return found
+        return tensor
 
     def read(self, tensor: StoredTensor) -> npt.NDArray[Any]:
         """Return a whole tensor, contiguous and writable; a dtype that numpy lacks comes as bit patterns."""

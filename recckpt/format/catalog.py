@@ -68,17 +68,17 @@ class Catalog:
         """Deleted ids by table, of the tables that have any."""
         return self._counted("deletes")
 
-    def parts_of(self, table: str, held: Held) -> Iterator[tuple[Part, list[int]]]:
+    def parts_of(self, table: str, kind: Held) -> Iterator[tuple[Part, list[int]]]:
         """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them."""
         for part in self.parts:
             numbers = [number for number, batch in enumerate(part.batches) if batch.table == table]
-            if part.holds == held and numbers:
+            if part.holds == kind and numbers:
                 yield part, numbers
 
-    def _counted(self, held: Held) -> dict[str, int]:
+    def _counted(self, kind: Held) -> dict[str, int]:
         counts: dict[str, int] = {}
         for part in self.parts:
-            for batch in part.batches if part.holds == held else ():
+            for batch in part.batches if part.holds == kind else ():
                 counts[batch.table] = counts.get(batch.table, 0) + batch.rows
         return counts
 

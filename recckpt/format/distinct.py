@@ -20,5 +20,5 @@ def is_among(values: npt.NDArray[Any], ordered: npt.NDArray[Any]) -> npt.NDArray
     """Return a mask of the values that are among others, which are sorted."""
     if not len(ordered):
         return np.zeros(len(values), np.bool_)
-    found: npt.NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
-    return found
+    mask: npt.NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
+    return mask

@@ -32,8 +32,8 @@ def decode(data: bytes, path: str) -> list[dict[str, Any]]:
         body = line[:-_SEAL_BYTES]
         so_far.update(body)
         if so_far.intdigest() != int(seal[1], 16):
-            said = seal[1].decode()
-            raise _damaged(path, number, so_far.hexdigest(), f"{said}: this line, or one before, was changed")
+            seal_text = seal[1].decode()
+            raise _damaged(path, number, so_far.hexdigest(), f"{seal_text}: this line, or one before, was changed")
         so_far.update(seal[0] + b"\n")
         lines.append(_object(line, path, number))
     if data and not data.endswith(b"\n"):

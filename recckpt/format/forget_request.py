@@ -1,4 +1,4 @@
-"""A request to forget ids: durable before anything is removed, and there until all is done (docs/format.md, 14)."""
+"""A request to forget ids: durable before anything is removed, and kept until all is done (docs/format.md, 14)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Request:
 def encode(request: Request) -> bytes:
     """Return the bytes of a request's file."""
     ids = base64.b64encode(request.ids.astype("<i8").tobytes()).decode()
-    said = {"asked": request.asked, "by": request.by, "writer": request.version, "table": request.table, "ids": ids}
-    return seal({"format": FORMAT, "version": VERSION, "request": request.request, **said}, _SEAL)
+    values = {"asked": request.asked, "by": request.by, "writer": request.version, "table": request.table, "ids": ids}
+    return seal({"format": FORMAT, "version": VERSION, "request": request.request, **values}, _SEAL)
 
 
 def decode(data: bytes, path: str) -> Request:

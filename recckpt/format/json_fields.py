@@ -37,13 +37,13 @@ def seal(values: Mapping[str, Any], key: str) -> bytes:
 def check_seal(data: bytes, key: str, path: str) -> int:
     """Return the checksum ``key`` at the end of a file; CorruptCheckpointError if it is not that of the rest."""
     size = _SEAL_BYTES + len(key)
-    found = _SEAL.fullmatch(data[-size:])
-    if found is None or found[1] != key.encode():
+    match = _SEAL.fullmatch(data[-size:])
+    if match is None or match[1] != key.encode():
         ending, expected = f"a file ending in {data[-20:]!r}", f"its own checksum, {key}"
         raise CorruptCheckpointError(path, "its end", found=ending, expected=expected)
     digest = xxhash.xxh3_64_intdigest(data[:-size])
-    if digest != int(found[2], 16):
-        raise CorruptCheckpointError(path, key, found=f"{digest:016x}", expected=found[2].decode())
+    if digest != int(match[2], 16):
+        raise CorruptCheckpointError(path, key, found=f"{digest:016x}", expected=match[2].decode())
     return digest
 
 

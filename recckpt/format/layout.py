@@ -123,14 +123,14 @@ def takeover(epoch: int) -> str:
 
 def parse_owner_file(name: str) -> int | None:
     """Return the epoch of a claim or list in the owner directory, None for any other name."""
-    found = _OWNER_FILE.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _OWNER_FILE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def is_claim(name: str) -> bool:
     """Say whether a file in the owner directory is a claim, and not the list of a takeover."""
-    found = _OWNER_FILE.fullmatch(name)
-    return found is not None and found[2] is None
+    match = _OWNER_FILE.fullmatch(name)
+    return match is not None and match[2] is None
 
 
 def pin(ckpt_id: str) -> str:
@@ -150,8 +150,8 @@ def forget_request(request: str, *, is_done: bool = False) -> str:
 
 def parse_forget_request(name: str) -> tuple[str, bool] | None:
     """Return the request that a file in the directory of requests is of, and whether it says that it is done."""
-    found = _FORGET_REQUEST.fullmatch(name)
-    return (found[1], found[2] is not None) if found else None
+    match = _FORGET_REQUEST.fullmatch(name)
+    return (match[1], match[2] is not None) if match else None
 
 
 def step_id(step: int) -> str:
@@ -161,14 +161,14 @@ def step_id(step: int) -> str:
 
 def parse_step(directory: str) -> int | None:
     """Return the step of a directory for an id that :func:`step_id` gave, None for any other name."""
-    found = _STEP_DIR.fullmatch(directory)
-    return int(found[1]) if found else None
+    match = _STEP_DIR.fullmatch(directory)
+    return int(match[1]) if match else None
 
 
 def parse_step_epoch(directory: str) -> int | None:
     """Return the epoch in the name of a directory for such an id, None where its name has none."""
-    found = _STEP_DIR.fullmatch(directory)
-    return int(found[2]) if found and found[2] else None
+    match = _STEP_DIR.fullmatch(directory)
+    return int(match[2]) if match and match[2] else None
 
 
 def io_state(shard: int) -> str:
@@ -193,8 +193,8 @@ def state_of_rank(rank: int) -> str:
 
 def content_of_rank(name: str) -> str | None:
     """Return what a file of one rank holds, ``"io_state"``, ``"rng"`` or ``"extra"``; None for any other file."""
-    found = _OF_RANK.fullmatch(name)
-    return found[1] if found else None
+    match = _OF_RANK.fullmatch(name)
+    return match[1] if match else None
 
 
 def catalog(shard: int, shards: int) -> str:

@@ -96,7 +96,7 @@ class Manifest(Content):
     parent: Parent | None = None  # of a delta
     chain: tuple[Link, ...] = field(default=(), repr=False)  # hints where the links below are, the parent first
     form_of: FormOf | None = None  # of a form
-    revision_of: RevisionOf | None = None  # of one made to forget ids, and of the forms of such a delta
+    revision_of: RevisionOf | None = None  # of one without forgotten ids, and of its forms
     xxh3: int = field(default=0, compare=False)  # its checksum, by which a delta names it; of what was read only
 
     @property
@@ -246,7 +246,7 @@ def _from_fields(fields: Fields, xxh3: int) -> Manifest:
 
 def parse_content(fields: Fields, *, of_delta: bool) -> Content:
     """Return what :func:`content_json` wrote; CorruptCheckpointError where it contradicts itself."""
-    found = Content(
+    content = Content(
         shards=tuple(_shard(entry) for entry in fields.objects("shards")),
         tables=tuple(parse_table(entry, of_delta=of_delta) for entry in fields.objects("tables")),
         files=tuple(_file(entry) for entry in fields.objects("files")),
@@ -256,8 +256,8 @@ def parse_content(fields: Fields, *, of_delta: bool) -> Content:
         writer={name: str(version) for name, version in fields.scalars("writer").items()},
         ephemeral=fields.mapping("flags").flag("ephemeral"),
     )
-    _check_consistent(found, fields)
-    return found
+    _check_consistent(content, fields)
+    return content
 
 
 def _names(fields: Fields) -> Names:

@@ -124,7 +124,7 @@ class Pattern:
         regex = wildcard_regex(self.text)
         if name.is_slot and regex.fullmatch(name.table):
             return True
-        # The ids of all tables end in "id", which nobody means who writes "user_*id".
+        # All names of ids end in "id", but "user_*id" is not meant to match them.
         return (name.slot != ID or "@" in self.text) and bool(regex.fullmatch(name.text))
 
 
@@ -140,7 +140,7 @@ def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
     With ``lazy`` the first stars match as little as they can, else as much.
     """
     run = "(.*?)" if lazy else "(.*)"
-    groups = [run if found == "*" else "(.)" if found == "?" else _class_regex(found) for found in wildcards(text)]
+    groups = [run if sign == "*" else "(.)" if sign == "?" else _class_regex(sign) for sign in wildcards(text)]
     names = [re.escape(piece) for piece in WILDCARD.split(text)]
     return re.compile("".join(map("".join, zip_longest(names, groups, fillvalue=""))), re.DOTALL)
 

@@ -24,10 +24,10 @@ class Where:
     sample: float = 1.0  # the share of all ids, by their hash
 
     def __str__(self) -> str:
-        said = [f"{slot} of at least {_number(least)}" for slot, least in self.minimum]
-        said += [] if self.n_ids is None else [f"one of {plural(self.n_ids, 'given id')}"]
-        said += [] if self.sample == 1.0 else [f"in a sample of {self.sample:g}"]
-        return " and ".join(said) or "any"
+        parts = [f"{slot} of at least {_number(least)}" for slot, least in self.minimum]
+        parts += [] if self.n_ids is None else [f"one of {plural(self.n_ids, 'given id')}"]
+        parts += [] if self.sample == 1.0 else [f"in a sample of {self.sample:g}"]
+        return " and ".join(parts) or "any"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Narrowed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What of a table was not saved as it is."""
+    """How a table was not saved as it is."""
 
     slots: tuple[str, ...] = ()  # that were left out
     where: Where | None = None  # what the rows have to meet; None for all rows
@@ -60,10 +60,10 @@ class Reduced:
         return not looked_at.isdisjoint({*self.slots, *self.dtypes})
 
     def __str__(self) -> str:
-        said = [f"without {', '.join(self.slots)}"] if self.slots else []
-        said += [f"without {plural(self.rows, 'row')} (saved: {self.where})"] if self.rows else []
-        said += [f"{each.slot} narrower than {each.dtype}, by {each.error:.3g} at most" for each in self.narrowed]
-        return "; ".join(said)
+        parts = [f"without {', '.join(self.slots)}"] if self.slots else []
+        parts += [f"without {plural(self.rows, 'row')} (saved: {self.where})"] if self.rows else []
+        parts += [f"{each.slot} narrower than {each.dtype}, by {each.error:.3g} at most" for each in self.narrowed]
+        return "; ".join(parts)
 
     def plus(self, other: Reduced) -> Reduced:
         """Return what was left out of two shards of a table."""
@@ -80,9 +80,9 @@ def reduced_json(reduced: Reduced) -> dict[str, Any]:
     """Return the JSON object of what was left out."""
     where: dict[str, Any] | None = None
     if reduced.where is not None:
-        said = reduced.where
-        where = {"min": dict(said.minimum), "sample": said.sample}
-        where |= {} if said.n_ids is None else {"ids": said.n_ids, "ids_xxh3": f"{said.ids_xxh3:016x}"}
+        choice = reduced.where
+        where = {"min": dict(choice.minimum), "sample": choice.sample}
+        where |= {} if choice.n_ids is None else {"ids": choice.n_ids, "ids_xxh3": f"{choice.ids_xxh3:016x}"}
     narrowed = [{"slot": each.slot, "dtype": each.dtype, "error": each.error} for each in reduced.narrowed]
     return {"slots": list(reduced.slots), "where": where, "rows": reduced.rows, "narrowed": narrowed}
 
@@ -146,7 +146,7 @@ def said_of(tables: Mapping[str, Reduced]) -> list[str]:
     for name, reduced in tables.items():
         alike.setdefault(reduced, []).append(name)
         sums[reduced] = sums[reduced].plus(reduced) if reduced in sums else reduced
-    return [f"{_names(names)} {said}" for reduced, names in alike.items() if (said := str(sums[reduced]))]
+    return [f"{_names(names)} {text}" for reduced, names in alike.items() if (text := str(sums[reduced]))]
 
 
 def _names(names: list[str]) -> str:

@@ -32,7 +32,7 @@ class ClockDates(NamedTuple):
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table as it was saved: rows over all shards, and its slots; in a delta, what of it lies there."""
+    """A table as it was saved: rows over all shards, and its slots; of a delta, also which rows it has itself."""
 
     name: str
     rows: int  # of the checkpoint, not of the delta
@@ -62,8 +62,8 @@ def table_json(table: TableEntry) -> dict[str, Any]:
     """Return the JSON object of an entry."""
     entry = {"name": table.name, "rows": table.rows, "slots": [_slot_json(slot) for slot in table.slots]}
     if table.delta is not None:
-        held = table.delta
-        entry["delta"] = {"upserts": held.upserts, "deletes": held.deletes, "replaced": held.replaced}
+        delta = table.delta
+        entry["delta"] = {"upserts": delta.upserts, "deletes": delta.deletes, "replaced": delta.replaced}
     if table.reduced is not None:
         entry["reduced"] = reduced_json(table.reduced)
     if table.evicted_to is not None:
@@ -105,12 +105,12 @@ def _clock(fields: Fields) -> ClockDates:
 
 
 def _delta_rows(fields: Fields, rows: int) -> DeltaRows:
-    held = DeltaRows(fields.count("upserts"), fields.count("deletes"), fields.flag("replaced"))
-    if held.replaced and held.deletes:
-        raise fields.wrong("deletes", str(held.deletes), "0, since the table is replaced")
-    if held.upserts > rows or (held.replaced and held.upserts < rows):
-        raise fields.wrong("upserts", str(held.upserts), f"{'' if held.replaced else 'at most '}the {rows} rows")
-    return held
+    delta = DeltaRows(fields.count("upserts"), fields.count("deletes"), fields.flag("replaced"))
+    if delta.replaced and delta.deletes:
+        raise fields.wrong("deletes", str(delta.deletes), "0, since the table is replaced")
+    if delta.upserts > rows or (delta.replaced and delta.upserts < rows):
+        raise fields.wrong("upserts", str(delta.upserts), f"{'' if delta.replaced else 'at most '}the {rows} rows")
+    return delta
 
 
 def _slot(fields: Fields) -> SlotSpec:

@@ -23,12 +23,12 @@ class Unsaved:
     def said(self) -> list[str]:
         """What the checkpoint lacks, in words."""
         tables, gradients = (", ".join(map(repr, names)) for names in (self.tables, self.gradients))
-        said = {
+        gaps = {
             f"the state of {', '.join(self.optimizers)}, which trained dense parameters": self.optimizers,
             f"the steps and hyper-parameters of the optimizer that trained {tables}": self.tables,
             f"what gradients should have changed in {gradients}: no optimizer took them": self.gradients,
         }
-        return [text for text, names in said.items() if names]
+        return [text for text, names in gaps.items() if names]
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ def training_json(training: Training) -> dict[str, Any]:
     """Return the field of a manifest, none where there is nothing to say."""
     unsaved = {key: list(names) for key, names in asdict(training.unsaved).items() if names}
     classes = {name: list(lineage) for name, lineage in training.optimizers.items()}
-    said = {key: value for key, value in (("optimizers", classes), ("unsaved", unsaved)) if value}
-    return {"training": said} if said else {}
+    values = {key: value for key, value in (("optimizers", classes), ("unsaved", unsaved)) if value}
+    return {"training": values} if values else {}
 
 
 def parse_training(fields: Fields) -> Training:
     """Return what :func:`training_json` wrote in a manifest."""
     if not fields.has("training"):
         return Training()
-    said = fields.mapping("training")
-    classes, unsaved = (said.named_texts(key) if said.has(key) else {} for key in ("optimizers", "unsaved"))
+    values = fields.mapping("training")
+    classes, unsaved = (values.named_texts(key) if values.has(key) else {} for key in ("optimizers", "unsaved"))
     known = {key: unsaved.get(key, ()) for key in asdict(Unsaved())}
     return Training({name: lineage for name, lineage in classes.items() if lineage}, Unsaved(**known))
 

@@ -48,7 +48,7 @@ class Absence:
     Attributes:
         url: where it looked.
         holding: what still holds ids; empty where they are absent.
-        unread: parts of which nobody can say what they hold -> why.
+        unread: part that could not be read -> why.
         pending: requests to forget that are not ended: table -> how many of the ids they name.
         n_parts: how many files were read.
         n_asked: how many of the ids the audit has as asked to be forgotten, in the table or in any.
@@ -74,7 +74,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
         CheckpointNotFoundError: it is neither.
         ValueError: no storage takes the path, or no checkpoint there has such a table.
     """
-    wanted, unread = distinct(ids), dict[str, str]()
+    sought, unread = distinct(ids), dict[str, str]()
     storage, directories = _directories(path, unread)
     manifests = {directory: _manifest(storage, directory) for directory in directories}
     if table is not None:
@@ -86,23 +86,24 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
         )  # where nothing was, absence proves nothing
     tables = None if table is None else tables_of(table)
     of = {each: None if table is None else meant_in(record, table) for each, record in manifests.items()}
-    looks = run_all(lambda pair: _look(storage, *pair, wanted, of[pair[0]]), parts, storage.threads(_THREADS))
-    found: dict[tuple[str, str], Holding] = {}
+    looks = run_all(lambda pair: _look(storage, *pair, sought, of[pair[0]]), parts, storage.threads(_THREADS))
+    holdings: dict[tuple[str, str], Holding] = {}
     for (directory, name), look in zip(parts, looks, strict=True):
         if isinstance(look, str):
             unread[layout.join(directory, name)] = look
             continue
         for of_table, there in look.items():
-            own = found.setdefault((directory, of_table), Holding(directory, _ckpt_id(manifests[directory]), of_table))
+            new = Holding(directory, _ckpt_id(manifests[directory]), of_table)
+            own = holdings.setdefault((directory, of_table), new)
             if layout.holds_deletes(name):
                 own.n_deletes += len(there)
             else:
                 own.n_rows += len(there)
             own.ids.append(there)
     meant = [r for r in pending(storage) if tables is None or not set(tables).isdisjoint(tables_of(r.table))]
-    requests = {r.table: int(is_among(r.ids, wanted).sum()) for r in meant}
-    holding = tuple(found[name] for name in sorted(found))
-    return Absence(storage.url, holding, unread, requests, len(parts), _asked(storage, wanted, table))
+    requests = {r.table: int(is_among(r.ids, sought).sum()) for r in meant}
+    holding = tuple(holdings[name] for name in sorted(holdings))
+    return Absence(storage.url, holding, unread, requests, len(parts), _n_forgotten(storage, sought, table))
 
 
 def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:
@@ -114,13 +115,13 @@ def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[s
             return inside, [*directories, ""]
         if not inside.why_empty() and counted_back(parent, directory) is None:
             raise CheckpointNotFoundError(f"{inside.url}: found no checkpoint")
-    found = find_checkpoints(path)  # CheckpointNotFoundError where it is nothing of ours
-    record = _manifest(found.storage, found.directories[0])
-    if record is None or (record.kind == "delta" and len(found.directories) == 1):
-        unread[layout.join(found.directories[0], layout.MANIFEST)] = (
+    checkpoints = find_checkpoints(path)  # CheckpointNotFoundError where it is nothing of ours
+    record = _manifest(checkpoints.storage, checkpoints.directories[0])
+    if record is None or (record.kind == "delta" and len(checkpoints.directories) == 1):
+        unread[layout.join(checkpoints.directories[0], layout.MANIFEST)] = (
             "that its manifest or what it stands on is damaged or missing"
         )
-    return found.storage, found.directories
+    return checkpoints.storage, checkpoints.directories
 
 
 def _manifest(storage: Storage, directory: str) -> Manifest | None:
@@ -157,19 +158,19 @@ def _parts(storage: Storage, directory: str, record: Manifest | None, unread: di
 
 
 def _look(
-    storage: Storage, directory: str, name: str, wanted: Ids, tables: Sequence[str] | None
+    storage: Storage, directory: str, name: str, sought: Ids, tables: Sequence[str] | None
 ) -> dict[str, Ids] | str:
     """Return which of the ids a part holds, by table; or why it cannot be read."""
     try:
         memory = mapped(storage, layout.join(directory, name))
-        found: dict[str, list[Ids]] = {}
+        ids_by_table: dict[str, list[Ids]] = {}
         for of_table, ids in _ids_of(memory):
-            there = ids[is_among(ids, wanted)]
+            there = ids[is_among(ids, sought)]
             if len(there) and (tables is None or of_table in tables):
-                found.setdefault(of_table, []).append(there)
+                ids_by_table.setdefault(of_table, []).append(there)
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as error:
         return f"{type(error).__name__}: {error}"
-    return {of_table: np.concatenate(there) for of_table, there in found.items()}
+    return {of_table: np.concatenate(there) for of_table, there in ids_by_table.items()}
 
 
 def _ids_of(memory: memoryview) -> Iterator[tuple[str, Ids]]:
@@ -188,11 +189,11 @@ def _ids_of(memory: memoryview) -> Iterator[tuple[str, Ids]]:
             yield tables[of_table], ids[numbers == of_table]
 
 
-def _asked(storage: Storage, wanted: Ids, table: str | None) -> int:
+def _n_forgotten(storage: Storage, ids: Ids, table: str | None) -> int:
     """Return how many of the ids the audit says were asked to be forgotten."""
     lines = [line for line in audit(storage) if table in (None, line.get("table"))]
     with_key = key(storage) if lines else b""
     if not with_key:
         return 0
     known = {digest for line in lines for digest in line.get("digests", ())}
-    return len(known.intersection(digests(with_key, wanted)))
+    return len(known.intersection(digests(with_key, ids)))

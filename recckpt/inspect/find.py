@@ -61,12 +61,12 @@ def list_checkpoints(path: Place, state: State | None = None) -> list[Checkpoint
     """
     _check_mapping(state)
     storage = open_storage(os.fspath(path))
-    found = newest_first(storage)
-    if not found and storage.why_empty():
+    checkpoints = newest_first(storage)
+    if not checkpoints and storage.why_empty():
         raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty()}, expected an output dir")
-    if not found and is_checkpoint(path):
+    if not checkpoints and is_checkpoint(path):
         raise CheckpointNotFoundError(f"{storage.url}: is a checkpoint itself, expected an output dir; name its parent")
-    return [_info(storage, each) for each in reversed(_labelled(found, state))]
+    return [_info(storage, each) for each in reversed(_labelled(checkpoints, state))]
 
 
 def find_checkpoint(
@@ -93,20 +93,20 @@ def find_checkpoint(
         FormatVersionError, CorruptCheckpointError: as :func:`list_checkpoints`.
     """
     if isinstance(which, bool) or not isinstance(which, int | str) or (which == "best") != (metric is not None):
-        said = f"which={which!r} and metric={metric!r}"
-        raise ValueError(f"found {said}, expected a step, 'latest' or an id alone, or 'best' with the name of a metric")
+        call = f"which={which!r} and metric={metric!r}"
+        raise ValueError(f"found {call}, expected a step, 'latest' or an id alone, or 'best' with the name of a metric")
     _check_mapping(state)
     storage = open_storage(os.fspath(path))
     present = newest_first(storage)
-    found = _labelled(present, state)
-    if state and present and not found:
+    choice = _labelled(present, state)
+    if state and present and not choice:
         raise CheckpointNotFoundError(f"{storage.url}: {_no_such_label(state, present)}")
-    wanted = layout.step_id(which) if isinstance(which, int) else which
+    ckpt_id = layout.step_id(which) if isinstance(which, int) else which
     if metric is not None:
-        wanted = best_id([checkpoint.manifest for checkpoint in reversed(found)], Best(1, metric, mode), storage.url)
-    match = found[0] if found and which == "latest" else next((c for c in found if c.ckpt_id == wanted), None)
+        ckpt_id = best_id([checkpoint.manifest for checkpoint in reversed(choice)], Best(1, metric, mode), storage.url)
+    match = choice[0] if choice and which == "latest" else next((c for c in choice if c.ckpt_id == ckpt_id), None)
     if match is None:
-        raise CheckpointNotFoundError(f"{storage.url}: found no checkpoint {which!r}; {describe(found[::-1])}")
+        raise CheckpointNotFoundError(f"{storage.url}: found no checkpoint {which!r}; {describe(choice[::-1])}")
     return _info(storage, match)
 
 
@@ -123,22 +123,23 @@ def _check_mapping(state: State | None) -> None:
         raise TypeError(f"state must be a mapping of names to values, or None, found {state!r:.200}")
 
 
-def _labelled(found: Sequence[Checkpoint], state: State | None) -> list[Checkpoint]:
+def _labelled(checkpoints: Sequence[Checkpoint], state: State | None) -> list[Checkpoint]:
     """Return those that were saved with these entries."""
-    wanted = dict(state or {})
-    return [each for each in found if wanted == {name: v for name, v in each.manifest.state.items() if name in wanted}]
+    labels = dict(state or {})
+    states = ((each, each.manifest.state) for each in checkpoints)
+    return [each for each, state in states if labels == {name: v for name, v in state.items() if name in labels}]
 
 
 def _no_such_label(state: State, present: Sequence[Checkpoint]) -> str:
     """Say that no checkpoint was saved with these entries, and which others of their names there are."""
     entries = [item for checkpoint in present for item in checkpoint.manifest.state.items() if item[0] in state]
     there = sorted({f"{name}={value!r}" for name, value in entries})
-    found = f"found no checkpoint that was saved with {dict(state)}, expected one"
-    return f"{found}; of these names there are {', '.join(there) or 'none'}"
+    problem = f"found no checkpoint that was saved with {dict(state)}, expected one"
+    return f"{problem}; of these names there are {', '.join(there) or 'none'}"
 
 
-def _info(storage: Storage, found: Checkpoint) -> CheckpointInfo:
-    record = found.manifest
-    path = layout.join(storage.url.removesuffix("/"), found.directory)
+def _info(storage: Storage, checkpoint: Checkpoint) -> CheckpointInfo:
+    record = checkpoint.manifest
+    path = layout.join(storage.url.removesuffix("/"), checkpoint.directory)
     own = (record.ckpt_id, record.step, record.time, record.kind, record.ephemeral, record.n_bytes)
     return CheckpointInfo(path, *own, dict(record.state))

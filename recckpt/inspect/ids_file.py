@@ -39,10 +39,10 @@ def _numbers(file: Path, lines: Iterator[str]) -> Iterator[int]:
         text = line.strip()
         if not text:
             continue
-        found = int(text) if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit() else None
-        if found is None or not -(2**63) <= found < 2**63:
+        id_ = int(text) if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit() else None
+        if id_ is None or not -(2**63) <= id_ < 2**63:
             raise ValueError(f"{file}, line {number}: found {text[:40]!r}, expected an int64; {_KINDS}")
-        yield found
+        yield id_
 
 
 def _of_npy(file: Path) -> npt.NDArray[np.int64]:

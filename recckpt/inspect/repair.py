@@ -70,21 +70,21 @@ def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
     for error in listing.damaged.values():
         if isinstance(error, FormatVersionError):
             raise error
-    found = list(_leftovers(storage, listing))
+    leftovers = list(_leftovers(storage, listing))
     is_output_dir = listing.committed or listing.damaged or layout.OWN_DIR in storage.list_dirs()
-    if not is_output_dir and not any(left.is_dead for left, _ in found):
+    if not is_output_dir and not any(left.is_dead for left, _ in leftovers):
         raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}, expected an output dir")
     problem = index_problem(storage, listing.ckpt_ids)
     if problem and not dry_run and not is_of_recis(storage):
         storage.replace(layout.INDEX_FILE, layout.encode_index(listing.ckpt_ids))
-    dead = [left.path for left, _ in found if left.is_dead]
+    dead = [left.path for left, _ in leftovers if left.is_dead]
     return Repaired(
         url=storage.url,
         checkpoints=tuple(listing.ckpt_ids),
         index_problem=problem,
-        leftovers=tuple(left for left, _ in found),
+        leftovers=tuple(left for left, _ in leftovers),
         damaged={name: str(error) for name, error in listing.damaged.items()},
-        removed=tuple(dead if dry_run else _clean(storage, found)) if clean else (),
+        removed=tuple(dead if dry_run else _clean(storage, leftovers)) if clean else (),
     )
 
 
@@ -97,7 +97,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         last = last_takeover(storage)
     except CorruptCheckpointError:
         last = NO_TAKEOVER  # then no writer is known to be dead
-    offers = {found.directory: found for found in _offers(storage, listing)}
+    offers = {offer.directory: offer for offer in _offers(storage, listing)}
     for directory, reason in listing.fenced.items():
         is_dead = directory not in offers or may_go(offers[directory])  # what is left of a form is an offer again
         yield Leftover(directory, f"a late commit, {reason}", is_dead), partial(_remove_fenced, storage, directory)
@@ -134,10 +134,10 @@ def _offers(storage: Storage, listing: Listing) -> list[OfferDirectory]:
     return [look_at(storage, name, now) for name in names]
 
 
-def _offer(found: OfferDirectory) -> str:
+def _offer(offer: OfferDirectory) -> str:
     """Say what a directory for an offer is: its compactor may be at work, and the owner may adopt it."""
-    age = "of unknown age" if found.age_sec is None else f"{found.age_sec / 3600:.1f} hours old"
-    return f"an offer that is not adopted, {age}: {found.problem or 'whole, for the next save to look at'}"
+    age = "of unknown age" if offer.age_sec is None else f"{offer.age_sec / 3600:.1f} hours old"
+    return f"an offer that is not adopted, {age}: {offer.problem or 'whole, for the next save to look at'}"
 
 
 def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence[str]) -> tuple[str, bool]:
@@ -161,9 +161,9 @@ def _whose(storage: Storage, epoch: int) -> str:
     return f"epoch {epoch}"
 
 
-def _clean(storage: Storage, found: list[tuple[Leftover, _Removal]]) -> list[str]:
+def _clean(storage: Storage, leftovers: list[tuple[Leftover, _Removal]]) -> list[str]:
     """Remove the dead leftovers, and return the paths of those that are gone afterwards."""
-    dead = [(left.path, removal) for left, removal in found if left.is_dead]
+    dead = [(left.path, removal) for left, removal in leftovers if left.is_dead]
     if any(drafts.is_temporary(path) for path, _ in dead):
         time.sleep(_LOOKS_APART)
     present = set(storage.list_files(""))

@@ -1,4 +1,4 @@
-"""The last saves, by the lines of ``timeline.jsonl``, which anybody may have touched: what one says wrong is None."""
+"""The last saves, from ``timeline.jsonl``, which people may have edited: a field that is wrong becomes None."""
 
 from __future__ import annotations
 

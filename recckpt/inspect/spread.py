@@ -138,10 +138,10 @@ class Histogram:
         sums = np.cumsum(counts * middles)
         if not len(sums) or not sums[-1] > 0:
             return 0
-        wanted = share * sums[-1]
-        at = int(np.searchsorted(sums, wanted))
+        carried = share * sums[-1]
+        at = int(np.searchsorted(sums, carried))
         before = sums[at - 1] if at else 0.0
-        return int(counts[:at].sum()) + int(np.ceil((wanted - before) / middles[at]))
+        return int(counts[:at].sum()) + int(np.ceil((carried - before) / middles[at]))
 
     def bars(self, most: int) -> Bars | None:
         """Return a histogram of at most so many bars, each as wide as the others by its logarithm; None of nothing."""

@@ -106,7 +106,7 @@ def find_checkpoints(path: str) -> CheckpointsToVerify:
 
 
 def verify_found(
-    found: CheckpointsToVerify, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
+    checkpoints: CheckpointsToVerify, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
 ) -> list[Report]:
     """Look for damage; arguments as of :func:`verify`.
 
@@ -116,17 +116,18 @@ def verify_found(
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
-    storage, n_threads = found.storage, found.storage.threads(threads or _THREADS)
-    looks = run_all(lambda name: Checkup(storage, name), found.directories, n_threads)
+    storage, n_threads = checkpoints.storage, checkpoints.storage.threads(threads or _THREADS)
+    looks = run_all(lambda name: Checkup(storage, name), checkpoints.directories, n_threads)
     if deep:
         _look_deep([look for look in looks if look.manifest], n_threads, executor)
-        check_counts(looks, found.standing, n_threads)
+        check_counts(looks, checkpoints.standing, n_threads)
     looks = [look for look in looks if not look.errors or _may_have_manifest(storage, look.directory)]
-    check_links(looks, found.standing)
+    check_links(looks, checkpoints.standing)
     reports = [_report(look) for look in looks]
     if not reports:
-        raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {', '.join(found.directories)}")
-    return [*reports, *_other_reports(storage)] if found.is_output_dir else reports
+        where = ", ".join(checkpoints.directories)
+        raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {where}")
+    return [*reports, *_other_reports(storage)] if checkpoints.is_output_dir else reports
 
 
 def _other_reports(storage: Storage) -> Iterator[Report]:
@@ -193,16 +194,16 @@ def _run_step(
 def _read_parts(looks: Sequence[Checkup], threads: int, executor: Executor | None, progress: Progress) -> None:
     pairs = [(look, task) for look in looks for task in look.part_tasks()]
     if executor is None:
-        found = run_all(lambda pair: pair[0].check_part(pair[1], progress.advance), pairs, threads)
+        checks = run_all(lambda pair: pair[0].check_part(pair[1], progress.advance), pairs, threads)
     else:
-        found = run_on(
+        checks = run_on(
             executor,
             check_part_anywhere,
             [task for _, task in pairs],
             on_done=lambda task: progress.advance(task.n_bytes),
             is_stopped=lambda: False,
         )
-    for (look, task), checked in zip(pairs, found, strict=True):
+    for (look, task), checked in zip(pairs, checks, strict=True):
         look.take_part(task, checked)
 
 

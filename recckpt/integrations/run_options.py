@@ -1,4 +1,4 @@
-"""What a callback is told of a run, from which it makes the manager once the trainer has made the rest."""
+"""The options of a callback, from which it makes the manager once the trainer has made the rest."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class RunOptions:
 
     def optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
         """Return the optimizer of the tables."""
-        given = self.sparse_optimizer
-        return given if given is None or isinstance(given, SparseOptimizer) else given(model)
+        optimizer = self.sparse_optimizer
+        return optimizer if optimizer is None or isinstance(optimizer, SparseOptimizer) else optimizer(model)
 
     def manager_of(self, model: nn.Module, optimizer: SparseOptimizer | None) -> CheckpointManager:
         """Return a manager that saves a model and that optimizer."""

@@ -24,10 +24,10 @@ def numbers(info: SaveInfo) -> dict[str, float]:
     """
     if info.error is not None:
         return {_PREFIX + "failed": 1.0} | ({} if info.step is None else {_PREFIX + "step": float(info.step)})
-    found = {field.name: getattr(info, field.name) for field in fields(info) if not field.name.startswith("_")}
-    found |= {"blocked_sec": info.blocked_sec, "max_blocked_sec": info.max_blocked_sec, "total_sec": info.seconds}
-    found |= {"delta": info.kind == "delta"}
-    return {_PREFIX + name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    values = {field.name: getattr(info, field.name) for field in fields(info) if not field.name.startswith("_")}
+    values |= {"blocked_sec": info.blocked_sec, "max_blocked_sec": info.max_blocked_sec, "total_sec": info.seconds}
+    values |= {"delta": info.kind == "delta"}
+    return {_PREFIX + name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 def to_tensorboard(writer: Any) -> Log:

@@ -102,15 +102,15 @@ class TransformersCallback(TrainerCallback):
         It is a small temporary directory of the form that the trainer reads: its state and the random state. Rows,
         tensors and optimizers are restored when training begins.
         """
-        found = _State()
+        state = _State()
         probe = Saver(nn.Module(), output_dir=self._options.output_dir)
-        probe.register_for_checkpointing(_TRAINER_STATE, found)
+        probe.register_for_checkpointing(_TRAINER_STATE, state)
         manager = CheckpointManager(probe, self._options.save_interval)
         if not manager.restore(load_conf={"load": [_TRAINER_STATE, "global_step"]}):
             return None
         self._resume_dir = tempfile.TemporaryDirectory(prefix="recckpt-resume-")
         point = Path(self._resume_dir.name)
-        (point / "trainer_state.json").write_text(json.dumps(found.loaded))
+        (point / "trainer_state.json").write_text(json.dumps(state.loaded))
         seeds = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             seeds["cuda"] = torch.cuda.get_rng_state()
@@ -166,7 +166,7 @@ class TransformersCallback(TrainerCallback):
         self.checkpoints.step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Tell the norm of all gradients as ``grad_norm``, where the trainer tells that of the dense ones."""
+        """Log the norm of all gradients as ``grad_norm``, where the trainer logs that of the dense ones."""
         if self._tables is not None and self._tables.norm is not None and logs and "grad_norm" in logs:
             logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._tables.norm.item()
 

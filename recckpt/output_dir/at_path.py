@@ -47,11 +47,11 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     problem = next(file_problems(storage, directory, record), None)
     if problem is None and record.parent is None:
         return Checkpoint(directory, record)
-    found = _by_hints(storage, directory, record, takeover) if problem is None else None
-    if found is None and (record.parent or record.form_of):
-        found = _by_listing(storage, directory, record)
-    if found is not None or problem is None:
-        return found
+    checkpoint = _by_hints(storage, directory, record, takeover) if problem is None else None
+    if checkpoint is None and (record.parent or record.form_of):
+        checkpoint = _by_listing(storage, directory, record)
+    if checkpoint is not None or problem is None:
+        return checkpoint
     if read_manifest(storage, directory) is None:  # its writer has just removed it
         return None
     raise problem
@@ -82,13 +82,13 @@ def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoin
         listing = look_around(storage)
     except OSError:  # of a bucket or directory that may be entered but not listed
         listing = Listing((), {}, {})
-    found = listing.representation(record.origin)
+    checkpoint = listing.representation(record.origin)
     wrong = listing.damaged | listing.unreadable
-    if found is None and (directory in wrong or not listing.directories):
+    if checkpoint is None and (directory in wrong or not listing.directories):
         error = _alone(storage, listing, directory, record) or wrong.get(directory)
         if error is not None:
             raise error
-    return found
+    return checkpoint
 
 
 def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest) -> CorruptCheckpointError | None:
@@ -157,13 +157,13 @@ def counted_back(storage: Storage, name: str) -> Checkpoint | None:
     match = _LATEST.fullmatch(name)
     if match is None:
         return None
-    found, back = newest_first(storage), int(match[1] or 0)
-    if not found:
+    checkpoints, back = newest_first(storage), int(match[1] or 0)
+    if not checkpoints:
         return newest(storage)  # which says why
-    if back >= len(found):
-        what = f"found no {name!r}, which is older than all {len(found)}; {describe(found[::-1])}"
+    if back >= len(checkpoints):
+        what = f"found no {name!r}, which is older than all {len(checkpoints)}; {describe(checkpoints[::-1])}"
         raise CheckpointNotFoundError(f"{storage.url}: {what}")
-    return found[back]
+    return checkpoints[back]
 
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
@@ -172,5 +172,5 @@ def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
         names = [name for name in attempt_dirs(storage) if layout.is_later_attempt(name, directory)]
     except OSError:  # of a bucket or directory that may be entered but not listed
         return None
-    found = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
-    return max(found, key=age, default=None)
+    checkpoints = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
+    return max(checkpoints, key=age, default=None)

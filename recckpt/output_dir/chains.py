@@ -24,7 +24,7 @@ class Chains:
 
     Args:
         manifests: directory -> its manifest; all that count.
-        damaged: directory -> what is wrong in it by itself, of those and of such as have no manifest that can be read.
+        damaged: directory -> what is wrong in it by itself; also of directories whose manifest cannot be read.
 
     Attributes:
         broken: directory -> what is wrong in it, or in a link that it stands on and has no other form of.
@@ -59,7 +59,7 @@ class Chains:
 
     def closure(self, save_ids: Collection[str]) -> set[str]:
         """Return the directories without which these checkpoints, or forms of them, could not be read."""
-        best = (found[0] for save_id in save_ids if (found := self.representations(save_id)))
+        best = (links[0] for save_id in save_ids if (links := self.representations(save_id)))
         return {link for directory in best for link in self.links(directory)}
 
     def _stand(self, directory: str) -> None:
@@ -122,7 +122,7 @@ def _wrong_parent(
 
 
 def _misfits(record: Manifest, link: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield what the rows of a delta do not fit in the link below it, and what was expected."""
+    """Yield (found, expected) for each way in which the rows of a delta do not fit the link below it."""
     for table in record.tables:
         below = link.table(table.name)
         if table.is_whole:

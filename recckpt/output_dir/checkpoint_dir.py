@@ -30,7 +30,7 @@ _HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
 
 @dataclass(frozen=True)
 class Intent:
-    """One try at a checkpoint, as the file ``INTENT`` in its directory tells it."""
+    """One attempt at a checkpoint, as the file ``INTENT`` in its directory describes it."""
 
     directory: str  # written by this attempt alone
     epoch: int  # of the writer
@@ -139,11 +139,11 @@ class Manifests:
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, dict[str, Listed]]:
         """Return what :func:`read_manifest` does, and the files of the directory as far as a listing shows them."""
         listed = listed_files(storage, directory)
-        found = listed.get(layout.MANIFEST)
+        entry = listed.get(layout.MANIFEST)
         known = self._known.pop(directory, None)
-        record = known[1] if known and found == known[0] else read_manifest(storage, directory)
-        if record is not None and found is not None and found.stamp:
-            self._known[directory] = found, record
+        record = known[1] if known and entry == known[0] else read_manifest(storage, directory)
+        if record is not None and entry is not None and entry.stamp:
+            self._known[directory] = entry, record
         return record, listed
 
     def forget_others(self, directories: Collection[str]) -> None:

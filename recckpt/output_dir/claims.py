@@ -70,7 +70,7 @@ def claimed_epochs(storage: Storage) -> list[int]:
 
 
 def has_claims(storage: Storage) -> bool:
-    """Say whether anybody claims the output dir; of a claim that somebody has removed, its list may be there still."""
+    """Say whether a writer claims the output dir; the list of a takeover may outlive its claim, and does not count."""
     return any(map(layout.is_claim, storage.list_files(layout.OWNER_DIR)))
 
 

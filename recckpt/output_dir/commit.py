@@ -101,16 +101,16 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
 
 def chain_of(listing: Listing, save_id: str) -> tuple[Checkpoint, ...]:
     """Return what a delta on the checkpoint of this save stands on, newest link first; () where it is not whole."""
-    found = listing.representation(save_id)
-    return found.links if found else ()
+    checkpoint = listing.representation(save_id)
+    return checkpoint.links if checkpoint else ()
 
 
 def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
     if base is None or chain_of(listing, base):
         return
     damage = [str(listing.damaged.get(c.directory)) for c in listing.lost if c.manifest.origin == base]
-    found = f"it damaged: {damage[0]}" if damage else "no such checkpoint"
-    problem = f"a delta was to stand on the checkpoint of save {base}, found {found}; the next save is full"
+    state = f"it damaged: {damage[0]}" if damage else "no such checkpoint"
+    problem = f"a delta was to stand on the checkpoint of save {base}, found {state}; the next save is full"
     raise FileNotFoundError(errno.ENOENT, problem, storage.url)
 
 
@@ -128,12 +128,12 @@ def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest
 
 
 def _is_there(storage: Storage, directory: str, record: Manifest) -> bool | None:
-    """Say whether a manifest is there whose put failed, None where that cannot be told."""
+    """Say whether a manifest is there whose put failed, None where that is not known."""
     try:
-        found = read_manifest(storage, directory)
+        manifest_there = read_manifest(storage, directory)
     except (OSError, CorruptCheckpointError, FormatVersionError):
         return None
-    return found is not None and found.save_id == record.save_id
+    return manifest_there is not None and manifest_there.save_id == record.save_id
 
 
 class Lookout:
@@ -158,7 +158,7 @@ class Lookout:
 
         def look() -> None:
             try:
-                found = self._storage.size(name)
+                size = self._storage.size(name)
             except OSError as error:
                 is_outdated = self._is_patient and error.errno == errno.ESTALE
                 if not (is_outdated or error.errno in _MISSING):
@@ -166,9 +166,9 @@ class Lookout:
                 self._check_owner()
                 problem = f"found no such file, {n_bytes} bytes were written"
                 raise TryAgainError(errno.ENOENT, problem) from error
-            if found != n_bytes:
-                problem = f"found {found} bytes, {n_bytes} were written; check the storage"
-                raise (TryAgainError if found < n_bytes else OSError)(errno.EIO, problem)
+            if size != n_bytes:
+                problem = f"found {size} bytes, {n_bytes} were written; check the storage"
+                raise (TryAgainError if size < n_bytes else OSError)(errno.EIO, problem)
 
         self._look(name, look)
 
@@ -177,12 +177,12 @@ class Lookout:
         name = layout.join(intent.directory, layout.INTENT)
 
         def look() -> None:
-            found = None
+            present = None
             with suppress(CorruptCheckpointError):  # half of it can be seen
-                found = read_intent(self._storage, intent.directory)
-            if found is None or found.save_id != intent.save_id:
+                present = read_intent(self._storage, intent.directory)
+            if present is None or present.save_id != intent.save_id:
                 self._check_owner()
-                what = "no such file" if found is None else f"that of save {found.save_id}"
+                what = "no such file" if present is None else f"that of save {present.save_id}"
                 problem = f"found {what}, rank 0 has written that of save {intent.save_id}"
                 raise TryAgainError(errno.ENOENT, f"{problem}; the output dir must be the same one on every host")
 

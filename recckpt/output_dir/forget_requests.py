@@ -32,7 +32,7 @@ def tables_of(table: str) -> tuple[str, ...]:
 
 
 def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
-    """Return those of :func:`tables_of` that are meant in a checkpoint: one of a like name that holds rows is not."""
+    """Return those of :func:`tables_of` that a checkpoint has; a table of rows with such a name does not count."""
     counts = record.table(f"{table}.candidates") if record else None
     return (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
 
@@ -51,16 +51,16 @@ def put_request(storage: Storage, request: Request) -> None:
 
 def requests(storage: Storage) -> dict[str, bool]:
     """Return all requests of an output dir: what each is called, and whether it is done."""
-    found: dict[str, bool] = {}
+    requests: dict[str, bool] = {}
     for name in storage.list_files(layout.FORGET_DIR):
         parsed = layout.parse_forget_request(name)
         if parsed is not None:
-            found[parsed[0]] = found.get(parsed[0], True) and parsed[1]  # the request itself goes last
-    return found
+            requests[parsed[0]] = requests.get(parsed[0], True) and parsed[1]  # the request itself goes last
+    return requests
 
 
 def check_none_pending(storage: Storage, remedy: str) -> None:
-    """Raise RecckptError where ids are yet to be forgotten: who copies checkpoints, or adds some, would spread them."""
+    """Raise RecckptError while ids wait to be forgotten: to copy or add checkpoints would spread these ids."""
     if not all(requests(storage).values()):
         raise RecckptError(
             f"{storage.url}: found a request to forget ids that is not ended, so checkpoints may still hold them: "
@@ -74,12 +74,12 @@ def pending(storage: Storage) -> list[Request]:
     Raises:
         CorruptCheckpointError: one of them is damaged.
     """
-    found = []
+    requests = []
     for name in storage.list_files(layout.FORGET_DIR):
         parsed = layout.parse_forget_request(name)
         if parsed is not None and not parsed[1]:
-            found.append(_read(storage, layout.join(layout.FORGET_DIR, name)))
-    return sorted((request for request in found if request is not None), key=lambda r: (r.asked, r.request))
+            requests.append(_read(storage, layout.join(layout.FORGET_DIR, name)))
+    return sorted((request for request in requests if request is not None), key=lambda r: (r.asked, r.request))
 
 
 def _read(storage: Storage, path: str) -> Request | None:
@@ -101,14 +101,14 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
     """Note in the audit what was done, and remove the request, which is the last file with its ids."""
     before = _audit_bytes(storage)
     if not any(line.get("request") == request.request for line in forget_audit.decode(before, layout.FORGOTTEN)):
-        said: dict[str, Any] = {
+        line_values: dict[str, Any] = {
             "request": request.request,
             "table": request.table,
             "asked": request.asked,
             "by": request.by,
         }
-        said |= {"version": request.version, **done, "n_ids": len(request.ids)}
-        line = {**said, "digests": digests(key(storage) or _made_key(storage), request.ids)}
+        line_values |= {"version": request.version, **done, "n_ids": len(request.ids)}
+        line = {**line_values, "digests": digests(key(storage) or _made_key(storage), request.ids)}
         storage.replace(layout.FORGOTTEN, before + forget_audit.encode_line(line, before))
     with suppress(FileExistsError):
         storage.put_if_absent(layout.forget_request(request.request, is_done=True), b"{}\n")
@@ -117,7 +117,7 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
 
 
 def remove_drafts(storage: Storage) -> None:
-    """Remove what a crash left of a request that was not made: it has ids in it; the owner does so."""
+    """Remove the drafts of requests that a crash left, since they contain ids; only the owner may."""
     for name in storage.list_files(layout.FORGET_DIR):
         if drafts.is_draft(name):
             storage.remove(layout.join(layout.FORGET_DIR, name))
@@ -138,10 +138,10 @@ def _audit_bytes(storage: Storage) -> bytes:
 def key(storage: Storage) -> bytes:
     """Return the key of the digests of this output dir; b"" where it has none, or none any more."""
     try:
-        found = bytes.fromhex(storage.read(layout.FORGET_KEY, 2 * _KEY_BYTES + 1).decode())
+        secret = bytes.fromhex(storage.read(layout.FORGET_KEY, 2 * _KEY_BYTES + 1).decode())
     except (*ABSENT, ValueError):
         return b""
-    return found if len(found) == _KEY_BYTES else b""
+    return secret if len(secret) == _KEY_BYTES else b""
 
 
 def _made_key(storage: Storage) -> bytes:
@@ -152,6 +152,6 @@ def _made_key(storage: Storage) -> bytes:
 
 
 def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list[str]:
-    """Return a keyed digest of each id, in the order of the digests, which says nothing of the order of the ids."""
+    """Return a keyed digest of each id, sorted, so that their order does not reveal that of the ids."""
     each = (int(one).to_bytes(8, "little", signed=True) for one in ids)
     return sorted(hashlib.blake2b(id_bytes, key=with_key, digest_size=_DIGEST_BYTES).hexdigest() for id_bytes in each)

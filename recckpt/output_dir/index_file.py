@@ -1,6 +1,6 @@
 """The index file: a hint for people and scripts, compared with the manifests, written again, and never relied on.
 
-RecIS has a file of this name too: its output dirs are told apart, said to be so, and left alone.
+RecIS has a file of this name too: its output dirs are recognised, logged, and not touched.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
     """Say what is wrong with the index file, given the committed ids, oldest first; "" where it is right."""
     expected = layout.encode_index(ckpt_ids)
     try:
-        found = storage.read(layout.INDEX_FILE, 2 * len(expected) + layout.MAX_ID_BYTES)
+        content = storage.read(layout.INDEX_FILE, 2 * len(expected) + layout.MAX_ID_BYTES)
     except FileNotFoundError:
         return _MISSING if expected else ""
     except NotPlainError as error:
         return error.found.removeprefix("unsafe path: ")
     except OSError as error:
         return f"not readable ({error})"
-    if found == expected:
+    if content == expected:
         return ""
-    if not found.endswith(b"\n"):
-        return "torn" if found else "empty"
+    if not content.endswith(b"\n"):
+        return "torn" if content else "empty"
     committed = expected.splitlines()
-    strange = [line for line in found.splitlines() if line not in committed]
+    strange = [line for line in content.splitlines() if line not in committed]
     return f"naming {strange[0][:99].decode(errors='replace')!r}, which is not committed" if strange else _STALE
 
 

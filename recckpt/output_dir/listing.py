@@ -144,7 +144,7 @@ def age(checkpoint: Checkpoint) -> tuple[object, ...]:
 
 def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tuple[tuple[Checkpoint, ...], Chains]:
     """Return the checkpoints that are whole with the links below them, oldest first, and all chains."""
-    links = {found.directory: replace(found, below=()) for found in counted}
+    links = {checkpoint.directory: replace(checkpoint, below=()) for checkpoint in counted}
     chains = Chains({name: link.manifest for name, link in links.items()}, damaged)
     whole = [name for name in links if name not in chains.broken]
     whole.sort(key=lambda name: age(links[name]))
@@ -184,19 +184,19 @@ def _list(storage: Storage, directories: Sequence[str], known: Manifests | None)
     """Return the listing of these directories, and whether every link was in one of them."""
     looks = look_at_all(storage, directories, known)
     damaged: dict[str, Damage] = {look.directory: look.damage for look in looks if look.damage is not None}
-    found = [Checkpoint(look.directory, look.record) for look in looks if look.record is not None]
+    with_manifest = [Checkpoint(look.directory, look.record) for look in looks if look.record is not None]
     files = {look.directory: look.files for look in looks if look.files is not None}
     takeover = _takeover(storage, damaged)  # after the manifests: a commit in between is only missed, never miscounted
-    fenced = {c.directory: reason for c in found if (reason := takeover.excludes(c.manifest))}
-    counted = [c for c in found if c.directory not in fenced]
+    fenced = {c.directory: reason for c in with_manifest if (reason := takeover.excludes(c.manifest))}
+    counted = [c for c in with_manifest if c.directory not in fenced]
     there = _still_there(storage, counted, files, damaged)
     committed, chains = chained(there, damaged)
     listing = Listing(
         committed=committed,
         damaged={name: error for name, error in chains.broken.items() if not isinstance(error, OSError)},
         fenced=fenced,
-        highest_seq=max((c.manifest.seq for c in found), default=0),
-        highest_epoch=max((c.manifest.epoch for c in found), default=0),
+        highest_seq=max((c.manifest.seq for c in with_manifest), default=0),
+        highest_epoch=max((c.manifest.epoch for c in with_manifest), default=0),
         save_ids=frozenset(c.manifest.save_id for c in counted),
         directories=tuple(directories),
         unreadable={name: error for name, error in chains.broken.items() if isinstance(error, OSError)},
@@ -243,8 +243,8 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     Raises CheckpointNotFoundError, which says what there is, and CorruptCheckpointError where it is damaged.
     """
     listing = list_checkpoints(storage)
-    found = listing.find(ckpt_id)
-    if found is None:
+    checkpoint = listing.find(ckpt_id)
+    if checkpoint is None:
         first = layout.encode_id(ckpt_id)
         for directory, error in listing.damaged.items():
             if directory == first or layout.is_later_attempt(directory, first):
@@ -254,7 +254,7 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
             if storage.why_empty()
             else f"{storage.url}: found no committed checkpoint {ckpt_id!r}; {describe(listing.current)}"
         )
-    return found
+    return checkpoint
 
 
 def newest_first(storage: Storage) -> list[Checkpoint]:
@@ -281,10 +281,10 @@ def usable(storage: Storage, listing: Listing) -> list[Checkpoint]:
 
 def newest(storage: Storage) -> Checkpoint:
     """Return the newest checkpoint that can be used; CheckpointNotFoundError where there is none."""
-    found = newest_first(storage)
-    if not found:
+    checkpoints = newest_first(storage)
+    if not checkpoints:
         raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
-    return found[0]
+    return checkpoints[0]
 
 
 def describe(checkpoints: Sequence[Checkpoint]) -> str:

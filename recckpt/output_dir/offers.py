@@ -29,7 +29,7 @@ DAY_SEC = 86_400.0  # part of the format: at this age an offer is not adopted an
 
 @dataclass(frozen=True)
 class OfferDirectory:
-    """A directory for an offer that nobody has committed."""
+    """A directory for an offer that is not committed."""
 
     directory: str  # where it lies
     age_sec: float | None  # how old its first file is, by the clock of the storage; None where that does not tell
@@ -41,11 +41,11 @@ class OfferDirectory:
 def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy, concurrency: int) -> list[Checkpoint]:
     """Adopt the offers that fit, remove those that are too old, and return the forms.
 
-    A failure is logged and fails nothing, but for WriterFencedError: the caller owns the output dir no more.
+    A failure is logged, not raised, but for WriterFencedError: the caller no longer owns the output dir.
     """
-    found = find_offers(storage, fence.listing)
+    offers = find_offers(storage, fence.listing)
     adopted = []
-    for each in found:
+    for each in offers:
         reason = adoptable(each, fence.listing)
         form = adopt(storage, fence, each, visible) if reason is None else None
         if form is not None:
@@ -55,7 +55,7 @@ def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy, concurren
     sweep(
         storage,
         fence,
-        [each for each in found if each.directory not in {form.directory for form in adopted}],
+        [each for each in offers if each.directory not in {form.directory for form in adopted}],
         concurrency,
     )
     return adopted
@@ -81,95 +81,95 @@ def look_at(storage: Storage, directory: str, now: float | None) -> OfferDirecto
     except (RecckptError, OSError) as error:
         return OfferDirectory(directory, age_sec, True, None, str(error))
     try:
-        said = _read(storage, directory)
-        problem = next(file_problems(storage, directory, said), None)
+        content = _read(storage, directory)
+        problem = next(file_problems(storage, directory, content), None)
     except ABSENT:
         return OfferDirectory(
             directory, age_sec, True, None, f"it has no {layout.OFFER_JSON}: its compactor is at work, or died"
         )
     except (RecckptError, OSError) as error:
         return OfferDirectory(directory, age_sec, True, None, str(error))
-    if named != (said.of.ckpt_id, said.save_id) or said.directory != directory:
-        return OfferDirectory(directory, age_sec, True, None, f"its files are those of {said.directory}")
-    return OfferDirectory(directory, age_sec, True, said, "" if problem is None else str(problem))
+    if named != (content.of.ckpt_id, content.save_id) or content.directory != directory:
+        return OfferDirectory(directory, age_sec, True, None, f"its files are those of {content.directory}")
+    return OfferDirectory(directory, age_sec, True, content, "" if problem is None else str(problem))
 
 
-def adoptable(found: OfferDirectory, listing: Listing) -> str | None:
+def adoptable(candidate: OfferDirectory, listing: Listing) -> str | None:
     """Return why an offer is not to be adopted, None where it is; pure."""
-    if found.offer is None or found.problem:
-        return found.problem
-    return next(_reasons_against(found.offer, found.age_sec, listing), None)
+    if candidate.offer is None or candidate.problem:
+        return candidate.problem
+    return next(_reasons_against(candidate.offer, candidate.age_sec, listing), None)
 
 
-def _reasons_against(said: Offer, age_sec: float | None, listing: Listing) -> Iterator[str]:
+def _reasons_against(offer: Offer, age_sec: float | None, listing: Listing) -> Iterator[str]:
     if age_sec is None:
         yield "the storage does not tell how old it is"
     elif age_sec >= DAY_SEC:
         yield f"it is {age_sec / 3600:.0f} hours old, and an earlier owner may be about to remove it"
-    of, delta = said.of, delta_of(said, listing)
+    of, delta = offer.of, delta_of(offer, listing)
     if delta is None:
         yield f"no delta {of.ckpt_id!r} of save {of.save_id} with the checksum {of.manifest:016x} counts here"
         return
     record = delta.manifest
     if any(_is_form_of(checkpoint, delta) for checkpoint in listing.committed):
         yield f"{of.ckpt_id!r} has a form already"
-    if (said.step, said.ephemeral) != (record.step, record.ephemeral):
-        yield f"it is of step {said.step}, ephemeral {said.ephemeral}, the delta of {record.step}, {record.ephemeral}"
-    if _contents(said.tables) != _contents(record.tables):
+    if (offer.step, offer.ephemeral) != (record.step, record.ephemeral):
+        yield f"it is of step {offer.step}, ephemeral {offer.ephemeral}, the delta of {record.step}, {record.ephemeral}"
+    if _contents(offer.tables) != _contents(record.tables):
         yield "its tables, with their rows and slots, are not those of the delta"
 
 
-def delta_of(said: Offer, listing: Listing) -> Checkpoint | None:
+def delta_of(offer: Offer, listing: Listing) -> Checkpoint | None:
     """Return the delta that an offer is of, None where it does not count."""
-    wanted = (said.of.save_id, said.of.ckpt_id, said.of.manifest)
+    identity = (offer.of.save_id, offer.of.ckpt_id, offer.of.manifest)
     counting = (c for c in listing.committed if c.manifest.kind == "delta")
-    return next((c for c in counting if (c.manifest.save_id, c.ckpt_id, c.manifest.xxh3) == wanted), None)
+    return next((c for c in counting if (c.manifest.save_id, c.ckpt_id, c.manifest.xxh3) == identity), None)
 
 
-def adopt(storage: Storage, fence: Fence, found: OfferDirectory, visible: RetryPolicy) -> Checkpoint | None:
+def adopt(storage: Storage, fence: Fence, candidate: OfferDirectory, visible: RetryPolicy) -> Checkpoint | None:
     """Commit the form that an adoptable offer is to be, and return it; None where that failed, which is logged.
 
     A failure removes nothing: the manifest of another owner may be there.
     """
-    said = found.offer
-    delta = delta_of(said, fence.listing) if said is not None else None
-    if said is None or delta is None:
-        raise ValueError(f"{found.directory} is not adoptable")
+    offer = candidate.offer
+    delta = delta_of(offer, fence.listing) if offer is not None else None
+    if offer is None or delta is None:
+        raise ValueError(f"{candidate.directory} is not adoptable")
     try:
-        commit(storage, fence, found.directory, _form(said, delta.manifest, fence), visible)
+        commit(storage, fence, candidate.directory, _form(offer, delta.manifest, fence), visible)
     except WriterFencedError:
         raise
     except (RecckptError, OSError, ValueError) as error:
-        log.warning("%s/%s could not be adopted: %s", storage.url, found.directory, error)
+        log.warning("%s/%s could not be adopted: %s", storage.url, candidate.directory, error)
         return None
-    log.info("%s/%s is adopted: %r needs no other checkpoint now", storage.url, found.directory, delta.ckpt_id)
-    return next(c for c in fence.listing.committed if c.directory == found.directory)
+    log.info("%s/%s is adopted: %r needs no other checkpoint now", storage.url, candidate.directory, delta.ckpt_id)
+    return next(c for c in fence.listing.committed if c.directory == candidate.directory)
 
 
-def sweep(storage: Storage, fence: Fence, found: Iterable[OfferDirectory], concurrency: int) -> None:
+def sweep(storage: Storage, fence: Fence, offers: Iterable[OfferDirectory], concurrency: int) -> None:
     """Remove what is no offer and offers that are too old, whole or not; the owner does, or WriterFencedError."""
-    for each in found:
+    for each in offers:
         if may_go(each):
             fence.check()
             rotation.remove_leftover(storage, each.directory, concurrency)
 
 
-def may_go(found: OfferDirectory) -> bool:
-    """Say whether nobody adopts an offer any more, so that it may be removed, whole or not."""
-    return not found.is_begun or (found.age_sec is not None and found.age_sec >= 2 * DAY_SEC)
+def may_go(candidate: OfferDirectory) -> bool:
+    """Say whether an offer is too old to be adopted, so that it may be removed, whole or not."""
+    return not candidate.is_begun or (candidate.age_sec is not None and candidate.age_sec >= 2 * DAY_SEC)
 
 
-def _form(said: Offer, delta: Manifest, fence: Fence) -> Manifest:
+def _form(offer: Offer, delta: Manifest, fence: Fence) -> Manifest:
     """Return the manifest of a form, with a save id of its own: of two owners that try, it says whose it is."""
     return Manifest(
         ckpt_id=delta.ckpt_id,
         save_id=secrets.token_hex(16),
         epoch=fence.epoch,
         seq=fence.listing.next_seq,
-        step=said.step,
+        step=offer.step,
         time=delta.time,  # by which a policy says how old the checkpoint is
-        **said.content,
-        form_of=FormOf(delta.save_id, delta.xxh3, *delta.place, said.save_id),
+        **offer.content,
+        form_of=FormOf(delta.save_id, delta.xxh3, *delta.place, offer.save_id),
         revision_of=delta.revision_of,
     )
 

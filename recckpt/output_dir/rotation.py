@@ -31,7 +31,7 @@ def expired(
     base: str | None,
     now: datetime | None = None,
 ) -> list[Checkpoint]:
-    """Return the checkpoints that go, in the order in which they go: what nothing that stays is read from.
+    """Return the checkpoints to remove, in this order: those that no remaining checkpoint is read from.
 
     The newest of all stays whatever the policy says. So do pinned ones, the newest that a manager made (a save by hand
     takes nothing of what a run goes on from), and what a person has copied under a name of its own. An ephemeral
@@ -61,10 +61,10 @@ def _kept(listing: Listing, keep: int | Keep | None, pinned: Collection[str], no
     current = listing.current
     regular = [checkpoint for checkpoint in current if not checkpoint.manifest.ephemeral]
     wanted_ids = as_keep(keep).kept([checkpoint.manifest for checkpoint in regular], now)
-    wanted = [checkpoint for checkpoint in regular if checkpoint.ckpt_id in wanted_ids]
+    of_policy = [checkpoint for checkpoint in regular if checkpoint.ckpt_id in wanted_ids]
     of_steps = [checkpoint for checkpoint in regular if layout.parse_step(checkpoint.ckpt_id) is not None]
-    kept = [*current[-1:], *of_steps[-1:], *wanted, *(c for c in current if c.ckpt_id in pinned)]
-    if len(wanted) > 1 and regular[-1].below:  # one flipped bit of the newest full one must not take all
+    kept = [*current[-1:], *of_steps[-1:], *of_policy, *(c for c in current if c.ckpt_id in pinned)]
+    if len(of_policy) > 1 and regular[-1].below:  # one flipped bit of the newest full one must not take all
         newest_full = regular[-1].links[-1].directory
         kept += [c for c in regular if c.links[-1].directory != newest_full][-1:]
     return kept
@@ -78,7 +78,7 @@ def _is_replaced(damaged: Checkpoint, listing: Listing) -> bool:
 
 
 def _in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
-    """Return them as they go: what stands on others before those, and of one place the delta before its forms.
+    """Return them in the order of removal: a delta before its links, and of one place the delta before its forms.
 
     Damaged forms, and superseded ones on which nothing stands, go first: they must not become current again.
     """
@@ -114,7 +114,7 @@ def pin(storage: Storage, ckpt_id: str) -> None:
 
 
 def unpin(storage: Storage, ckpt_id: str) -> None:
-    """Let rotation have a checkpoint again, at the next save; it need not be pinned."""
+    """Unpin a checkpoint, so that the next save may remove it; does nothing to one that is not pinned."""
     storage.remove(layout.pin(ckpt_id))
 
 
@@ -131,14 +131,14 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
     nothing that counts: it is logged, passed over, and not looked at again where it is among ``passed_over``.
     """
     passed_over = set() if passed_over is None else passed_over
-    found = []
+    leftovers = []
     for directory in listing.uncommitted:
         if directory in passed_over:
             continue
         try:
             intent = read_intent(storage, directory)
             if intent is not None and intent.epoch <= epoch and not has_manifest(storage, directory):
-                found.append(intent)
+                leftovers.append(intent)
         except (OSError, CorruptCheckpointError) as error:
             passed_over.add(directory)
             log.warning(
@@ -149,7 +149,7 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
                 layout.INTENT,
                 error,
             )
-    return found
+    return leftovers
 
 
 def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:

@@ -13,7 +13,7 @@ _MAX_BYTES = 1 << 20  # of the file; the oldest lines go
 
 
 def append(storage: Storage, lines: Sequence[str]) -> None:
-    """Add lines, but those that are there already; whoever holds the output dir does so.
+    """Add lines, except those that are there already; only the owner of the output dir may.
 
     Raises:
         OSError: the storage failed; they may be there all the same.
@@ -38,12 +38,12 @@ def read_timeline(storage: Storage) -> list[dict[str, Any]]:
         lines = storage.read(layout.TIMELINE, 2 * _MAX_BYTES).splitlines()
     except ABSENT:
         return []
-    return [found for found in map(_object, lines) if found is not None]
+    return [line for line in map(_object, lines) if line is not None]
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -32,7 +32,7 @@ class Admit(Protocol):
 
     @property
     def needs_step(self) -> bool:
-        """Whether the answer changes with the step, which somebody has to tell the table then."""
+        """Whether the answer depends on the step, which the table must then be given."""
 
     def admits(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
         """Return a mask: which of these ids get a row; pure, and the same on every rank.
@@ -126,8 +126,8 @@ class AdmitIf:
 
     def admits(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
         """Return what the function says."""
-        found: Bools = np.asarray(self.function(ids, step))
-        return found
+        answers: Bools = np.asarray(self.function(ids, step))
+        return answers
 
 
 def as_admit(admit: Any) -> Admit:

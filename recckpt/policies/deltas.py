@@ -74,8 +74,8 @@ class Deltas:
         if chain.n_deltas >= n_deltas:
             return f"{chain.n_deltas} deltas since the last full one, the most is {n_deltas} (full_every)"
         if chain.delta_bytes > factor * chain.full_bytes:
-            found = f"{chain.delta_bytes} bytes of deltas on {chain.full_bytes} of the full one"
-            return f"{found}, the most is {factor} times as many (max_chain_bytes)"
+            sizes = f"{chain.delta_bytes} bytes of deltas on {chain.full_bytes} of the full one"
+            return f"{sizes}, the most is {factor} times as many (max_chain_bytes)"
         return None
 
 

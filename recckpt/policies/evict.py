@@ -1,4 +1,4 @@
-"""Which rows a table lets go: pure decisions on columns of some of its rows."""
+"""Which rows a table evicts: pure decisions on columns of some of its rows."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class EveryNth(_KeepOperators):
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
         """Return the ids with such a step; one saved without a step has none."""
-        return {found.ckpt_id for found in checkpoints if found.step is not None and found.step % self.n == 0}
+        return {each.ckpt_id for each in checkpoints if each.step is not None and each.step % self.n == 0}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Best(_KeepOperators):
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
         """Return the ids of the best."""
         sign = 1 if self.mode == "max" else -1
-        values = ((found.state.get(self.metric), place) for place, found in enumerate(checkpoints))
+        values = ((each.state.get(self.metric), place) for place, each in enumerate(checkpoints))
         ranked = sorted((sign * value, place) for value, place in values if _is_number(value))
         return {checkpoints[place].ckpt_id for _, place in ranked[-self.k :]}
 
@@ -127,25 +127,25 @@ def idle(keep: object, checkpoints: Sequence[Manifest]) -> list[str]:
 
 
 def _metrics(checkpoints: Sequence[Manifest]) -> set[str]:
-    return {name for found in checkpoints for name, value in found.state.items() if _is_number(value)}
+    return {name for checkpoint in checkpoints for name, value in checkpoint.state.items() if _is_number(value)}
 
 
 def best_in(keep: object) -> Best:
     """Return the policy of the best checkpoints in what ``max_keep`` may be; ValueError where it is not one."""
     parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
-    found = {(part.metric, part.mode): part for part in parts if isinstance(part, Best)}
-    if len(found) > 1:
-        both = " and ".join(f"{metric!r} ({mode})" for metric, mode in found)
+    best = {(part.metric, part.mode): part for part in parts if isinstance(part, Best)}
+    if len(best) > 1:
+        both = " and ".join(f"{metric!r} ({mode})" for metric, mode in best)
         raise ValueError(
             f"found max_keep={keep!r}, where the best may be that of {both}: name the step, which "
             "recckpt.find_checkpoint(output_dir, 'best', metric, mode).step tells"
         )
-    if not found:
+    if not best:
         raise ValueError(
             f"found max_keep={keep!r}, which does not say what is best: give the saver one that does, such as "
             "Newest(3) | Best(1, 'auc'), or name the step"
         )
-    return next(iter(found.values()))
+    return next(iter(best.values()))
 
 
 def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
@@ -155,13 +155,13 @@ def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
         CheckpointNotFoundError: none was saved with the metric; says which metrics there are.
     """
     checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.ephemeral]
-    found = replace(best, k=1).kept(checkpoints, datetime.now(timezone.utc))
-    if not found:
+    ids = replace(best, k=1).kept(checkpoints, datetime.now(timezone.utc))
+    if not ids:
         names = sorted(_metrics(checkpoints))
         raise CheckpointNotFoundError(
             f"{place}: found no checkpoint with the metric {best.metric!r}, only with {names}"
         )
-    return found.pop()
+    return ids.pop()
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class YoungerThan(_KeepOperators):
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
         """Return the ids of the young."""
-        return {found.ckpt_id for found in checkpoints if _age_sec(found.time, now) < self.seconds}
+        return {each.ckpt_id for each in checkpoints if _age_sec(each.time, now) < self.seconds}
 
 
 @dataclass(frozen=True)

@@ -120,17 +120,17 @@ class Schedule:
         if due is None and self._pending is None:
             return None
         self.count(dropped=due is not None and self._pending is not None)
-        wanted: Kind = "regular" if "regular" in (due, self._pending) else "ephemeral"
+        kind: Kind = "regular" if "regular" in (due, self._pending) else "ephemeral"
         if not is_running():
             self._pending = None
-            return wanted
+            return kind
         if self._backpressure == "latest":
-            self._pending = wanted
+            self._pending = kind
         elif self._backpressure == "skip":
             self.count(skipped=1)
         else:
             self.count(waited=1)
-            return wanted
+            return kind
         return None
 
     @property

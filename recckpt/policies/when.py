@@ -190,7 +190,7 @@ class EveryEventTime(_WhenOperators):
 
 @dataclass(frozen=True)
 class WhenTrue(_WhenOperators):
-    """Whenever the predicate says so; it is asked after each step, window and epoch, by every rank.
+    """Whenever the predicate returns True; every rank calls it after each step, window and epoch.
 
     Raises:
         ValueError: ``predicate`` cannot be called.

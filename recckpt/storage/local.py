@@ -104,8 +104,8 @@ class LocalStorage(Storage):
     def free_bytes(self) -> int | None:
         """Return what the file system has left for this user; quotas are not seen."""
         with doing("measuring free space", self._root):
-            found = os.statvfs(self._root)
-        return found.f_bavail * found.f_frsize
+            file_system = os.statvfs(self._root)
+        return file_system.f_bavail * file_system.f_frsize
 
     def threads(self, asked: int) -> int:
         """Return at most one a core: each keeps a core busy with copying."""
@@ -139,8 +139,8 @@ class LocalStorage(Storage):
                 entries = list(os.scandir(self._root))
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            found = [e.name for e in entries if e.is_dir(follow_symlinks=False) or self._is_checkpoint_elsewhere(e)]
-        return sorted(name for name in found if name != "lost+found")  # of the file system; root alone may look inside
+            names = [e.name for e in entries if e.is_dir(follow_symlinks=False) or self._is_checkpoint_elsewhere(e)]
+        return sorted(name for name in names if name != "lost+found")  # of the file system; root alone may look inside
 
     def _is_checkpoint_elsewhere(self, entry: os.DirEntry[str]) -> bool:
         """Say whether an entry is a link out of the root to what was a checkpoint, or to what is not there now."""
@@ -152,14 +152,14 @@ class LocalStorage(Storage):
 
     def list_files(self, directory: str) -> list[str]:
         """Return all files below a directory; links are listed, never followed."""
-        found: list[str] = []
+        names_below: list[str] = []
         with doing("listing", self._root / directory):
             top = str(real_directory(self._root, directory))
             for base, dirs, names in os.walk(top, followlinks=False, onerror=_unless_missing):
                 inside = base[len(top) :].strip("/")  # by hand: a save asks for lists all the time
                 links = [name for name in dirs if Path(base, name).is_symlink()]
-                found += [f"{inside}/{name}" if inside else name for name in (*names, *links)]
-        return sorted(found)
+                names_below += [f"{inside}/{name}" if inside else name for name in (*names, *links)]
+        return sorted(names_below)
 
     def listed(self, directory: str) -> dict[str, Listed]:
         """Return the plain files below a directory; links, and what goes meanwhile, are left out."""
@@ -215,8 +215,8 @@ def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, Listed]]:
             yield from _plain_files(top, f"{below}{entry.name}/")
         elif entry.is_file(follow_symlinks=False):
             with suppress(FileNotFoundError):
-                found = entry.stat(follow_symlinks=False)
-                yield f"{below}{entry.name}", Listed(found.st_size, f"{found.st_mtime_ns} {found.st_ino}")
+                status = entry.stat(follow_symlinks=False)
+                yield f"{below}{entry.name}", Listed(status.st_size, f"{status.st_mtime_ns} {status.st_ino}")
 
 
 def _unless_missing(error: OSError) -> None:

@@ -107,9 +107,9 @@ def map_file(descriptor: int, path: str) -> memoryview:
 
 def mapped(storage: Files, name: str) -> memoryview:
     """Return the bytes of a file as a memory map; of a temporary copy if the storage has no maps."""
-    found = storage.map(name)
-    if found is not None:
-        return found
+    mapped_file = storage.map(name)
+    if mapped_file is not None:
+        return mapped_file
     with storage.open(name) as source, tempfile.TemporaryFile(buffering=0) as copy:
         return map_copy(source, copy)
 

@@ -105,8 +105,8 @@ class ObjectStorage(RemoteStorage):
 
     def listed(self, directory: str) -> dict[str, Listed]:
         """Return all objects below a prefix: one request for a thousand of them."""
-        found = self._find(directory).items()
-        sized = {n: e for n, e in found if e.get("type") == "file" and isinstance(e.get("size"), int)}
+        files = self._find(directory).items()
+        sized = {n: e for n, e in files if e.get("type") == "file" and isinstance(e.get("size"), int)}
         return {name: Listed(entry["size"], _stamp(entry)) for name, entry in sized.items()}
 
     def remove_empty_dirs(self, name: str) -> None:
@@ -126,8 +126,8 @@ class ObjectStorage(RemoteStorage):
     def _find(self, directory: str) -> dict[str, dict[str, Any]]:
         top = self._path(directory)
         prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
-        found = self._list(directory, lambda: self._fs.find(top, detail=True))
-        return {str(path)[prefix:]: entry for path, entry in found.items()}
+        entries = self._list(directory, lambda: self._fs.find(top, detail=True))
+        return {str(path)[prefix:]: entry for path, entry in entries.items()}
 
     def _list(self, directory: str, ask: Callable[[], _T]) -> _T:
         def look() -> _T:
@@ -174,14 +174,14 @@ class ObjectStorage(RemoteStorage):
             if self._is_conditional:
                 return
         try:
-            found = self._peek(path)
+            content = self._peek(path)
         except Exception as error:
             if doubt is None or is_conflict(doubt) or is_transient(error):
                 raise
             raise doubt from error  # which says more: the answer to a look-up has no text
-        if found == data:
+        if content == data:
             return
-        if found is not None:
+        if content is not None:
             raise FileExistsError(errno.EEXIST, "exists already", self._url(name)) from doubt
         if doubt is None or is_conflict(doubt):
             raise TryAgainError(errno.EAGAIN, "what was put is not there") from doubt

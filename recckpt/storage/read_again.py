@@ -32,19 +32,19 @@ def read_twice(files: Files, path: str, read: Callable[[], _T], reopen: Callable
             raise
     try:
         reopen()
-        found = read()
+        value = read()
     except (CorruptCheckpointError, FormatVersionError):
         _log_damage(files.url, path)
         raise
     _log_flip(files, path)
-    return found
+    return value
 
 
 def check_twice(files: Files, path: str, check: Callable[[], _T], errors_of: Callable[[_T], Sized]) -> _T:
     """Return what ``check`` says of a file; where that is errors, and the file is not local, what it says once more."""
-    found = check()
-    if not errors_of(found) or not files.drop_cached(path):
-        return found
+    problems = check()
+    if not errors_of(problems) or not files.drop_cached(path):
+        return problems
     again = check()
     if errors_of(again):
         _log_damage(files.url, path)

@@ -55,10 +55,10 @@ class RemoteStorage(Storage):
         return self._call("reading", name, lambda: self._read(name, max_bytes))
 
     def size(self, name: str) -> int:
-        found = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
-        if found["type"] != "file":
+        info = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
+        if info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self._url(name))
-        return int(found["size"])
+        return int(info["size"])
 
     def drop_cached(self, name: str) -> bool:
         drop = getattr(self._fs, "pop_from_cache", None)  # of fsspec's caches on this host, such as filecache::
@@ -129,10 +129,10 @@ class RangedFile(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._size - self._at)
-        wanted = left if size is None or size < 0 else min(size, left)
-        if not wanted:
+        n_bytes = left if size is None or size < 0 else min(size, left)
+        if not n_bytes:
             return b""
-        data = self._retries.call("reading", lambda: self._read(wanted))
+        data = self._retries.call("reading", lambda: self._read(n_bytes))
         self._at += len(data)
         return data
 

@@ -90,7 +90,7 @@ class Retries:
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
         """Return what ``work`` returns; try it again after a failure that may pass, if ``again``.
 
-        Raises an OSError that names the URL and the operation when it fails for good, or the deadline has passed.
+        Raises an OSError that names the URL and the operation when the deadline has passed, or no retry may help.
         """
         handled = sys.exc_info()[1]
         n_failures = 0

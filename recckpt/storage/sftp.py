@@ -109,8 +109,8 @@ class SftpStorage(RemoteStorage):
 
     def list_dirs(self) -> list[str]:
         """Return the directories of the root, and links of that place, which all reads refuse by name."""
-        found = [e.filename for e in self._entries("") if stat.S_ISDIR(e.st_mode) or self._is_checkpoint_elsewhere(e)]
-        return sorted(name for name in found if name != "lost+found")
+        names = [e.filename for e in self._entries("") if stat.S_ISDIR(e.st_mode) or self._is_checkpoint_elsewhere(e)]
+        return sorted(name for name in names if name != "lost+found")
 
     def _is_checkpoint_elsewhere(self, entry: Any) -> bool:
         """Say whether an entry is a link out of the root to what was a checkpoint, or to what is not there now."""
@@ -151,11 +151,11 @@ class SftpStorage(RemoteStorage):
             self._call("removing", name, lambda: self._fs.ftp.remove(self._inside(name)))
 
     def remove_empty_dirs(self, name: str) -> None:
-        found = list(self._walk(name))
-        left = next((path for path, entry in found if not stat.S_ISDIR(entry.st_mode)), None)
+        entries = list(self._walk(name))
+        left = next((path for path, entry in entries if not stat.S_ISDIR(entry.st_mode)), None)
         if left is not None:
             raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left}", self._url(name))
-        for path in [*(f"{self._path(name)}/{path}" for path, _ in reversed(found)), self._path(name)]:
+        for path in [*(f"{self._path(name)}/{path}" for path, _ in reversed(entries)), self._path(name)]:
             with suppress(FileNotFoundError):
                 self._call("removing", name, partial(self._fs.ftp.rmdir, path))
 
@@ -196,10 +196,10 @@ class SftpStorage(RemoteStorage):
 
     def _entries(self, directory: str) -> list[Any]:
         try:
-            found = self._call("listing", directory, lambda: self._fs.ftp.listdir_attr(self._real(directory)))
+            entries = self._call("listing", directory, lambda: self._fs.ftp.listdir_attr(self._real(directory)))
         except FileNotFoundError:
             return []
-        return list(found)
+        return list(entries)
 
     def _real(self, directory: str) -> str:
         """Return the path of a directory; NotPlainError where it, or one that it is in, is a link."""

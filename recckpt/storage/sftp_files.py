@@ -121,7 +121,7 @@ def check_no_link(fs: Any, path: str) -> None:
 
 def file_size(fs: Any, path: str) -> int:
     """Return the bytes of a plain file; links are not followed."""
-    found = fs.ftp.lstat(path)
-    if not stat.S_ISREG(found.st_mode):
-        raise refused(kind_of(found.st_mode), path)
-    return int(found.st_size)
+    status = fs.ftp.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise refused(kind_of(status.st_mode), path)
+    return int(status.st_size)

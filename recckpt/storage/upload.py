@@ -31,26 +31,26 @@ class Upload(Sink):
     def __init__(self, fs: Any, path: str, retries: Retries, put: Put, *, in_one: bool, repeats: bool) -> None:
         self._fs, self._path, self._retries, self._put = fs, path, retries, put
         self._in_one, self._repeats = in_one, repeats
-        self._held = bytearray()  # what is not yet in a part
+        self._waiting = bytearray()  # what is not yet in a part
         self._file: Any = None
         self._is_sent = self._may_be_seen = False
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.n_bytes += len(view)
-        if self._in_one or (self._file is None and len(self._held) + len(view) <= BLOCK_BYTES):
-            self._held += view
+        if self._in_one or (self._file is None and len(self._waiting) + len(view) <= BLOCK_BYTES):
+            self._waiting += view
             return len(view)
         if self._file is None:
             self._file = self._retries.call("opening", self._open)
-            held, self._held = self._held, bytearray()
-            self._pass_on(memoryview(held))
+            waiting, self._waiting = self._waiting, bytearray()
+            self._pass_on(memoryview(waiting))
         self._pass_on(view)
         return len(view)
 
     def close(self) -> None:
         if self._file is None:
-            data = bytes(self._held)
+            data = bytes(self._waiting)
             self._may_be_seen = True
             try:
                 self._retries.call("writing", lambda: self._put(data))
@@ -63,22 +63,22 @@ class Upload(Sink):
         size = self._retries.call("checking", self._size)
         if size != self.n_bytes:
             raise OSError(f"{self._retries.url}: found {size} bytes after writing {self.n_bytes}; check the storage")
-        self._let_go()
+        self._drop()
 
     def discard(self) -> None:
         if self._file is not None:
             with suppress(Exception):  # the error that led here is the one to report
                 self._file.discard()
-        self._let_go()
+        self._drop()
         if self._may_be_seen:
             with suppress(Exception):  # a leftover has no manifest
                 self._fs.rm_file(self._path)
 
     def __del__(self) -> None:
-        self._let_go()
+        self._drop()
 
-    def _let_go(self) -> None:
-        file, self._file, self._held = self._file, None, bytearray()
+    def _drop(self) -> None:
+        file, self._file, self._waiting = self._file, None, bytearray()
         if file is not None:
             with suppress(Exception):
                 file.closed = True  # or closing it would publish it, on some backends

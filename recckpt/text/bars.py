@@ -52,7 +52,7 @@ class Progress:
         return time.perf_counter() - self._begin
 
     def __enter__(self) -> Progress:
-        if self._has_bar and wanted():
+        if self._has_bar and are_shown():
             _open.add(id(self))
             self._bar = _Bar(desc=self._what, total=self._total_bytes, unit="B", unit_scale=True)
         return self
@@ -75,7 +75,7 @@ class ElapsedTime:
     def __init__(self, what: str) -> None:
         self._what, self._begin, self._at_work = what, time.perf_counter(), threading.Lock()
         self._at_work.acquire()  # not an Event: an interrupt may leak the lock of one
-        self._thread = threading.Thread(target=self._run, name="recckpt-clock", daemon=True) if wanted() else None
+        self._thread = threading.Thread(target=self._run, name="recckpt-clock", daemon=True) if are_shown() else None
 
     def __enter__(self) -> ElapsedTime:
         if self._thread is not None:
@@ -124,11 +124,11 @@ class _Bar:
             log.debug("the bar is dropped: %s", error)
 
 
-def wanted() -> bool:
-    """Say whether bars are to be drawn: RECCKPT_PROGRESS says so, or there is somebody who can see them."""
-    said = os.environ.get(SWITCH, "").strip()
-    if said in ("0", "1"):
-        return said == "1"
+def are_shown() -> bool:
+    """Say whether bars are to be drawn: by RECCKPT_PROGRESS, else where there is a terminal or a notebook."""
+    setting = os.environ.get(SWITCH, "").strip()
+    if setting in ("0", "1"):
+        return setting == "1"
     return _is_notebook() or is_terminal(sys.stderr)
 
 
@@ -144,7 +144,7 @@ def is_terminal(stream: Any) -> bool:
 def aside() -> Iterator[None]:
     """Clear the bars while something else is written to stderr."""
     library = sys.modules.get("tqdm")
-    if library is None or not wanted():
+    if library is None or not are_shown():
         yield
         return
     with library.tqdm.external_write_mode(file=sys.stderr):

@@ -160,7 +160,7 @@ def test_a_saver_shows_bars_unless_told_not_to(monkeypatch, tmp_path, progress):
 
 def test_of_several_ranks_the_first_shows_bars_for_all(monkeypatch, tmp_path):
     begun = []
-    monkeypatch.setattr(bars, "wanted", lambda: begun.append(threading.get_ident()))
+    monkeypatch.setattr(bars, "are_shown", lambda: begun.append(threading.get_ident()))
 
     def work(rank, connect):
         saver = connect(Saver(torch.nn.Linear(2, 2), output_dir=str(tmp_path)))

@@ -32,12 +32,12 @@ def open_source(files: SourceFiles, options: ImportOptions) -> FileRows:
         with files.open(name) as file:
             if file.read(len(_MAGIC)) == _MAGIC:
                 reader = pa.ipc.open_file(file)
-                found = (reader.get_batch(number) for number in range(reader.num_record_batches))
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
             else:
                 _check_end(file)
                 file.seek(0)
-                found = iter(pa.ipc.open_stream(file))
-            yield from (batch.replace_schema_metadata(None) for batch in found)
+                batches = iter(pa.ipc.open_stream(file))
+            yield from (batch.replace_schema_metadata(None) for batch in batches)
 
     check_is_one_table(files, names)
     n_rows = 0

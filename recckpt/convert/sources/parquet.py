@@ -53,13 +53,13 @@ def open_source(files: SourceFiles, options: ImportOptions) -> FileRows:
 def _exported_table(schema: pa.Schema, path: str) -> str:
     """Return the table that an export of recckpt says a file is of, "" for a file of others."""
     try:
-        said = json.loads((schema.metadata or {}).get(METADATA_KEY, b"{}"))
+        record = json.loads((schema.metadata or {}).get(METADATA_KEY, b"{}"))
     except ValueError:
         return ""
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         return ""
-    check_is_whole(said, path)
-    return str(said.get("table", ""))
+    check_is_whole(record, path)
+    return str(record.get("table", ""))
 
 
 def clean(batch: pa.RecordBatch) -> pa.RecordBatch:

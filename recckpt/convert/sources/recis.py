@@ -114,13 +114,13 @@ class RecisSource:
         return SourceTable(name, sum(own.ids.shape[0] for own in slices), tuple(slots))
 
 
-def _step(found: Any, files: SourceFiles) -> int | None:
-    if found is not None:
+def _step(value: Any, files: SourceFiles) -> int | None:
+    if value is not None:
         try:
-            step = int(found)
+            step = int(value)
         except (TypeError, ValueError, RuntimeError) as error:
             where = "global_step"
-            raise ConversionError(files.path(EXTRA), where, found=f"{found!r:.60}", expected="a step") from error
+            raise ConversionError(files.path(EXTRA), where, found=f"{value!r:.60}", expected="a step") from error
         return step
     named = STEP_DIR.fullmatch(files.url.rstrip("/").rpartition("/")[2])
     return int(named[1]) if named else None
@@ -128,7 +128,7 @@ def _step(found: Any, files: SourceFiles) -> int | None:
 
 def _positions(files: SourceFiles) -> list[Mapping[str, Any]]:
     """Return the positions of all ranks, in order."""
-    numbers = [int(found[1]) for name in files.names if (found := POSITIONS.fullmatch(name))]
+    numbers = [int(match[1]) for name in files.names if (match := POSITIONS.fullmatch(name))]
     count = len(numbers)
     if N_POSITIONS in files.names:
         text = files.read(N_POSITIONS, 100)

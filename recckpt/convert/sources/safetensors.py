@@ -57,11 +57,11 @@ def _whole(parts: dict[str, TensorFile], files: SourceFiles) -> dict[str, Source
 
 
 def _parts(files: SourceFiles) -> list[str]:
-    indexes, found = files.ending(INDEX_SUFFIX), list(files.names) if files.is_file else files.ending(SUFFIX)
+    indexes, files_there = files.ending(INDEX_SUFFIX), list(files.names) if files.is_file else files.ending(SUFFIX)
     if not indexes:
-        return found
+        return files_there
     if len(indexes) != 1:
-        what = f"{len(found)} files {SUFFIX} and {len(indexes)} indexes"
+        what = f"{len(files_there)} files {SUFFIX} and {len(indexes)} indexes"
         raise ConversionError(files.url, "", found=what, expected="one file, or one index", remedy="name the file")
     index = json_object(files, indexes[0], _MAX_INDEX_BYTES)
     weight_map = index.get("weight_map")
@@ -77,11 +77,11 @@ def _own_tables(
     parts: dict[str, TensorFile], tensors: dict[str, SourceTensor], files: SourceFiles
 ) -> list[TensorTable]:
     """Return the tables that an export of recckpt has said it wrote: name -> names of its slots."""
-    found = []
+    names = []
     for name, part in parts.items():
         try:
-            said = json.loads(part.metadata.get(METADATA, "{}")).get("tables", {})
-            listed = {table: list(slots) for table, slots in said.items()}
+            tables = json.loads(part.metadata.get(METADATA, "{}")).get("tables", {})
+            listed = {table: list(slots) for table, slots in tables.items()}
         except (ValueError, AttributeError, TypeError) as error:
             text = part.metadata[METADATA][:80]
             raise ConversionError(files.path(name), METADATA, found=text, expected="tables and their slots") from error
@@ -91,8 +91,8 @@ def _own_tables(
                 expected = ", ".join(f"{table}.{each}" for each in missing)
                 raise ConversionError(files.path(name), f"table {table!r}", found="no such tensors", expected=expected)
             of_slots = {slot: tensors[f"{table}.{slot}"] for slot in slots}
-            found.append(TensorTable(table, tensors[f"{table}.id"], of_slots))
-    return found
+            names.append(TensorTable(table, tensors[f"{table}.id"], of_slots))
+    return names
 
 
 def json_object(files: SourceFiles, name: str, max_bytes: int) -> dict[str, Any]:

@@ -37,10 +37,10 @@ def open_source(files: SourceFiles, options: ImportOptions) -> TensorSource:
     taken = used(tables)
     dense = tuple(tensor for key, tensor in tensors.items() if key not in taken)
     step = next((extra[key] for key in ("global_step", "step") if type(extra.get(key)) is int), None)
-    held = portable_values(extra, files.url)
+    objects = portable_values(extra, files.url)
     nested = tuple(LeftOut(each, _NESTED) for each, value in values.items() if _holds_tensors(value))
-    held_all = SourceContents("torch_state", dense=dense, values=values, extra=held, step=step, left_out=nested)
-    return TensorSource(held_all, tables, files.url)
+    contents = SourceContents("torch_state", dense=dense, values=values, extra=objects, step=step, left_out=nested)
+    return TensorSource(contents, tables, files.url)
 
 
 def _parted(saved: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:

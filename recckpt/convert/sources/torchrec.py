@@ -67,18 +67,18 @@ class TorchRecSource:
 
     def __init__(self, url: str, tensors: Mapping[str, SourceTensor], values: Mapping[str, Any]) -> None:
         self._url = url
-        weights = {name: found[1] for name in tensors if (found := _WEIGHT.fullmatch(name))}
+        weights = {name: match[1] for name in tensors if (match := _WEIGHT.fullmatch(name))}
         if not weights:
             expected = "tensors such as embedding_bags.<table>.weight"
             raise ConversionError(url, "", found="no table of TorchRec", expected=expected)
-        states = {name: found for name in tensors if (found := _STATE.fullmatch(name))}
+        states = {name: match for name in tensors if (match := _STATE.fullmatch(name))}
         self._slots: dict[str, dict[str, SourceTensor]] = {}
         self._ids: dict[str, RowIds] = {}
         tables: list[SourceTable] = []
         left: list[LeftOut] = []
         steps: dict[str, int] = {}
         for name, table in weights.items():
-            of_table = {key: found[2] for key, found in states.items() if found[1] == table}
+            of_table = {key: match[2] for key, match in states.items() if match[1] == table}
             own = _states(of_table, tensors, url)
             step = next((own.pop(key) for key in ("step", "iter") if key in own), None)
             slots = {EMBEDDING: tensors[name], **_slots(tensors[name], own, table, left)}
@@ -109,9 +109,9 @@ class TorchRecSource:
         step = max(1, STEP_BYTES // table.row_bytes)
         for begin in range(0, ids.n_places, step):
             end = min(begin + step, ids.n_places)
-            found, kept = ids.between(begin, end)
-            if len(found):
-                yield SourceRows(found, [slots[slot.name].read(begin, end)[kept] for slot in table.slots])
+            ids_here, kept = ids.between(begin, end)
+            if len(ids_here):
+                yield SourceRows(ids_here, [slots[slot.name].read(begin, end)[kept] for slot in table.slots])
 
     def close(self) -> None:
         """Do nothing: each file is closed once it is read."""
@@ -141,7 +141,7 @@ def _slots(
     weight: SourceTensor, states: Mapping[str, SourceTensor], table: str, left: list[LeftOut]
 ) -> dict[str, SourceTensor]:
     """Return the states of the fused optimizer under the names that slots have here."""
-    n_rows, found = weight.shape[0], dict[str, SourceTensor]()
+    n_rows, slots = weight.shape[0], dict[str, SourceTensor]()
     is_adam = any(states[name].shape == weight.shape for name in _SECOND if name in states)
     has_second = any(name in states for name in _SECOND)  # then momentum1 is no sum of squares, whatever the shape
     for name, tensor in states.items():
@@ -157,8 +157,8 @@ def _slots(
         if slot is None:
             left.append(LeftOut(f"table {table}, {name}", f"{tensor.dtype} {tensor.shape}: no optimizer here has it"))
         else:
-            found[slot] = _flattened(tensor) if is_rowwise else tensor
-    return found
+            slots[slot] = _flattened(tensor) if is_rowwise else tensor
+    return slots
 
 
 def _flattened(tensor: SourceTensor) -> SourceTensor:

@@ -65,9 +65,9 @@ def _columns(table: TableView, stack: ExitStack, progress: Progress) -> list[tup
     begin = 0
     for rows in table.rows():
         end = begin + len(rows.ids)
-        for (_, values, _), found in zip(columns, [rows.ids, *rows.columns], strict=True):
-            values[begin:end] = found
-            progress.advance(found.nbytes)
+        for (_, values, _), values_read in zip(columns, [rows.ids, *rows.columns], strict=True):
+            values[begin:end] = values_read
+            progress.advance(values_read.nbytes)
         begin = end
     return columns
 

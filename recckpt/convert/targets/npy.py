@@ -33,8 +33,8 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
 
 def write_header(sink: Sink, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
     """Write the head of an ``.npy`` file."""
-    said = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(SinkFile(sink), said)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(SinkFile(sink), header)
 
 
 def in_numpy(slot: SlotSpec) -> np.dtype[np.generic]:

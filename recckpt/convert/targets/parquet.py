@@ -26,8 +26,8 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     """Write all tables."""
     for table in export.tables:
         schema = pa.schema([pa.field("id", pa.int64(), nullable=False), *map(_field, table.slots)])
-        said = {**export.said, "table": table.name, **table.said()}
-        _write(files, schema, file_name(table.name), _batches(table, schema, progress), said)
+        record = {**export.said, "table": table.name, **table.said()}
+        _write(files, schema, file_name(table.name), _batches(table, schema, progress), record)
         if table.deletes is not None:
             ids = pa.schema([pa.field("id", pa.int64(), nullable=False)])
             gone = (pa.RecordBatch.from_arrays([pa.array(each)], schema=ids) for each in table.deletes())
@@ -41,18 +41,18 @@ def _write(
     schema: pa.Schema,
     directory: str,
     batches: Iterator[pa.RecordBatch],
-    said: Mapping[str, object],
+    record: Mapping[str, object],
 ) -> None:
     """Write files of about a gigabyte, one at least, so that who reads them finds the columns."""
     from pyarrow import parquet  # which takes its time
 
-    with_said = schema.with_metadata({METADATA_KEY: json.dumps(said)})
+    described = schema.with_metadata({METADATA_KEY: json.dumps(record)})
     number, batch = 0, next(batches, None)
     while batch is not None or not number:
         with ExitStack() as stack:
             sink = stack.enter_context(files.create(directory, f"part-{number:05d}.parquet"))
             to = pa.PythonFile(SinkFile(sink), "w")
-            writer = stack.enter_context(parquet.ParquetWriter(to, with_said))
+            writer = stack.enter_context(parquet.ParquetWriter(to, described))
             while batch is not None and sink.n_bytes < _FILE_BYTES:
                 writer.write_batch(batch)
                 batch = next(batches, None)

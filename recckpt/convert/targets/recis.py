@@ -97,19 +97,19 @@ def _bytes(value: np.ndarray[Any, Any]) -> Iterator[bytes]:
 
 def _served(header: dict[str, Any], tensors: list[FileTensor], keys: dict[str, str]) -> dict[str, Any]:
     """Return what RecIS's server reads."""
-    found: dict[str, Any] = {}
+    served: dict[str, Any] = {}
     for tensor in tensors:
         name, shape = tensor.name, list(tensor.shape)
-        said = {"shape": shape, "name": name, "dtype": tensor.dtype}
+        entry = {"shape": shape, "name": name, "dtype": tensor.dtype}
         if name not in keys:
-            found[name] = {"dense": True, **said, "dimension": 0, "is_hashmap": False}
+            served[name] = {"dense": True, **entry, "dimension": 0, "is_hashmap": False}
         elif ".embedding" in name:
             key: dict[str, Any] = {"hashmap_key": name.replace(".embedding", ".id", 1), "hashmap_key_dtype": "int64"}
             key |= {"hashmap_value": name, "is_hashmap": True}
-            found[name] = {"dense": False, **said, "dimension": shape[-1], **key}
+            served[name] = {"dense": False, **entry, "dimension": shape[-1], **key}
         else:
-            found[name] = {**header[name], "dense": False}
-    return found
+            served[name] = {**header[name], "dense": False}
+    return served
 
 
 def _write_states(export: Export, files: TargetFiles, directory: str, extra: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
         twice = next(name for name in names if names.count(name) > 1)
         raise ConversionError(files.url, repr(twice), found="a dense tensor and a column", expected="different names")
     slots = {table.name: [slot.name for slot in table.slots] for table in export.tables}
-    said = json.dumps({"tables": slots, "export": export.metadata()})
+    record = json.dumps({"tables": slots, "export": export.metadata()})
     with files.create() as sink:
-        write_file(sink, header_of(tensors, {"format": "pt", METADATA: said}), tensors, progress)
+        write_file(sink, header_of(tensors, {"format": "pt", METADATA: record}), tensors, progress)
     progress.add_rows(sum(table.n_rows for table in export.tables))
     return []

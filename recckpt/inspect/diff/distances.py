@@ -50,9 +50,9 @@ class SlotComparer:
             before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
         if not len(rows):
             return Moves(rows, np.empty(0), np.empty(0))
-        found = self._changed(numbers(before, self._before), numbers(after, self._after), rows)
-        self._most_changed = len(found.rows) > 0.9 * n_rows
-        return found
+        moves = self._changed(numbers(before, self._before), numbers(after, self._after), rows)
+        self._most_changed = len(moves.rows) > 0.9 * n_rows
+        return moves
 
     def _changed(self, before: Array, after: Array, rows: npt.NDArray[np.int64]) -> Moves:
         if before.dtype.kind not in "f" or after.dtype != before.dtype or before.dtype == np.float64:
@@ -77,10 +77,10 @@ def _differ(before: Array, after: Array) -> npt.NDArray[np.bool_]:
         differ = differ.view(np.uint64)
     if differ.shape[1] > _FEW_COLUMNS:
         return np.asarray(differ.any(axis=1))
-    found: Array = differ[:, 0].copy()
+    differs: Array = differ[:, 0].copy()
     for column in range(1, differ.shape[1]):  # several times as fast as any(axis=1)
-        found |= differ[:, column]
-    return np.asarray(found != 0)
+        differs |= differ[:, column]
+    return np.asarray(differs != 0)
 
 
 def numbers(rows: Array, slot: SlotSpec) -> Array:
@@ -123,8 +123,8 @@ def _cosine(moved: Floats, along: Floats, size: Floats) -> Floats:
     """Return cosine distances of rows a and b from \\|b - a\\|^2, (b - a)a and \\|a\\|^2: exact for small steps too."""
     norm, norm_after = np.sqrt(size), np.sqrt(np.maximum(size + 2 * along + moved, 0))
     longer = (2 * along + moved) / (norm + norm_after)
-    found: Floats = np.clip((moved - longer * longer) / (2 * norm * norm_after), 0, 2)
-    return found
+    distances: Floats = np.clip((moved - longer * longer) / (2 * norm * norm_after), 0, 2)
+    return distances
 
 
 def _cosine_along(before: Array, after: Array) -> Floats:
@@ -134,8 +134,8 @@ def _cosine_along(before: Array, after: Array) -> Floats:
     across = other - (along / size)[:, None] * one
     norms = np.sqrt(size * size_after)
     small = np.einsum("ij,ij->i", across, across) * size / (norms * (norms + np.maximum(along, 0)))
-    found: Floats = np.where(along > 0, small, 1 - along / norms)
-    return found
+    distances: Floats = np.where(along > 0, small, 1 - along / norms)
+    return distances
 
 
 def _exact(before: Array, after: Array) -> tuple[Floats, Floats, Floats]:

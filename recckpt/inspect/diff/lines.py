@@ -38,7 +38,7 @@ def lines_of(diff: Differences) -> list[Line]:
 
 
 def verdict(diff: Differences) -> str:
-    """Return the last line: whether they are equal, and how much is."""
+    """Return the last line: whether the two are equal, and how many things differ."""
     if diff.is_equal:
         return f"equal: {plural(len(diff.tables), 'table')}, {plural(len(diff.tensors), 'tensor')} and all else"
     return "different: " + ", ".join(_counted(n, what) for what, n in diff.differing.items())
@@ -127,7 +127,7 @@ def value_row(value: ValueDiff) -> Sequence[str]:
 
 
 def number(value: float) -> str:
-    """Return a distance, short; a cosine distance of NaN is none."""
+    """Return a distance in few digits."""
     return f"{value:.4g}"
 
 

@@ -23,8 +23,8 @@ class Side:
         step: global step, None where the saver did not count.
         rows: of all tables.
         n_links: what its rows were read from: 1 of a full checkpoint.
-        reduced: what of its tables was not saved as it was, by ``save_slots``, ``save_where`` or ``store``: such rows
-            and slots are not in it, though the run had them.
+        reduced: how its tables were not saved as they were, by ``save_slots``, ``save_where`` or ``store``: it lacks
+            rows and slots that the run had.
     """
 
     path: str

@@ -117,9 +117,9 @@ class _Sums:
         self.differs = True
         ranked = np.where(np.isnan(step), np.inf, step).reshape(-1)
         place = int(ranked.argmax())
-        found = float(step.reshape(-1)[place])
-        if self.at is None or not (math.isnan(self.largest) or found <= self.largest):
-            self.largest = found
+        largest = float(step.reshape(-1)[place])
+        if self.at is None or not (math.isnan(self.largest) or largest <= self.largest):
+            self.largest = largest
             inside = np.unravel_index(place, (before.shape or (1,)))
             where = [int(index) for index in inside]
             self.at = (where[0] + begin, *where[1:]) if self.shape else ()

@@ -5,6 +5,6 @@ from __future__ import annotations
 from recckpt.errors import CorruptCheckpointError
 
 
-def said_of(error: Exception) -> str:
-    """Return what is wrong, and what to do only where that is not what is said of all damage."""
+def damage_text(error: Exception) -> str:
+    """Return the message of an error, without the remedy that every CorruptCheckpointError has."""
     return str(error).removesuffix(f"; {CorruptCheckpointError.REMEDY}")

@@ -24,8 +24,8 @@ _LONG_CHAIN = 40  # links: twice what `Deltas` lets a chain grow to by default
 _LARGE_CHAIN = 3.0  # times the bytes of the full checkpoint
 _MANY_DEAD = 0.01  # of the rows
 _MANY_UNTRAINED = 0.5
-_FEW_SAVES = 5  # from which on one can be said to be slow
-_LAST_SAVES = 10  # of which a slow one is said
+_FEW_SAVES = 5  # needed before one is called slow
+_LAST_SAVES = 10  # in which slow and failed ones are looked for
 _SLOW = 3.0  # times the median
 _SLOW_SEC = 1.0  # longer than the median at least
 _NAMED = 3
@@ -182,7 +182,7 @@ def _of_chain(url: str, newest: CheckpointSize) -> Iterator[Finding]:
 
 
 def _of_age(run: RunHealth, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
-    """Find a save that is missing: a problem to who asks for it, or looks often, since a run may have ended, too."""
+    """Yield a missing save: a problem where the caller set the limit or reads no rows; else the run may have ended."""
     newest = run.checkpoints[-1]
     usual_sec = History([save for save in run.saves if save.error is None], []).overdue_sec
     limit_sec, time = overdue_sec or usual_sec, time_of(newest.time)

@@ -9,7 +9,7 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CheckpointRemovedError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
-from recckpt.inspect.report.damage import said_of
+from recckpt.inspect.report.damage import damage_text
 from recckpt.inspect.report.result import TableHealth
 from recckpt.inspect.report.row_counts import TakenAt
 from recckpt.inspect.report.tables import read_tables
@@ -47,7 +47,7 @@ def _check_others(storage: Storage, directory: str, threads: int, advance: Calla
     jobs = list(look.check_files(advance)) if look.manifest is not None else []
     found = [error for errors in run_all(lambda job: list(job()), jobs, threads) for error in errors]
     own = f"{directory}/"
-    return [said_of(error) for error in [*look.errors, *found] if not layout.has_rows(error.path.removeprefix(own))]
+    return [damage_text(error) for error in [*look.errors, *found] if not layout.has_rows(error.path.removeprefix(own))]
 
 
 def _clock(manifest: Manifest) -> TakenAt:

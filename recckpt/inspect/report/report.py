@@ -11,7 +11,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.inspect.find import is_checkpoint
 from recckpt.inspect.repair import unfinished
-from recckpt.inspect.report.damage import said_of
+from recckpt.inspect.report.damage import damage_text
 from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import CheckpointSize, TableHealth, UnusableDirectory
@@ -104,7 +104,7 @@ def _refuse(storage: Storage, leftovers: list[UnusableDirectory]) -> None:
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[UnusableDirectory]:
     for directory, damage in listing.damaged.items():
         what = "newer" if isinstance(damage, FormatVersionError) else "damaged"
-        yield UnusableDirectory(directory, what, said_of(damage), False)
+        yield UnusableDirectory(directory, what, damage_text(damage), False)
     for directory, error in listing.unreadable.items():
         yield UnusableDirectory(directory, "unreadable", str(error), False)
     for directory, reason in listing.fenced.items():

@@ -152,7 +152,7 @@ def _squares(values: Array) -> Array:
         squares: Array = np.einsum("ij,ij->i", values, values)
         if squares.min() > _LEAST and squares.max() < np.inf:
             return squares
-        # What is too large or too small to be squared is told from what is infinite, or zero.
+        # Values whose squares over- or underflow are not those that are infinite or zero.
         squares = squares.astype(np.float64)
         rest = np.flatnonzero(~((squares > _LEAST) & (squares < np.inf)))
         exact = values[rest].astype(np.float64)

@@ -16,7 +16,7 @@ from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.distances import numbers
-from recckpt.inspect.report.damage import said_of
+from recckpt.inspect.report.damage import damage_text
 from recckpt.inspect.report.result import TableHealth
 from recckpt.inspect.report.row_counts import RowCounts, TakenAt
 from recckpt.parallel.threads import run_all
@@ -99,7 +99,7 @@ class _Damage:
         if not errors:
             [link], directory = self._opened.links, self._opened.directory
             errors += repeated_between_shards(link.files, directory, table, self._catalogs)
-        return tuple(map(said_of, errors))
+        return tuple(map(damage_text, errors))
 
 
 def _read_chain(opened: OpenChain, clock: TakenAt, threads: int, advance: Advance) -> Iterator[TableHealth]:
@@ -143,7 +143,7 @@ def _of_frame(link: TableReader, part: Part, mapped: memoryview | None) -> tuple
         if mapped is not None:
             PartReader(link.storage, link.directory, part, slots, mapped=mapped).check_frame()
     except CorruptCheckpointError as error:
-        return (said_of(error),)
+        return (damage_text(error),)
     return ()
 
 
@@ -171,4 +171,4 @@ def _count(counts: RowCounts, slots: Sequence[SlotSpec], piece: Piece) -> None:
 
 
 def _unread(table: TableEntry, error: Exception) -> TableHealth:
-    return TableHealth(table.name, table.rows, table.row_bytes, damage=(said_of(error),))
+    return TableHealth(table.name, table.rows, table.row_bytes, damage=(damage_text(error),))

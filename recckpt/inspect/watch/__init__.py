@@ -1,1 +1,1 @@
-"""A run as its output dir tells of it, look after look: what is known of it, and what of that is shown."""
+"""The state of a run, read from its output dir again and again, and how it is shown."""

@@ -36,12 +36,12 @@ class History:
     @property
     def pause(self) -> Pause | None:
         """How long training stood still, None where no line says it."""
-        found = [line.blocked_sec for line in self.saves[-_LAST:] if line.blocked_sec is not None]
-        return Pause(found[-1], median(found), max(found), len(found)) if found else None
+        pauses = [line.blocked_sec for line in self.saves[-_LAST:] if line.blocked_sec is not None]
+        return Pause(pauses[-1], median(pauses), max(pauses), len(pauses)) if pauses else None
 
     @property
     def every_sec(self) -> float | None:
-        """The usual seconds from one save to the next, None where that cannot be told yet."""
+        """The usual seconds from one save to the next, None until that is known."""
         times = [time for line in self.saves[-_LAST:] if (time := time_of(line.time)) is not None]
         if len(times) < 2:
             return None
@@ -51,7 +51,7 @@ class History:
 
     @property
     def overdue_sec(self) -> float | None:
-        """The age of the newest checkpoint from which on the next save is missed, None where that cannot be told."""
+        """The age of the newest checkpoint from which on the next save is missed, None until that is known."""
         return None if self.every_sec is None else max(_OVERDUE * self.every_sec, _LEAST_OVERDUE_SEC)
 
     def of(self, ckpt_id: str) -> SaveTimes | None:

@@ -27,7 +27,7 @@ from recckpt.storage import NOT_READABLE, Listed, Storage
 class _ReadOnce(Manifests):
     """Manifests that are read once, as are the sizes of their files: later damage is for ``recckpt verify`` to find.
 
-    So a look asks for no listing of a directory, which may be anybody's and hold any number of files.
+    So a look lists no directory, which may hold any number of files of others.
     """
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, dict[str, Listed]]:
@@ -100,8 +100,8 @@ class Watcher:
 
     def _attempts(self, listing: Listing) -> list[Intent]:
         names = [name for name in listing.uncommitted if not layout.is_offer_dir(name)]
-        found = {name: self._intents.get(name) or self._intent(name) for name in names}
-        self._intents = {name: intent for name, intent in found.items() if intent is not None}
+        intents = {name: self._intents.get(name) or self._intent(name) for name in names}
+        self._intents = {name: intent for name, intent in intents.items() if intent is not None}
         return list(self._intents.values())
 
     def _intent(self, directory: str) -> Intent | None:

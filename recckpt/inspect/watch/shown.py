@@ -50,30 +50,30 @@ def facts(status: Status) -> Iterator[Fact]:
     if status.writer is not None:
         writer = status.writer
         by = f" (`{one_line(writer.purpose)}`)" if writer.purpose else ""
-        said = f"process {writer.pid} on {escaped(writer.host)}{by}, since {escaped(writer.time)}"
-        yield Fact("writer", said)
+        process = f"process {writer.pid} on {escaped(writer.host)}{by}, since {escaped(writer.time)}"
+        yield Fact("writer", process)
     for problem in few(status.problems):
         yield Fact("problem", problem, "bad")
 
 
 def line(status: Status) -> str:
-    """Return what a log keeps of a look."""
-    said = [f"waits: {one_line(status.why_empty)}"] if status.last is None else [*_in_short(status.last)]
+    """Return the line of a log for one look."""
+    parts = [f"waits: {one_line(status.why_empty)}"] if status.last is None else [*_in_short(status.last)]
     if status.pause is not None and status.last is not None:
-        said.append(f"pause {duration(status.pause.last_sec)}")
+        parts.append(f"pause {duration(status.pause.last_sec)}")
     if status.last is not None and status.saves_per_hour is not None:
-        said.append(f"{_rate(status.saves_per_hour)} saves an hour")
+        parts.append(f"{_rate(status.saves_per_hour)} saves an hour")
     if status.is_overdue:
-        said.append("OVERDUE")
-    said += [f"under way {escaped(attempt.directory)}" for attempt in status.attempts]
+        parts.append("OVERDUE")
+    parts += [f"under way {escaped(attempt.directory)}" for attempt in status.attempts]
     if status.failed:
-        said.append(f"{len(status.failed)} FAILED since, the last {_what_failed(status.failed[-1])}")
-    said += [f"PROBLEM {problem}" for problem in few(status.problems)]
-    return f"{status.time.strftime('%Y-%m-%dT%H:%M:%SZ')} {', '.join(said)}"
+        parts.append(f"{len(status.failed)} FAILED since, the last {_what_failed(status.failed[-1])}")
+    parts += [f"PROBLEM {problem}" for problem in few(status.problems)]
+    return f"{status.time.strftime('%Y-%m-%dT%H:%M:%SZ')} {', '.join(parts)}"
 
 
 def few(problems: Sequence[str]) -> list[str]:
-    """Return the first problems, a line each: one damaged link has all that stand on it in its train."""
+    """Return the first problems, a line each: one damaged link is a problem of all that stand on it."""
     more = len(problems) - _MOST_PROBLEMS
     first = [one_line(problem) for problem in problems[:_MOST_PROBLEMS]]
     return [*first, f"and {count(more)} more: `recckpt ls` lists all"] if more > 0 else first

@@ -52,7 +52,7 @@ class UncommittedAttempt:
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment, as its output dir tells of it.
+    """A run at one moment, as its output dir shows it.
 
     Attributes:
         url: the output dir.
@@ -174,9 +174,9 @@ def status_of(
         n_checkpoints=len(current),
         n_bytes=sum(checkpoint.manifest.n_bytes for checkpoint in listing.committed),
         problems=[
-            *_said("damaged", listing.damaged),
-            *_said("unreadable", listing.unreadable),
-            *_said("fenced", listing.fenced),
+            *_problems("damaged", listing.damaged),
+            *_problems("unreadable", listing.unreadable),
+            *_problems("fenced", listing.fenced),
         ],
     )
 
@@ -219,5 +219,5 @@ def _age(time: datetime | None, now: datetime) -> float | None:
     return None if time is None else max(0.0, (now - time).total_seconds())
 
 
-def _said(what: str, found: Mapping[str, object]) -> list[str]:
-    return [f"{directory} is {what}: {reason}" for directory, reason in found.items()]
+def _problems(what: str, directories: Mapping[str, object]) -> list[str]:
+    return [f"{directory} is {what}: {reason}" for directory, reason in directories.items()]
