@@ -46,8 +46,9 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
         crew.wait()
         raise
     finally:
-        for thread in starting.started if starting else ():  # whose work is over: a join that is interrupted takes a
-            thread.join()  # thread that runs for one that has ended
+        # Only now that their work is over: when Thread.join is interrupted, CPython marks a running thread as ended.
+        for thread in starting.started if starting else ():
+            thread.join()
     return crew.results()
 
 

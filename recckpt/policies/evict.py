@@ -19,7 +19,7 @@ COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the f
 EVENT_TIME = "event_time"  # part of the format: in the state of a manifest, the time that counted as now
 NORM = "|embedding|"  # the length of each embedding; no slot
 _DAY_SEC = 86_400
-_PACES = ((4, 7), (2, 6))  # of a pass, and how many sixteenths of the room are taken then; at 8 all rows are looked at
+_SPEEDUPS = ((7, 4), (6, 2))  # sixteenths of the room that are in use -> speed-up; beyond 8 a pass looks at all rows
 _MAX_DAYS = MAX_EXACT_COUNT // _DAY_SEC
 
 
@@ -211,12 +211,12 @@ class Capacity:
         return 2 * n_rows > self.target + self.n
 
     def pace(self, n_rows: int) -> int:
-        """Return how many times as fast a pass has to be that there is room for those that come until it ends."""
-        taken = 16 * (n_rows - self.target)
-        return next((pace for pace, sixteenths in _PACES if taken > sixteenths * (self.n - self.target)), 1)
+        """Return the speed-up (1, 2 or 4) that keeps room for new rows until the pass ends."""
+        in_use, room = n_rows - self.target, self.n - self.target
+        return next((speedup for sixteenths, speedup in _SPEEDUPS if 16 * in_use > sixteenths * room), 1)
 
     def excess(self, n_rows: int, n_in_part: int, share: float) -> int:
-        """Return how many rows of a part go, which is the ``share`` of all ids, to leave no more than its share."""
+        """Return how many rows a part, which has this ``share`` of all ids, must evict to keep to its share."""
         return max(0, min(n_rows - self.target, n_in_part - math.ceil(self.target * share)))
 
 

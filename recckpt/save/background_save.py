@@ -163,8 +163,9 @@ class SaveRunner:
         handle, thread = self._handle, self._thread
         if handle is None or thread is None:
             return True
-        if not handle.committed.wait(timeout_sec):  # not by join: one that is interrupted takes a thread that runs for
-            return False  # one that has ended
+        # Not Thread.join: when it is interrupted, CPython marks the running thread as ended.
+        if not handle.committed.wait(timeout_sec):
+            return False
         thread.join()
         self._handle = self._thread = None
         if handle in _untold:
