@@ -57,5 +57,7 @@ warm_python: Python that has imported torch and recckpt already: processes forke
     once.
 warm_server: An interpreter that has imported all there is and forks processes which run scripts; driven by
     warm_python.py.
+watchdog: Says where a test stands that has not ended after a minute, and what keeps a process from ending after its
+    tests.
 writer_hooks: Hooks for checkpointers, in a module of their own so that the writer process can import them.
 """
