@@ -9,7 +9,7 @@ TESTERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
-.PHONY: docs demo test test-integrations test-slow test-faults lint bench bench-toy clean
+.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults lint bench bench-toy clean
 
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,15 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) --dist loadscope
+
+# The tests of one file: make test-of FILE=recckpt/sparse/table/rows.py
+test-of: $(STAMP)
+	tests=$$($(PY) tests/support/tests_of.py "$(FILE)") && $(PY) -m pytest $$tests
+
+# Looks whether the tests of each file, by name or by TESTS in tests/support/tests_of.py, enter it.
+test-entered: $(STAMP)
+	rm -f build/entered && mkdir -p build
+	$(PY) -m pytest -n $(TESTERS) --dist loadscope --entered=build/entered
 
 # Trainers, trackers, TorchRec and an index, each of them installed, in an environment of its own: mypy is to see the same
 # everywhere. What .venv has is not installed a second time, and not all of it compiled, which takes longer than the tests.

@@ -14,6 +14,7 @@ documents: The blocks of a page of the documentation: run as one program, or mar
 drawn: Properties that hypothesis draws examples for: few in the default suite, many in the slow one.
 dying_ranks: Jobs of real ranks of which one dies in a phase of a save; for test_dying_ranks.py: ``dying_ranks.py ROOT
     CASES``.
+entered: Looks whether the tests of each source file enter it: ``pytest --entered=FILE``, as ``make test-entered`` does.
 follow_page: Run as a script: follows a page of the documentation in the working directory.
 foreign: A table that is not ours.
 forge: Checkpoints of tables alone, and damaged ones whose planted fault is the only one.
@@ -49,6 +50,7 @@ stepped: A writer of a snapshot that goes on only when it is told to, so that a 
 sweeps: How far the long tests go, and what of a family of cases the default suite takes.
 symptoms: The symptoms of the page for the night, by heading, each with what brings it about and returns what is said
     then.
+tests_of: Which test files try a source file; as a script: ``tests_of.py FILE`` prints them, for ``make test-of``.
 thread_ranks: Ranks that are threads of this process, and a group of them in memory.
 torchrec_models: Models of TorchRec for the tests, with the optimizers that train their tables in the backward pass.
 twins: A model with a table and its twin with an ``nn.Embedding`` of the same rows, which SGD trains as one model.
