@@ -1,5 +1,6 @@
 """Fixtures that any test may ask for."""
 
+import atexit
 import gc
 import json
 import signal
@@ -70,9 +71,16 @@ def _freeze():
     _n_modules[:] = [len(sys.modules)]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure():
-    """Let the end of the interpreter collect all again: libraries report what is left over there."""
+    """Look for garbage in all once: pytest looks twice more, which took so long that pytest-xdist killed the worker.
+
+    The end of the interpreter collects all again: libraries report what is left over there.
+    """
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture
