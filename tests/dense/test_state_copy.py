@@ -31,7 +31,7 @@ NESTED = st.recursive(
 )
 
 
-@drawn(NESTED, few=30, many=2000)
+@drawn(NESTED, few=15, many=2000)
 def test_plain_data_comes_back_as_it_was(value):
     assert round_trip(value) == value
 

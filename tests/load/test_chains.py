@@ -133,7 +133,7 @@ def expected_rows(before, chain_rows, conf, kept):
     return rows
 
 
-@drawn(st.lists(SHARDS, min_size=1, max_size=5), REPLACED, CONFS, IDS, st.integers(1, 3), few=15, many=1000)
+@drawn(st.lists(SHARDS, min_size=1, max_size=5), REPLACED, CONFS, IDS, st.integers(1, 3), few=8, many=1000)
 def test_a_chain_gives_the_rows_of_a_dict_however_it_is_loaded(links, replaced, conf, before, ranks):
     chain = Chain(links, replaced)
     try:

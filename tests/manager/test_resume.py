@@ -150,7 +150,7 @@ def rows_of(table):
 
 TestResumeMachine = ResumeMachine.TestCase
 TestResumeMachine.settings = settings(
-    max_examples=25, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=12, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

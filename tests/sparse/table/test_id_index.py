@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from support.sweeps import SWEEP_STRIDE
 
 from recckpt.format.buckets import mix64
 from recckpt.sparse.table.id_index import IdIndex
@@ -103,8 +104,17 @@ class IndexAgainstDict(RuleBasedStateMachine):
         assert self.index.find(array(list(self.rows))).tolist() == list(self.rows.values())
 
 
-IndexAgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-TestIndexAgainstDict = IndexAgainstDict.TestCase
+def run(examples):
+    run_state_machine_as_test(IndexAgainstDict, settings=settings(max_examples=examples, stateful_step_count=25))
+
+
+def test_it_is_what_a_dict_is():
+    run(20)
+
+
+@pytest.mark.slow
+def test_it_is_what_a_dict_is_in_many_runs():
+    run(max(60, 2000 // SWEEP_STRIDE))
 
 
 def test_every_int64_is_a_legal_id():

@@ -263,7 +263,7 @@ def run(machine, examples: int, **more) -> None:
 
 
 def test_every_snapshot_is_of_its_moment_in_any_interleaving(machine):
-    run(machine, 15)
+    run(machine, 8)
 
 
 @pytest.mark.slow
