@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import threading
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from support.bank_runs import live_bytes, run, saved, slots_of, table, values_of
 from support.builders import Run, flip_bit, state_of, table_state, tree
 from support.foreign import ForeignTable
 from support.forge import Tables
-from support.thread_ranks import ThreadGroup, on_ranks
+from support.thread_ranks import ThreadGroup, Wire, on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -438,7 +437,7 @@ def loading(url, dataset, n_ranks=1, rank=0, **conf):
     saver = run(f"{url}-own", t, optimizer="adam", top=nn.Linear(1, 1))
     saver.register_io_state("data", dataset)
     manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=n_ranks)
-    group = ThreadGroup(0, 1, [b""], threading.Barrier(1))
+    group = ThreadGroup(0, Wire(1))
     saver.ranks[rank, n_ranks] = Ranks(rank, n_ranks, Connection(lambda: group))
     manager.load_model_bank([{"path": url, "load": ["*", "io_state"], **conf}])
     return t

@@ -7,23 +7,40 @@ from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.parallel.threads import run_all
 
 
+class Wire:
+    """What the ranks of one job send each other; ``n_bytes`` arrived at a rank that did not send them."""
+
+    def __init__(self, size):
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.messages, self.n_bytes = [], 0
+        self._sent, self._lock = [b""] * size, threading.Lock()
+
+    def exchange(self, kind, rank, value, is_taken):
+        """Return the values of the ranks that ``is_taken`` says yes to, pickled as they would be; None of others."""
+        self._sent[rank] = pickle.dumps(value)
+        self.barrier.wait(60)
+        taken = [data if is_taken(sender) else None for sender, data in enumerate(self._sent)]
+        with self._lock:
+            self.n_bytes += sum(len(data) for sender, data in enumerate(taken) if data is not None and sender != rank)
+            if rank == 0:
+                self.messages.append(kind)
+        self.barrier.wait(60)
+        return [None if data is None else pickle.loads(data) for data in taken]
+
+
 class ThreadGroup:
-    """Ranks that are threads; what they tell each other is pickled, as it would be."""
+    """Ranks that are threads."""
 
     is_lost = is_over = False
 
-    def __init__(self, rank, size, shared, barrier):
-        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
+    def __init__(self, rank, wire):
+        self.rank, self.size, self.wire = rank, wire.size, wire
 
     def all_gather(self, value):
-        self._shared[self.rank] = pickle.dumps(value)
-        self._barrier.wait(60)
-        values = [pickle.loads(data) for data in self._shared]
-        self._barrier.wait(60)
-        return values
+        return self.wire.exchange("all_gather", self.rank, value, lambda sender: True)
 
     def broadcast(self, value):
-        return self.all_gather(value)[0]
+        return self.wire.exchange("broadcast", self.rank, value, lambda sender: sender == 0)[0]
 
     def twin(self):
         return self
@@ -34,13 +51,13 @@ def alone(group):
     return Ranks(group.rank, group.size, Connection(lambda: group))
 
 
-def on_ranks(size, work):
+def on_ranks(size, work, wire=None):
     """Do work on several ranks at once: ``work(rank, connect)``; return what each of them returned."""
-    shared, barrier = [b""] * size, threading.Barrier(size)
+    wire = wire or Wire(size)
 
     def on_rank(rank):
         def connect(saver):
-            saver.ranks[rank, size] = alone(ThreadGroup(rank, size, shared, barrier))
+            saver.ranks[rank, size] = alone(ThreadGroup(rank, wire))
             return saver
 
         return work(rank, connect)

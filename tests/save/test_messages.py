@@ -1,0 +1,39 @@
+"""How often the ranks of a save meet, and how much they send each other."""
+
+import pytest
+import torch
+from support.thread_ranks import Wire, on_ranks
+from torch import nn
+
+from recckpt import Saver
+from recckpt.sparse import HashTable, gen_slice
+
+
+def wire_of_a_save(root, size, **options):
+    """Return what was sent for the second save of a job: the first has a directory to take over."""
+    wire = Wire(size)
+
+    def on_rank(rank, connect):
+        table = HashTable(2, name="t", slice=gen_slice(rank, size))
+        ids = torch.arange(100)
+        table(ids[table.slice.owns(ids)])
+        model = nn.ModuleDict({"t": table, "top": nn.Linear(2, 1, bias=False)})
+        with torch.no_grad():
+            model["top"].weight.fill_(1)
+        saver = connect(Saver(model, output_dir=str(root), concurrency=1, **options))
+        saver.save("a", rank, size)
+        wire.barrier.wait(60)
+        if rank == 0:
+            wire.messages.clear()
+            wire.n_bytes = 0
+        wire.barrier.wait(60)
+        saver.save("b", rank, size)
+
+    on_ranks(size, on_rank, wire)
+    return wire
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_a_save_is_eight_messages(tmp_path, deltas):
+    wire = wire_of_a_save(tmp_path, 2, deltas=deltas)
+    assert wire.messages == [*["all_gather"] * 4, "broadcast", *["all_gather"] * 2, "broadcast"]
