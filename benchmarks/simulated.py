@@ -22,6 +22,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Connection, Ranks
+from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination
 from recckpt.save.job import Job as SaveJob
 from recckpt.save.save import write_and_commit
@@ -185,6 +186,10 @@ class OneOfMany:
             return [value] * self.size
         return [value, *((record, None) for record in self._others(self._intent))]
 
+    def gather_to_first(self, value: Any) -> list[Any]:
+        """As :meth:`all_gather`."""
+        return self.all_gather(value)
+
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0; the first that has one says where the others write."""
         result = value[0] if isinstance(value, tuple) else None
@@ -220,4 +225,4 @@ def save_as_rank_0(
     """Save, as rank 0 of many."""
     ranks = Ranks(0, job.ranks, Connection(lambda: OneOfMany(job, others)))
     one = SaveJob(info, ranks, None, overwrite=False, is_resumed=True, max_keep=max_keep)
-    return write_and_commit(staged(job), one, _destination(job, storage, fence))
+    return write_and_commit(staged(job), SavePlan(io_state=("stream",)), one, _destination(job, storage, fence))

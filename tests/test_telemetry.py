@@ -153,8 +153,8 @@ def test_a_span_ends_whatever_becomes_of_the_save(tmp_path, told, monkeypatch, b
         raise RuntimeError("can't start new thread")
 
     assert ends_with((SaveFailedError, OSError), "recckpt.save.save.write", failing) == "OSError"
-    assert ends_with(OSError, "recckpt.save.save.check", failing) == "OSError"
-    assert ends_with(KeyboardInterrupt, "recckpt.save.save.check", interrupted) == "KeyboardInterrupt"
+    assert ends_with(SaveFailedError, "recckpt.save.propose.check", failing) == "SaveFailedError"
+    assert ends_with(KeyboardInterrupt, "recckpt.save.propose.check", interrupted) == "KeyboardInterrupt"
     assert ends_with(KeyboardInterrupt, "recckpt.save.save.write", interrupted) == "KeyboardInterrupt"
     n_failed = 4
     if background:

@@ -55,7 +55,7 @@ def test_a_save_waits_for_the_load_of_another_thread(tmp_path, gate, monkeypatch
     table(torch.arange(100, 200))
     clearing, staging = gate(HashTable, "clear"), threading.Event()
     real = stage.stage
-    monkeypatch.setattr("recckpt.save.stage.stage", lambda *args, **kwargs: staging.set() or real(*args, **kwargs))
+    monkeypatch.setattr("recckpt.save.propose.stage", lambda *args, **kwargs: staging.set() or real(*args, **kwargs))
     loading = threading.Thread(target=saver.load, kwargs={"ckpt_id": "first"})
     loading.start()
     clearing.wait()

@@ -55,7 +55,6 @@ class Fence:
 
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
-        is_resumed: False for a run that began anew: it is warned when it takes over a dir with checkpoints.
         requests_seen: the requests to forget ids that were there when this process last read the output dir, None where
             it has not: its tables may hold what was asked for since.
         is_settled: whether requests that earlier owners have left were looked for since it took over.
@@ -63,7 +62,6 @@ class Fence:
     """
 
     listing = Listing((), {}, {})
-    is_resumed = True
     requests_seen: frozenset[str] | None = None
     is_settled = False
     newest_at_takeover = (0, 0)
@@ -83,15 +81,17 @@ class Fence:
         """Number of the claim; 0 before there is one."""
         return self._claim.epoch if self._claim else 0
 
-    def hold(self) -> None:
+    def hold(self, *, is_resumed: bool = True) -> None:
         """Take the output dir over, or check that it is still held, and list what is committed.
+
+        A run that began anew, which is not ``is_resumed``, is warned where it takes over checkpoints of another.
 
         Where it was removed and made anew since, and nobody has claimed it, it is taken over again. Raises
         WriterFencedError where somebody else has taken it over, FileNotFoundError while it is gone.
         """
         self._storage.check_there()
         if self._claim is None:
-            self._take_over()
+            self._take_over(is_resumed=is_resumed)
             return
         try:
             self.check()
@@ -110,7 +110,7 @@ class Fence:
         self.listing = list_checkpoints(self._storage, self._known)
         self._used.update(self.listing.directories)
 
-    def _take_over(self) -> None:
+    def _take_over(self, *, is_resumed: bool = True) -> None:
         is_first = self._claim is None
         self._check_forgotten()
         claim = _claim_next(self._storage, self._known, self.epoch, self._purpose)
@@ -125,7 +125,7 @@ class Fence:
         self.check()  # a later owner may have listed what was committed too late for this list
         for intent in left:
             rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
-        if is_first and listing.current and not self.is_resumed:
+        if is_first and listing.current and not is_resumed:
             log.warning(
                 "%s: found %s of an earlier run, the newest %r, which this run has not loaded; it does not go on from "
                 "them, and max_keep removes them: restore() or load() first, or use another output dir",

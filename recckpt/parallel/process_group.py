@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import time
 import traceback
@@ -36,11 +37,40 @@ class Group(Protocol):
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, in order of rank, to all of them. Collective."""
 
+    def gather_to_first(self, value: Any) -> list[Any] | None:
+        """Return the value of every rank, in order of rank, to rank 0, and None to the others. Collective.
+
+        No rank returns before all have come: what a rank waits for next has the whole timeout.
+        """
+
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value to all. Collective."""
 
     def twin(self) -> Group:
         """Return another group of the same ranks, for another thread. Collective."""
+
+
+class SoloGroup:
+    """One rank, alone; its own twin."""
+
+    rank, size = 0, 1
+    is_lost = is_over = False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the one value."""
+        return [value]
+
+    def gather_to_first(self, value: Any) -> list[Any]:
+        """Return the one value."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def twin(self) -> SoloGroup:
+        """Return itself."""
+        return self
 
 
 class ProcessGroup:
@@ -77,6 +107,27 @@ class ProcessGroup:
         values: list[Any] = [None] * self.size
         self._collective(lambda: self._dist.all_gather_object(values, value, group=self._group))
         return values
+
+    def gather_to_first(self, value: Any) -> list[Any] | None:
+        """Return the value of every rank on rank 0; ``gather_object`` would send the sizes of all values to all."""
+        import torch
+
+        own = bytearray(pickle.dumps(value)) if self.rank else bytearray()  # that of rank 0 stays where it is
+        longest = torch.tensor([len(own)])
+
+        def gather() -> list[Any] | None:
+            self._dist.all_reduce(longest, op=self._dist.ReduceOp.MAX, group=self._group)
+            size = max(1, int(longest))
+            sent = torch.zeros(size, dtype=torch.uint8)
+            sent[: len(own)] = torch.frombuffer(own, dtype=torch.uint8) if own else 0
+            received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
+            self._dist.gather(sent, received, dst=0, group=self._group)
+            return received
+
+        received = self._collective(gather)
+        if received is None:
+            return None
+        return [value, *(pickle.loads(each.numpy()) for each in received[1:])]  # pickles end before the padding
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value."""

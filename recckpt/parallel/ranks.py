@@ -9,32 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from recckpt.errors import RankLostError, RecckptError
-from recckpt.parallel.process_group import Group, group_of
+from recckpt.parallel.process_group import Group, SoloGroup, group_of
 
 DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 Failed = Callable[[int, str], RecckptError]
 Lost = Callable[[RankLostError], RecckptError]
-
-
-class SoloGroup:
-    """One rank, alone; its own twin."""
-
-    rank, size = 0, 1
-    is_lost = is_over = False
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the one value."""
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-    def twin(self) -> SoloGroup:
-        """Return itself."""
-        return self
 
 
 class Connection:
@@ -157,6 +139,37 @@ class Ranks:
 
         return self._act(act)
 
+    def concluded(self, work: Callable[[], _T], conclude: Callable[[list[_T]], _R]) -> _R:
+        """Do work on every rank, send the results to rank 0, and return on all what it concludes from them. Collective.
+
+        What crosses the wire grows with the number of ranks, where each of them gets the results of all by
+        :meth:`on_all`.
+
+        Args:
+            work: what each rank does.
+            conclude: what rank 0 makes of all results, in order of rank; not called where work failed on a rank.
+
+        Raises:
+            RecckptError: as :meth:`on_all`; or ``conclude`` failed, and all raise alike.
+        """
+
+        def act(group: Group) -> _R:
+            result, failure = _outcome(work)
+            outcomes = group.gather_to_first((result, _sendable(failure)))
+            rank, own, conclusion = 0, failure, None
+            reason: RecckptError | str | None = None
+            if outcomes is not None:
+                failed = ((at, reason) for at, (_, reason) in enumerate(outcomes) if reason is not None)
+                rank, reason = next(failed, (0, None))
+                if reason is None:
+                    conclusion, own = _outcome(lambda: conclude([result for result, _ in outcomes]))
+                    reason = _sendable(own)
+            rank, reason, conclusion = group.broadcast((rank, reason, conclusion))
+            self._raise_alike(rank, reason, own if rank == group.rank else None)
+            return cast(_R, conclusion)
+
+        return self._act(act)
+
     def _act(self, act: Callable[[Group], _T]) -> _T:
         try:
             return act(self.connection.groups[self.is_background])
@@ -218,8 +231,8 @@ def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tupl
         ValueError: the numbers do not fit each other, or those of the environment are needed and are
             not numbers, or one of the two is missing.
     """
-    is_told = shard_num == 1 or None not in (shard_id, shard_num)
-    rank, size = (0, 1) if is_told else rank_and_size()
+    is_given = shard_num == 1 or None not in (shard_id, shard_num)
+    rank, size = (0, 1) if is_given else rank_and_size()
     size = size if shard_num is None else shard_num
     rank = (0 if size == 1 else rank) if shard_id is None else shard_id
     if not (type(size) is int and type(rank) is int and 0 <= rank < size):
@@ -261,7 +274,7 @@ def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def _sendable(failure: Exception | None) -> RecckptError | str | None:
-    """Return what other ranks are told of an error: ours as they are, others by their text."""
+    """Return an error as it is sent to other ranks: ours as they are, others by their text."""
     if failure is None or isinstance(failure, RecckptError):
         return failure
     return f"{type(failure).__name__}: {failure}"

@@ -75,7 +75,7 @@ class Changes:
             return False
         return any(not _is_there(storage, link) for link in chain_of(fence.listing, self.base.save_id))
 
-    def confirm(self, storage: Storage, fence: Fence) -> None:
+    def confirm(self, storage: Storage, fence: Fence, *, is_resumed: bool) -> None:
         """Take the output dir over, or check that it is held, and drop a base that no delta can stand on.
 
         That is one that is gone, and a candidate that others may remove or a power cut lose.
@@ -83,7 +83,7 @@ class Changes:
         Raises:
             WriterFencedError, OSError: as :meth:`Fence.hold`; or the storage failed.
         """
-        fence.hold()
+        fence.hold(is_resumed=is_resumed)
         base = self.base
         if base is None:
             return

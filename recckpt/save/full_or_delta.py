@@ -1,4 +1,4 @@
-"""Whether a save is full or a delta, and which tables it holds whole: one answer, from what all ranks tell."""
+"""Whether a save is full or a delta, and which tables it holds whole: one answer, from what all ranks propose."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TableChanges:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank that writes deltas tells at the moment of a save; the chain, as long as there is one, rank 0 does."""
+class DeltaProposal:
+    """What a rank would write as a delta; rank 0 knows the chain that it would stand on, where there is one."""
 
     policy: Deltas
     base: str | None
@@ -55,14 +55,14 @@ class Kind:
 FULL = Kind()
 
 
-def tell(
+def delta_proposal(
     changes: Changes,
     chain: Chain | None,
     tables: Sequence[TableSource],
     frozen: Mapping[str, Frozen],
     wanted: Mapping[str, Wanted],
-) -> Told:
-    """Say what a rank has to write, of the tables by name that are not saved as they are what is wanted of them."""
+) -> DeltaProposal:
+    """Return what a rank would write; ``wanted`` says, by name, what is saved of tables of which not all is."""
     base = changes.base
 
     def changes_of(table: TableSource) -> TableChanges:
@@ -78,19 +78,19 @@ def tell(
         n_changed = table.n_rows if is_replaced or marks is None else marks.n_changed
         return TableChanges(n_changed, table.n_rows, row_bytes, is_replaced, is_otherwise)
 
-    told = {table.name: changes_of(table) for table in tables}
-    return Told(changes.policy, base.save_id if base else None, chain, told)
+    of_tables = {table.name: changes_of(table) for table in tables}
+    return DeltaProposal(changes.policy, base.save_id if base else None, chain, of_tables)
 
 
-def agreed_kind(told: Sequence[Told | None]) -> Kind:
-    """Return what the save is, by what each rank told, None where it writes no deltas; pure."""
-    first = told[0]
+def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
+    """Return what the save is, by what each rank proposes, None where it writes no deltas; pure."""
+    first = proposals[0]
     if first is None:
         return FULL
-    others = [rank for rank, each in enumerate(told) if each is None or each.base != first.base]
+    others = [rank for rank, each in enumerate(proposals) if each is None or each.base != first.base]
     if others:
         return Kind(why_full=f"rank {others[0]} counts changes from another checkpoint, or none")
-    tables = [(name, table) for each in told if each for name, table in each.tables.items()]
+    tables = [(name, table) for each in proposals if each for name, table in each.tables.items()]
     otherwise = next((name for name, table in tables if table.is_saved_otherwise), None)
     if otherwise is not None:
         return Kind(why_full=f"table {otherwise!r} is not saved as before: other save_slots, save_where or store")
@@ -105,9 +105,9 @@ def agreed_kind(told: Sequence[Told | None]) -> Kind:
     return Kind(why_full=why_full, stand_in=delta if first.chain.n_deltas < MAX_DELTAS else None)
 
 
-def spared_bytes(kind: Kind, told: Told | None) -> int:
+def spared_bytes(kind: Kind, proposal: DeltaProposal | None) -> int:
     """Return about how many bytes less than all its rows a rank writes."""
-    if kind.base is None or told is None:
+    if kind.base is None or proposal is None:
         return 0
-    kept = [table for name, table in told.tables.items() if name not in kind.replaced]
+    kept = [table for name, table in proposal.tables.items() if name not in kind.replaced]
     return sum(max(0, table.n_rows - table.n_changed) * table.row_bytes for table in kept)

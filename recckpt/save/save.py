@@ -1,9 +1,10 @@
-"""The hallway of a save: check, stage, write, commit, rotate."""
+"""The hallway of a save: propose, decide, write, commit, rotate."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -13,35 +14,60 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
 from recckpt.parallel.ranks import Ranks
-from recckpt.save.background_save import SaveHandle, SaveRunner, settle_on_all
-from recckpt.save.check import check
+from recckpt.save.background_save import SaveHandle, SaveRunner
 from recckpt.save.commit import commit, rotate
+from recckpt.save.decide import SavePlan, decide
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live
-from recckpt.save.stage import Staged, stage_on_all
+from recckpt.save.propose import propose
+from recckpt.save.stage import Staged
 from recckpt.save.telling import tell, told_of_failure
 from recckpt.save.write import write
 from recckpt.storage import Storage
 
+log = logging.getLogger("recckpt")
+
 
 def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandle:
-    """Check and stage, and do the rest in the thread that the runner chooses. Collective.
+    """Agree with all ranks on what is saved, and do the rest in the thread that the runner chooses. Collective.
 
     Raises:
         RecckptError: the save before has failed, and its error was not raised yet.
         Exception: the state of this rank cannot be saved.
         SaveFailedError: that of another cannot, or a rank is missing, or the ranks are not at the same save.
     """
-    handle = SaveHandle(job.info)
-    with job.span:
-        settle_on_all(runner.settle, job.ranks)
+    handle, ranks = SaveHandle(job.info), job.ranks
+    with job.span, ExitStack() as closed_on_error:
+        own = propose(live, job, to, runner.settle, closed_on_error)
         with told_of_failure(job, to):
-            staged = stage_on_all(live, check(live, job, to), job, to)
-        in_thread = replace(job, ranks=job.ranks.background)
-        return runner.run(partial(write_and_commit, staged, in_thread, to), handle, job.ranks.rank, staged.close)
+            plan = ranks.concluded(lambda: own.proposal, decide)
+            if not plan.is_unsettled:
+                own.raise_refusal(plan, job)
+        own.raise_refusal(plan, job)  # the error of the save before, which is no failure of this one
+        staged = own.planned(plan)
+        _note_kind(plan, job, to)
+        closed_on_error.pop_all()
+        work = partial(write_and_commit, staged, plan, replace(job, ranks=ranks.background), to)
+        return runner.run(work, handle, ranks.rank, staged.close)
 
 
-def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
+def _note_kind(plan: SavePlan, job: Job, to: Destination) -> None:
+    info, kind = job.info, plan.kind
+    info.kind, info.why_full, info.n_links = kind.name, kind.why_full, kind.n_links
+    if job.ranks.rank:
+        return
+    if plan.displaced is not None:
+        log.warning(
+            "%s: no room for %s in full, which is due (%s), so it is saved as a delta; make room: the chain grows",
+            to.storage.url,
+            info.ckpt_id,
+            plan.displaced,
+        )
+    if kind.why_full is not None:
+        log.info("%s is saved in full: %s", info.ckpt_id, kind.why_full)
+
+
+def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) -> Manifest:
     """Write, commit and rotate. Collective: all ranks return the manifest, or all raise alike.
 
     Raises:
@@ -55,7 +81,7 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
         intent, seq = ranks.on_first(lambda: _begin(staged, job, to))
         with _abandoned_on_error(intent, to.storage, ranks):
             info.outcome.is_open = ranks.rank != 0
-            written = write(staged, intent, job, to)
+            written = write(staged, plan, intent, job, to)
             record = commit(staged, written, seq, job, to)
         if to.changes is not None and not record.ephemeral:
             staged.committed(record.save_id)
@@ -69,10 +95,9 @@ def write_and_commit(staged: Staged, job: Job, to: Destination) -> Manifest:
 
 
 def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
-    info, to.fence.is_resumed = job.info, job.is_resumed
-    base = staged.kind.base
+    info, base = job.info, staged.kind.base
     if not to.fence.epoch:
-        to.fence.hold()
+        to.fence.hold(is_resumed=job.is_resumed)
     end_pending(to)
     return begin(to.storage, to.fence, info.ckpt_id, step=info.step, overwrite=job.overwrite, base=base)
 

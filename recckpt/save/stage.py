@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,17 +22,14 @@ from recckpt.format.manifest import Scalar
 from recckpt.format.tables import ClockDates
 from recckpt.format.training import Lineage, Training
 from recckpt.save.arguments import as_scalars
-from recckpt.save.check import Checked, agreed, check_rooms, has_room
 from recckpt.save.choice import Choice, slots_of_table
-from recckpt.save.full_or_delta import FULL, Kind, Told, agreed_kind, spared_bytes, tell
-from recckpt.save.job import Destination, Job, Live
+from recckpt.save.full_or_delta import FULL, Kind
+from recckpt.save.job import Live
 from recckpt.sparse.files.reduced_rows import ReducedSource, Wanted
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import SavableTable
-
-log = logging.getLogger("recckpt")
 
 
 @dataclass(frozen=True)
@@ -118,63 +114,6 @@ class Staged:
     def n_rows(self) -> int:
         """Rows of all tables."""
         return sum(table.n_rows for table in self.tables)
-
-
-def stage_on_all(live: Live, checked: Checked, job: Job, to: Destination) -> Staged:
-    """Stage on all ranks, and choose between full and delta; where one fails, nothing stays staged. Collective.
-
-    Raises:
-        Exception: whatever :func:`stage` raised here.
-        SaveFailedError: it raised on another rank, or one is missing; or what is staged does not fit.
-    """
-    info, ranks, changes = job.info, job.ranks, to.changes
-
-    def take() -> Staged:
-        with info.timed("stage"):
-            staged = stage(
-                live,
-                checked.tables,
-                checked.dense,
-                state=job.state,
-                buffers=to.buffers if info.background else None,
-                rank=ranks.rank,
-                digest=to.digests.begin() if ranks.size > 1 else None,
-                tracker=changes.tracker if changes else None,
-            )
-        return closed_on_error.enter_context(closing(staged))
-
-    def told(staged: Staged) -> Told | None:
-        if changes is None:
-            return None
-        return tell(changes, changes.chain(to.fence), staged.tables, staged.frozen, staged.wanted)
-
-    with ExitStack() as closed_on_error:
-        staged, of_ranks = agreed(take, info, ranks, told)
-        kind = _kind_with_room(agreed_kind(of_ranks), checked, job, to)
-        staged = staged.written_as(kind)
-        if of_ranks[0] is not None:
-            pairs = zip(checked.needs, of_ranks, strict=True)
-            needs = [need.less(spared_bytes(kind, each)) for need, each in pairs]
-            agreed(lambda: check_rooms(needs, to), info, ranks)
-        closed_on_error.pop_all()
-    info.kind, info.why_full, info.n_links = staged.kind.name, staged.kind.why_full, staged.kind.n_links
-    if info.why_full is not None and ranks.rank == 0:
-        log.info("%s is saved in full: %s", info.ckpt_id, info.why_full)
-    return staged
-
-
-def _kind_with_room(kind: Kind, checked: Checked, job: Job, to: Destination) -> Kind:
-    """Return the delta that stands in for a full save that is due and does not fit; else the kind. Collective."""
-    if kind.stand_in is None or all(job.ranks.gather(has_room(checked.needs, to))):
-        return kind
-    if job.ranks.rank == 0:
-        log.warning(
-            "%s: no room for %s in full, which is due (%s), so it is saved as a delta; make room: the chain grows",
-            to.storage.url,
-            job.info.ckpt_id,
-            kind.why_full,
-        )
-    return kind.stand_in
 
 
 def stage(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.shard_writer import ShardRecord
-from recckpt.dense.sharded import Summary, check_shares, is_whole, model_names
+from recckpt.dense.sharded import check_shares, model_names
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
 from recckpt.format.manifest import Names
@@ -20,6 +20,7 @@ from recckpt.output_dir.commit import Lookout
 from recckpt.output_dir.fence import check_epoch
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
+from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import RankTimes, SaveInfo
 from recckpt.save.stage import Staged
@@ -50,7 +51,7 @@ class Written:
     names: Names
 
 
-def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
+def write(staged: Staged, plan: SavePlan, intent: Intent, job: Job, to: Destination) -> Written:
     """Write the files of all ranks into the directory of an attempt. Collective.
 
     Raises:
@@ -60,7 +61,7 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
     what = f"saving {info.ckpt_id}" if staged.kind.base is None else f"saving {info.ckpt_id} as a delta"
     with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and ranks.rank == 0) as progress:
         progress.n_rows = staged.n_rows
-        names = _compared(staged, ranks)
+        names = _names(staged, plan, ranks)
         writer = RankWriter(intent, to, ranks.rank, ranks.size)
         records = ranks.on_all(lambda: writer.write(staged, progress, info))
         info.take_maxima([record.times for record in records])
@@ -74,48 +75,27 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> Written:
     return Written(intent, records, names)
 
 
-@dataclass(frozen=True)
-class RankState:
-    """What one rank tells."""
-
-    sharded: Summary  # of its pieces of sharded tensors
-    digest: int  # of what rank 0 saves for all; 0 where there is one rank
-    own_extra: tuple[str, ...]  # names of registered objects of which each rank saves its own state
-    io_state: tuple[str, ...]  # names of positions in the data
-
-
-def _compared(staged: Staged, ranks: Ranks) -> Names:
-    """Return on rank 0 the names of what all ranks have. Collective.
+def _names(staged: Staged, plan: SavePlan, ranks: Ranks) -> Names:
+    """Return on rank 0 the names of what all ranks have; compare the ranks, where the plan says so. Collective.
 
     Raises:
         SaveFailedError: the ranks do not have the parts of one state. Where they differ in what rank 0 saves for all,
             a warning says so.
     """
-    own = RankState(
-        staged.sharded.summary,
-        staged.digest.summary if staged.digest else 0,
-        tuple(staged.own_extra),
-        tuple(staged.io_state),
-    )
-    of_all: list[RankState] = ranks.gather(own)
     shares = [staged.sharded.shares]
-    if not is_whole([each.sharded for each in of_all]):
+    if not plan.is_whole:
         shares = ranks.on_all(lambda: staged.sharded.shares)
         ranks.on_first(lambda: check_shares(shares))
     digest = staged.digest
-    if digest is not None and len({each.digest for each in of_all}) > 1:
+    if digest is not None and plan.has_differences:
         digest.warn(ranks.on_all(lambda: digest.by_name), ranks.rank)
     return Names(
         dense=(*staged.dense, *model_names(shares)),
         extra=tuple(staged.extra),
-        io_state=_once(each.io_state for each in of_all),
-        extra_of_ranks=_once(each.own_extra for each in of_all),
+        io_state=plan.io_state,
+        extra_of_ranks=plan.own_extra,
         dense_opt=staged.dense_opt,
     )
-
-
-def _once(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for each in names for name in each))
 
 
 class RankWriter:

@@ -43,8 +43,13 @@ class WorkDir(LocalStorage):
         """Raise OSError if ``n_bytes`` do not fit."""
         free = self.free_bytes()
         if free is not None and free < n_bytes:
-            problem = f"found {size(free)} free in the work dir, expected {size(n_bytes)}; make room, or use another"
-            raise OSError(errno.ENOSPC, problem, self.url)
+            raise no_work_room(self.url, free, n_bytes)
+
+
+def no_work_room(url: str, free: int, n_bytes: int) -> OSError:
+    """Return the error of a work dir in which ``n_bytes`` do not fit."""
+    problem = f"found {size(free)} free in the work dir, expected {size(n_bytes)}; make room, or use another"
+    return OSError(errno.ENOSPC, problem, url)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ OF_MARKS = {
     "present_are_not_deleted": Plant(f"{MARKS}:DeltaSource.deletes", "erased[upserts.find(erased) < 0]", "erased"),
     "new_slot_replaces": (
         Plant(f"{STORE}.add_column", "self._replaced()", "pass"),
-        Plant(f"{SAVE}.full_or_delta:tell", " or base.slots.get(table.name) != slots", ""),
+        Plant(f"{SAVE}.full_or_delta:delta_proposal", " or base.slots.get(table.name) != slots", ""),
     ),
     "new_store_replaces": Plant(
         f"{MARKS}:Tracker._of",

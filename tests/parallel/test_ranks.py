@@ -21,14 +21,17 @@ class Recorded:
 
     size, is_lost, is_over = 2, False, False
 
-    def __init__(self, rank, other):
-        self.rank, self.other = rank, other
+    def __init__(self, rank, other, answer=None):
+        self.rank, self.other, self.answer = rank, other, answer
 
     def all_gather(self, value):
         return [value, self.other] if self.rank == 0 else [self.other, value]
 
+    def gather_to_first(self, value):
+        return self.all_gather(value) if self.rank == 0 else None
+
     def broadcast(self, value):
-        return value
+        return value if self.answer is None else self.answer
 
     def twin(self):
         return self
@@ -148,16 +151,62 @@ def test_of_several_failures_all_ranks_raise_the_first():
         ranks_beside((None, "theirs")).on_all(fail(OSError("ours")))
 
 
+def first_beside(other):
+    return Ranks(0, 2, Connection(lambda: Recorded(0, other))).telling(failed)
+
+
+def other_beside(answer):
+    return Ranks(1, 2, Connection(lambda: Recorded(1, None, answer))).telling(failed)
+
+
+def test_rank_0_concludes_from_all_results_and_the_others_get_its_conclusion():
+    assert first_beside((2, None)).concluded(lambda: 1, sum) == 3
+    assert other_beside((0, None, 3)).concluded(lambda: 2, sum) == 3
+    assert RanksNow(1.0).of(0, 1).concluded(lambda: 1, sum) == 1
+
+
+def test_where_work_fails_on_a_rank_nothing_is_concluded_and_all_raise_the_failure_of_the_first():
+    for other, work, rank in (((None, "theirs"), lambda: 1, 1), ((None, "theirs"), fail(OSError("ours")), 0)):
+        with pytest.raises(SaveFailedError) as raised:
+            first_beside(other).concluded(work, fail(AssertionError("concluded all the same")))
+        assert raised.value.rank == rank
+    ours = OSError("ours")
+    with pytest.raises(SaveFailedError, match="rank 1: ours") as raised:
+        other_beside((1, "ours", None)).concluded(fail(ours), sum)
+    assert raised.value.__cause__ is ours
+    with pytest.raises(SaveFailedError, match="rank 0: theirs") as raised:
+        other_beside((0, "theirs", None)).concluded(fail(ours), sum)
+    assert raised.value.__cause__ is None
+
+
+def test_what_rank_0_cannot_conclude_all_raise():
+    mismatch = StateMismatchError("state", missing=["w"])
+
+    def conclude(results):
+        raise mismatch
+
+    with pytest.raises(StateMismatchError) as raised:
+        first_beside((2, None)).concluded(lambda: 1, conclude)
+    assert raised.value is mismatch
+    with pytest.raises(StateMismatchError, match="'w'"):
+        other_beside((0, mismatch, None)).concluded(lambda: 1, conclude)
+
+
 def test_a_rank_that_is_missing_raises_the_error_that_was_bound_from_any_method():
     class Lost(Recorded):
         def all_gather(self, value):
             raise RankLostError([0], "silent")
 
-        broadcast = all_gather
+        gather_to_first = broadcast = all_gather
 
     ranks = Ranks(1, 2, Connection(lambda: Lost(1, None)))
     named = ranks.telling(failed, lambda lost: SaveFailedError("x", lost.rank, lost.cause))
-    for act in (lambda own: own.gather(1), lambda own: own.on_all(list), lambda own: own.background.on_first(list)):
+    for act in (
+        lambda own: own.gather(1),
+        lambda own: own.on_all(list),
+        lambda own: own.background.on_first(list),
+        lambda own: own.concluded(list, list),
+    ):
         with pytest.raises(RankLostError):
             act(ranks)
         with pytest.raises(SaveFailedError, match="'x' failed on rank 0: silent") as raised:
@@ -167,7 +216,7 @@ def test_a_rank_that_is_missing_raises_the_error_that_was_bound_from_any_method(
 
 def test_ranks_to_which_no_error_is_bound_raise_their_own_as_it_is():
     alone, error = RanksNow(1.0).of(0, 1), OSError("mine")
-    for act in (alone.on_all, alone.on_first, alone.on_each):
+    for act in (alone.on_all, alone.on_first, alone.on_each, lambda work: alone.concluded(work, list)):
         with pytest.raises(OSError, match="mine") as raised:
             act(fail(error))
         assert raised.value is error

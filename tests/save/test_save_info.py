@@ -119,9 +119,10 @@ def test_a_failure_waits_for_the_next_line_where_the_output_dir_is_not_held_or_t
 
     def fails_with(error, ckpt_id):
         with monkeypatch.context() as patch:
-            patch.setattr("recckpt.save.save.check", lambda *_: raising(error))
-            with pytest.raises(type(error)):
+            patch.setattr("recckpt.save.propose.check", lambda *_: raising(error))
+            with pytest.raises((type(error), SaveFailedError)) as raised:
                 saver.save(ckpt_id)
+            assert error in (raised.value, raised.value.__cause__)
 
     fails_with(RuntimeError("not held yet"), "a")
     with pytest.raises(FileNotFoundError):
@@ -140,7 +141,7 @@ def test_who_has_lost_the_output_dir_leaves_no_line_of_its_failures(tmp_path, mo
     _, other = build(str(tmp_path))
     other.load()
     other.save("b")
-    monkeypatch.setattr("recckpt.save.save.check", lambda *_: raising(RuntimeError("broken")))
+    monkeypatch.setattr("recckpt.save.propose.check", lambda *_: raising(RuntimeError("broken")))
     with pytest.raises(RuntimeError):
         saver.save("c")
     assert [line["ckpt_id"] for line in lines(str(tmp_path))] == ["a", "b"]

@@ -129,7 +129,7 @@ def die(number, root):
 def die_in(phase, rank, die):
     """Let this process die when it comes to a phase."""
     from recckpt.output_dir import rotation
-    from recckpt.save import save, stage, write
+    from recckpt.save import propose, save, write
 
     def before(owner, name, when=lambda *args: True):
         real = getattr(owner, name)
@@ -154,7 +154,7 @@ def die_in(phase, rank, die):
 
     calls = []
     if phase == "staging":
-        before(stage, "stage")
+        before(propose, "stage")
     elif phase == "writing":
         before(LocalStorage, "create", lambda storage, name: name.endswith(".arrow"))
     elif phase == "written":

@@ -39,6 +39,10 @@ class ThreadGroup:
     def all_gather(self, value):
         return self.wire.exchange("all_gather", self.rank, value, lambda sender: True)
 
+    def gather_to_first(self, value):
+        values = self.wire.exchange("gather", self.rank, value, lambda sender: self.rank == 0)
+        return values if self.rank == 0 else None
+
     def broadcast(self, value):
         return self.wire.exchange("broadcast", self.rank, value, lambda sender: sender == 0)[0]
 

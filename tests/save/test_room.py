@@ -1,6 +1,7 @@
 """Whether a save fits: refused before anything is written, where the storage knows its room."""
 
 import errno
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
-from recckpt.save.check import check_room, estimated_bytes
 from recckpt.save.choice import Choice
+from recckpt.save.job import Destination
+from recckpt.save.room import Room, WorkRoom, estimated_bytes, measured_room, shortage
 from recckpt.sparse import HashTable
 from recckpt.sparse.split import state_of
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.transfers import Transfers
 
 
 @pytest.fixture
@@ -24,21 +27,45 @@ def storage(tmp_path, monkeypatch):
     return open_storage(str(tmp_path))
 
 
+def room(storage, min_free_bytes=0):
+    return measured_room(
+        Destination(storage, None, Transfers(), None, 1, min_free_bytes=min_free_bytes, on_save=None, changes=None)
+    )
+
+
 @pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1000, 0), (0, 1000), (400, 600)])
 def test_what_fits_exactly_fits(storage, n_bytes, min_free_bytes):
-    check_room(storage, n_bytes, min_free_bytes)
+    assert shortage([room(storage, min_free_bytes)], [n_bytes]) is None
 
 
 @pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1001, 0), (0, 1001), (401, 600)])
 def test_one_byte_more_does_not(storage, n_bytes, min_free_bytes):
-    with pytest.raises(OSError, match=r"found 1\.0 kB free, expected") as refused:
-        check_room(storage, n_bytes, min_free_bytes)
-    assert (refused.value.errno, refused.value.filename) == (errno.ENOSPC, storage.url)
-    assert ("and leave" in str(refused.value)) == (min_free_bytes > 0)
+    rank, refused = shortage([room(storage, min_free_bytes)], [n_bytes])
+    assert rank == 0
+    assert "found 1.0 kB free, expected" in str(refused)
+    assert (refused.errno, refused.filename) == (errno.ENOSPC, storage.url)
+    assert ("and leave" in str(refused)) == (min_free_bytes > 0)
+
+
+def test_what_all_ranks_write_has_to_fit_where_any_of_them_looks(storage):
+    rooms = [replace(room(storage), free_bytes=2000), room(storage)]
+    assert shortage(rooms, [600, 400]) is None
+    assert shortage(rooms, [600, 401])[0] == 1
+    assert shortage(rooms, [2000, 1])[0] == 0
+
+
+def test_ranks_of_one_host_share_the_room_of_their_work_dirs():
+    here, there = WorkRoom("/tmp/a", ("one", 1), 1000), WorkRoom("/tmp/b", ("other", 1), 1000)
+    rooms = [Room("url", None, 0, work) for work in (here, here, there)]
+    assert shortage(rooms, [400, 600, 1000]) is None
+    rank, refused = shortage(rooms, [400, 601, 0])
+    assert (rank, refused.errno, refused.filename) == (0, errno.ENOSPC, "/tmp/a")
+    assert "found 1.0 kB free in the work dir, expected 1.0 kB" in str(refused)
+    assert shortage(rooms, [0, 0, 1001])[0] == 2
 
 
 def test_a_storage_that_does_not_know_its_room_refuses_nothing(memory_url):
-    check_room(open_storage(memory_url), 10**30, 10**30)
+    assert shortage([room(open_storage(memory_url), 10**30)], [10**30]) is None
 
 
 def test_what_a_save_needs_is_estimated_from_rows_and_dense_state():
