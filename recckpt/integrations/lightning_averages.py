@@ -69,7 +69,7 @@ class AveragedTables(Callback):
                 self._averaged = callback._average_model
         for average, table in self._pairs(pl_module):
             average.name = f"{table.name}.average"
-            table.add_average(average)
+            table.averages.add(average)
 
     def register_average(self, manager: CheckpointManager) -> None:
         """Save the averages of the parameters too."""

@@ -73,7 +73,8 @@ class Staged:
                 wanted = None if asked.is_everything else asked.of(table.name, slots_of_table(table))
                 slots = None if wanted is None else wanted.read
                 if isinstance(table, HashTable):
-                    self.evicted_to[table.name], self.clock[table.name] = table.evicted_to, table.clock_dates
+                    self.evicted_to[table.name] = table.eviction.evicted_to(table.store)
+                    self.clock[table.name] = table.tracking.clock_dates
                 if tracker is not None and isinstance(table, HashTable):
                     self.frozen[table.name] = tracker.freeze(table, slots)
                     self.tables.append(self.frozen[table.name].snapshot)

@@ -21,7 +21,6 @@ from recckpt.save.choice import Choice
 from recckpt.sparse.optim import optimizer as sparse_optimizers
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
-from recckpt.sparse.table.gradients import passes_waiting
 from recckpt.sparse.table.table import HashTable
 from recckpt.text import plural
 from recckpt.types import SavableTable
@@ -123,7 +122,7 @@ class Trainers:
                 own = [optimizer for optimizer in optimizers if optimizer.trains(table)]
                 if own and not any(optimizer is one for optimizer in own for one in saved):
                     trained.append(name)
-                if not own and passes_waiting(table) >= _MANY_PASSES:
+                if not own and table.pending_gradients.passes_waiting(table.store) >= _MANY_PASSES:
                     piled.append(name)
         return tuple(trained), tuple(piled)
 

@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recckpt.integrations.lightning import LightningCallback
 from recckpt.sparse import HashTable, SparseSGD
+from recckpt.sparse.table.first_values import first_embeddings
 
 averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
 
@@ -30,7 +31,7 @@ class Clicks(pl.LightningModule):
         self.table = HashTable(DIM, name="t")
         self.table(IDS)  # an id without a row would read zeros in validation
         if is_dense:
-            rows = self.table.first_embeddings(IDS.numpy())
+            rows = first_embeddings(self.table, IDS.numpy())
             self.table = nn.Embedding(N, DIM, _weight=rows)
 
     def training_step(self, batch, _):

@@ -106,7 +106,7 @@ def test_a_table_that_was_cleared_moved_or_got_a_slot_is_replaced(training):
     assert held(record, "user/1") == (10, 0, False)
     training.model.items.add_slot("late", ())
     assert held(training.save("c")) == (10, 0, True)
-    training.model.items._store = training.model.items.store.to(torch.device("cpu"))
+    training.model.items.store = training.model.items.store.to(torch.device("cpu"))
     assert held(training.save("d")) == (10, 0, True)
     assert held(training.save("e")) == (0, 0, False)
 

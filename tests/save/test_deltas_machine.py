@@ -105,7 +105,7 @@ class Saving(RuleBasedStateMachine):
         if what == "clear":
             table.clear()
         elif what == "swap":
-            table._store = table.store.to(table.device)
+            table.store = table.store.to(table.device)
         elif not table.slots:
             table.add_slot("late", (), initial=3)
 

@@ -253,7 +253,7 @@ def test_a_run_that_cannot_tell_which_of_its_rows_were_saved_begins_with_a_full_
 def test_weights_alone_leave_out_the_moments_of_an_optimizer_that_is_gone(tmp_path):
     saver, table, _ = saver_of(tmp_path, save_slots=[])
     fill(table, {1: 1})
-    assert saver.save("a").tables[0].slots == (table._spec,)
+    assert saver.save("a").tables[0].slots == (table.spec,)
     assert list(spec_reader.read(tmp_path, "a", "t")[1]) == ["embedding"]
 
 

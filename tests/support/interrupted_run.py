@@ -49,7 +49,9 @@ class Run:
         self.loss = self.table(self.ids).square().sum()
 
     def backward(self) -> None:
-        if self.table.row_gradients() is None:  # else it had got there when it was interrupted
+        if (
+            self.table.pending_gradients.of_rows(self.table.store) is None
+        ):  # else it had got there when it was interrupted
             self.loss.backward(retain_graph=True)
 
     def erase(self) -> None:

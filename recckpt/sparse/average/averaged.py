@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -13,31 +12,27 @@ import torch
 from torch import Tensor
 
 from recckpt import types
-from recckpt.sparse.average.followed import FollowedTable
+from recckpt.sparse.average.followed import Averages
 from recckpt.sparse.average.follower import Follower
 from recckpt.sparse.average.snapshot import FROM, OF, SINCE
 from recckpt.sparse.average.store import AverageStore
 from recckpt.sparse.table.checks import check_owned, check_values, flat_ids
-from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.eviction_plan import Plan
+from recckpt.sparse.table.eviction import Eviction
+from recckpt.sparse.table.first_values import embedding_reader
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.row_table import RowTable
+from recckpt.sparse.table.tracking import Tracking
 from recckpt.types import EMBEDDING
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from recckpt.sparse.table.table import HashTable
-
-    Table = HashTable
-else:
-    Table = object
-
 Int64s = npt.NDArray[np.int64]
 _CLASSES: dict[type, Any] = {}
 
 
-class AverageTable(Table):
+class AverageTable(RowTable):
     """What a table does otherwise once it is an average; the first base of its class then.
 
     Look-ups read, in training mode too. The optimizer's slots, counters, admission and eviction are left to the table
@@ -47,49 +42,31 @@ class AverageTable(Table):
     is_trained = False
     of: str  # the name of the table that is followed
     mode_asked: bool | None = None  # the last that train() was called with
-    _store: AverageStore
+    store: AverageStore
     _follower: Follower | None = None
-
-    @property
-    def store(self) -> AverageStore:
-        """The rows."""
-        return self._store
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """Nothing: what an average is made of is its own."""
         return {}
 
-    @property
-    def saved_columns(self) -> Mapping[str, Column]:
-        """The columns that a checkpoint has of this table: the averages, and what they are made of."""
-        spec = replace(self._spec, name=FROM)
-        return {**self._store.columns, FROM: Column(spec, self.device)}
-
-    def follow(self, table: HashTable, kept: float) -> None:
+    def follow(self, table: RowTable, kept: float) -> None:
         """Take part in an update that keeps this share of the average, after a step of the table."""
         if self._follower is None or self._follower.table() is not table:
-            self._follower = Follower(table, self._store)
+            self._follower = Follower(table, self.store)
         self.padding_id = table.padding_id
-        self._follower.update(table, self._store, kept)
+        self._follower.update(table, self.store, kept)
 
     def train(self, mode: bool = True) -> Self:
         """Stay in eval mode: a look-up in training mode would insert and count."""
         self.mode_asked = mode
         return super().train(False)
 
-    def read(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
-        """Return the averages of ``rows``; row -1 reads as an unseen id."""
-        return self._store.averages(columns, rows, self.initializer.unseen)
-
     @opaque
     def embeddings(self) -> Tensor:
         """Return the averages, shape (rows, *embedding_shape), in the order of :meth:`ids`."""
-        with self._store.lock:
-            return self.read(self._store.columns, np.arange(len(self)))
-
-    def add_gradients(self, ids: Int64s, grads: Tensor) -> None:
-        """Leave gradients alone: no optimizer steps an average."""
+        with self.store.lock:
+            return embedding_reader(self)(self.store.columns, np.arange(len(self)))
 
     def add_slot(
         self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32, initial: float | None = None
@@ -109,24 +86,23 @@ class AverageTable(Table):
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
         """Become a copy of an average, or stand at the rows of another table until the next update."""
-        with other.store.lock if isinstance(other, FollowedTable) else nullcontext():  # rows of one moment
+        with other.store.lock if isinstance(other, RowTable) else nullcontext():  # rows of one moment
             ids, embeddings = flat_ids(other.ids()), other.embeddings()
             rows = other.store.to(self.device) if isinstance(other, AverageTable) else None
         check_owned(self.name, self.slice, ids)
-        check_values(self.name, self._spec, embeddings, len(ids))
+        check_values(self.name, self.spec, embeddings, len(ids))
         if rows is not None:
-            self._store.adopt(rows)
+            self.store.adopt(rows)
             return
-        plain = self._store.emptied()
+        plain = self.store.emptied()
         plain.insert(ids, {EMBEDDING: embeddings})
-        self._store.adopt(plain)
+        self.store.adopt(plain)
 
     def _begin(self) -> None:
         """Turn from a table, or a copy of one, into an average that begins with its rows."""
-        self._store, self._gradients = AverageStore.of(self._store), Gradients()
-        self._plan, self._admission, self.trained_by = Plan(), None, None
-        self.track, self._clock_dates = (), None
-        self._averages, self._followers, self.of = (), (), self.name
+        self.store, self.pending_gradients = AverageStore.of(self.store), Gradients()
+        self.tracking, self.eviction = Tracking((), self.time), Eviction(self.time)
+        self.admission, self.averages, self.trained_by, self.of = None, Averages(), None, self.name
         self.train(False)
 
     def _refuse_change(self, what: str) -> NoReturn:

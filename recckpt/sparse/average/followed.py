@@ -1,33 +1,27 @@
-"""A table that averages follow: it tells them what it inserts, and takes those of its own to the checkpoints."""
+"""What a table does for averages of it: notes what is inserted for them, and takes its own to the checkpoints."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.nn_module import TableModule
 from recckpt.sparse.table.row_store import RowStore
-from recckpt.sparse.table.tracking import TrackedTable
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from recckpt.sparse.average.follower import Follower
 
 Int64s = npt.NDArray[np.int64]
 log = logging.getLogger("recckpt")
 
 _is_for_average = ContextVar("_is_for_average", default=False)
-_SAID = "recckpt: said that the rows of this copy stay"  # in the memo of a copy
+_WARNED = "recckpt: warned that the rows of this copy stay"  # in the memo of a copy
 _ROWS_STAY = (
     "table %r was copied with a model in training mode, and loops over parameters() do not reach the rows of the copy: "
     "for an average use torch.optim.swa_utils.AveragedModel, or recckpt.sparse.RowAverage(model, decay, into=copy) "
@@ -35,60 +29,59 @@ _ROWS_STAY = (
 )
 
 
-class FollowedTable(TrackedTable):
-    """A table that says what an average of it has to know."""
+class NotesInserts(Protocol):
+    """An average that has to know which rows were not begun by training."""
 
-    _averages: tuple[TableModule, ...] = ()  # those that stand beside it in state dicts
-    _followers: tuple[weakref.ref[Follower], ...] = ()
-    _was_copied = False
+    def note_inserted(self, ids: Int64s) -> None:
+        """Take note of ids that are inserted where there was no row."""
 
-    def tell_of_inserts(self, follower: Follower) -> None:
-        """Tell a follower, for as long as there is one, of the ids that :meth:`insert` adds."""
+
+class Averages:
+    """The averages of a table.
+
+    Attributes:
+        tables: those that stand beside the table in state dicts and checkpoints.
+    """
+
+    def __init__(self, tables: tuple[TableModule, ...] = ()) -> None:
+        self.tables = tables
+        self._followers: tuple[weakref.ref[NotesInserts], ...] = ()
+        self._was_copied = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Averages:
+        twin = Averages(copy.deepcopy(self.tables, memo))
+        twin._was_copied = self._was_copied
+        return twin  # followers are of one table
+
+    def add(self, average: TableModule) -> None:
+        """Take an average along in state dicts and checkpoints, in place of one of the same name."""
+        self.tables = (*(other for other in self.tables if other.name != average.name), average)
+
+    def add_follower(self, follower: NotesInserts) -> None:
+        """Call ``follower.note_inserted``, for as long as there is one, with the ids that inserts add."""
         self._followers = (*(other for other in self._followers if other() is not None), weakref.ref(follower))
 
-    def add_average(self, average: TableModule) -> None:
-        """Take an average along in state dicts and checkpoints, in place of one of the same name."""
-        self._averages = (*(other for other in self._averages if other.name != average.name), average)
-
-    @property
-    def store(self) -> RowStore:
-        """The rows, and the one door through which they change."""
-        return self._store
-
-    @property
-    def saved_columns(self) -> Mapping[str, Column]:
-        """The columns that a checkpoint has of this table."""
-        return self._store.columns
-
-    def _note_inserted(self, ids: Int64s) -> None:
+    def note_inserted(self, store: RowStore, ids: Int64s) -> None:
+        """Let all followers note which of ``ids``, about to be inserted, are new."""
         if self._followers:
-            new = ids[self._store.find(ids) < 0]
+            new = ids[store.find(ids) < 0]
             for reference in self._followers:
                 if (follower := reference()) is not None:
                     follower.note_inserted(new)
 
-    def _own_tables(self) -> list[TableModule]:
-        return [*super()._own_tables(), *self._averages]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self._say_that_rows_stay(memo)
-        twin = super().__deepcopy__(memo)
-        twin._followers = ()
-        return twin
-
-    def _say_that_rows_stay(self, memo: dict[Any, Any]) -> None:
+    def warn_of_copy(self, table: TableModule, memo: dict[Any, Any]) -> None:
         """Warn, once, where a model is copied that goes on training: the copy may be meant for an average."""
-        is_of_model = self.training and any(map(_is_model, memo.values()))
+        is_of_model = table.training and any(map(_is_model, memo.values()))
         if not is_of_model or self._was_copied or _is_for_average.get():
             return
         self._was_copied = True
-        if _SAID not in memo:
-            memo[_SAID] = True
-            log.warning(_ROWS_STAY, self.name)
+        if _WARNED not in memo:
+            memo[_WARNED] = True
+            log.warning(_ROWS_STAY, table.name)
 
 
 def _is_model(copied: object) -> bool:
-    """Say whether something else than a table was copied: what is in a state dict is not copied with a model."""
+    """Return whether something else than a table was copied: what is in a state dict is not copied with a model."""
     return isinstance(copied, nn.Module) and not isinstance(copied, TableModule)
 
 

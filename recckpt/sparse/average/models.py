@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from recckpt.sparse.average.averaged import AverageTable, as_average
-from recckpt.sparse.average.followed import FollowedTable, for_average
+from recckpt.sparse.average.followed import for_average
 from recckpt.sparse.average.function import share_kept
+from recckpt.sparse.table.row_table import RowTable
 
 _MARK = "_recckpt_averages_tables"
 
@@ -48,7 +49,7 @@ def average_tables_too() -> None:
 
 def trained_tables(model: nn.Module) -> Iterator[Any]:
     """Yield the tables of a model, averages left out."""
-    return (m for m in model.modules() if isinstance(m, FollowedTable) and not isinstance(m, AverageTable))
+    return (m for m in model.modules() if isinstance(m, RowTable) and not isinstance(m, AverageTable))
 
 
 def paired(averaged: nn.Module, model: nn.Module) -> list[tuple[AverageTable, Any]]:
@@ -58,7 +59,7 @@ def paired(averaged: nn.Module, model: nn.Module) -> list[tuple[AverageTable, An
         ValueError: one side alone has a table, both are the same, or a table was resized.
     """
     tables = {table.name: table for table in trained_tables(model)}
-    found = (table for table in averaged.modules() if isinstance(table, FollowedTable))
+    found = (table for table in averaged.modules() if isinstance(table, RowTable))
     copies = {table.of if isinstance(table, AverageTable) else table.name: table for table in found}
     if tables.keys() != copies.keys() or any(copies[name] is table for name, table in tables.items()):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 from torch import nn
 
@@ -51,7 +52,9 @@ class RowAverage:
     @property
     def tables(self) -> Mapping[str, HashTable]:
         """The averages by the names of their tables: read them as any table; an optimizer refuses them."""
-        return {table.of: table for table in self._averages.modules() if isinstance(table, AverageTable)}
+        return {
+            table.of: cast(HashTable, table) for table in self._averages.modules() if isinstance(table, AverageTable)
+        }
 
     def update(self, decay: float | None = None) -> None:
         """Average the rows that have changed; call it after each step of the optimizers, or each n-th.
@@ -119,7 +122,7 @@ def _beside(table: HashTable, name: str) -> AverageTable:
         )
     )
     average.of = table.name
-    table.add_average(average)
+    table.averages.add(average)
     return average
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.average.mixing import UNKNOWN, mixed, ticks, weights
-from recckpt.sparse.average.snapshot import OF, SINCE, AverageSnapshot
+from recckpt.sparse.average.snapshot import FROM, OF, SINCE, AverageSnapshot
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.row_store import FirstValues, RowStore
 from recckpt.sparse.table.snapshot import Snapshot
@@ -82,7 +83,13 @@ class AverageStore(RowStore):
         with self.lock:
             return AverageSnapshot(super().snapshot(name), slots, self.clock)
 
-    def averages(self, columns: Mapping[str, Column], rows: Int64s, unseen: float) -> Tensor:
+    @property
+    def saved_columns(self) -> Mapping[str, Column]:
+        """The columns that a checkpoint has: the averages, and what they are made of."""
+        spec = replace(self.columns[EMBEDDING].spec, name=FROM)
+        return {**self.columns, FROM: Column(spec, self.device)}
+
+    def read(self, columns: Mapping[str, Column], rows: Int64s, unseen: float) -> Tensor:
         """Return the averages of now; row -1 reads ``unseen``."""
         column, absent = columns[EMBEDDING], np.flatnonzero(rows < 0)
         if len(absent) == len(rows):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from recckpt.sparse.average.averaged import AverageTable, average_class
+from recckpt.sparse.table.first_values import embedding_reader
+from recckpt.sparse.table.row_table import RowTable
+from recckpt.sparse.table.tracking import Tracking
 from recckpt.types import EMBEDDING
 
-if TYPE_CHECKING:
-    from recckpt.sparse.table.table import HashTable
-
 _PIECE = 1 << 16  # rows at a time
-_SWAPPED = ("__class__", "_store", "trained_by", "training", "track", "_clock_dates")
+_SWAPPED = ("__class__", "store", "trained_by", "training", "tracking")
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def swapped(pairs: Sequence[tuple[AverageTable, Any]]) -> Iterator[None]:
 def _as_its_average(table: Any, average: AverageTable) -> Iterator[None]:
     own = {name: getattr(table, name) for name in _SWAPPED}
     table.__class__ = average_class(type(table))
-    table._store, table.trained_by, table.of = average.store, None, average.of  # no optimizer steps an average
-    table.track, table._clock_dates = (), None
+    table.store, table.trained_by, table.of = average.store, None, average.of  # no optimizer steps an average
+    table.tracking = Tracking((), table.time)
     table.train(own["training"])
     try:
         yield
@@ -45,7 +45,7 @@ def _as_its_average(table: Any, average: AverageTable) -> Iterator[None]:
         table.training = mode
 
 
-def apply(average: AverageTable, table: HashTable) -> None:
+def apply(average: AverageTable, table: RowTable) -> None:
     """Give the rows of a table the values of their averages; its other slots stay."""
     with table.store.lock, average.store.lock:
         ids = average.ids().numpy()
@@ -53,5 +53,5 @@ def apply(average: AverageTable, table: HashTable) -> None:
             at = np.arange(begin, min(begin + _PIECE, len(ids)))
             rows = table.store.find(ids[at])
             present = np.flatnonzero(rows >= 0)
-            values = average.read(average.store.columns, at[present])
+            values = embedding_reader(average)(average.store.columns, at[present])
             table.store.write(rows[present], {EMBEDDING: values})

@@ -47,8 +47,8 @@ class Ages:
 def ages_of(table: HashTable, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
     """Return those of rows of a checkpoint; ``taken_step`` is where the run goes on, None where it stays at its own."""
     is_resumed = taken_step is not None and taken_step == manifest.step
-    if taken_step is None and table.is_step_known:
-        taken_step = table.step
+    if taken_step is None:
+        taken_step = table.time.step
     missing: dict[str, float] = {}
     if "step" in table.track:
         missing[LAST_STEP] = (taken_step if taken_step is not None else manifest.step) or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.first_values import first_embeddings
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING
 
@@ -30,7 +32,7 @@ class RowsAside:
     """Rows of one of our tables that it does not have yet, in a store of their own."""
 
     def __init__(self, table: HashTable) -> None:
-        self.store, self._first_embeddings = table.store.emptied(), table.first_embeddings
+        self.store, self._first_embeddings = table.store.emptied(), partial(first_embeddings, table)
 
     def claim(self, ids: Int64s) -> NewRows:
         """Find the rows of ids, adding those that are new, whose slots are still to be put. One thread at a time."""

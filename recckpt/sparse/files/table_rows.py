@@ -187,7 +187,7 @@ def source_of(table: SavableTable) -> StillTable:
         ValueError: no table, or no slot, can have this name.
     """
     if isinstance(table, HashTable):
-        return StillTable(table.name, len(table), table.store.ids, _in_order(table.saved_columns), len(table))
+        return StillTable(table.name, len(table), table.store.ids, _in_order(table.store.saved_columns), len(table))
     ids = table.ids().detach().cpu()
     for name in table.slots:
         check_slot_name(table.name, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.format.tables import ClockDates
 from recckpt.sparse.files.ages import Ages, ages_of
 from recckpt.sparse.files.rows_aside import RowsAside, Values, chosen, fitted_to
+from recckpt.sparse.table.first_values import first_embeddings
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, SavableTable
@@ -159,7 +161,7 @@ class OwnTarget(LoadTarget):
         """Set rows of a table that others may use meanwhile."""
         store = self._store
         with store.lock:
-            rows = store.add(ids, self._table.first_embeddings)
+            rows = store.add(ids, partial(first_embeddings, self._table))
             store.write(rows, fitted_to(store.columns, rows, values))
         return len(rows)
 
@@ -184,18 +186,19 @@ class OwnTarget(LoadTarget):
 
     def take_eviction(self, evicted_to: int | None) -> None:
         """Let the table evict what that of the checkpoint would have evicted next."""
-        self._table.evicted_to = evicted_to
+        self._table.eviction.set_evicted_to(self._table.store, evicted_to)
 
     def take_clock(self, clock: ClockDates | None) -> None:
         """Let the table know which dates of its rows are those of a clock."""
-        self._table.note_clock(clock)
+        self._table.tracking.note_clock(self._table.store, clock)
 
     def forget_admitted(self, sources: Mapping[str, set[int]], whole: set[int]) -> None:
         """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint."""
-        if self._table.candidates is not None:
+        admission = self._table.admission
+        if admission is not None and self._table.candidates is not None:
             rows, counts = (sources.get(name, set()) for name in (self._table.name, self._table.candidates.name))
             if rows != counts or not rows <= whole:
-                self._table.forget_admitted()
+                admission.forget_present(self._table.store)
 
 
 def target_of(table: SavableTable) -> LoadTarget:

@@ -31,7 +31,7 @@ class _SquaresByRank(SparseOptimizer):
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         super()._add_slots(table, group)
-        table.keep_squares()
+        table.pending_gradients.keep_squares()
 
 
 class SparseAdagradSum(_SquaresByRank, SparseAdagrad):

@@ -192,7 +192,7 @@ class SparseOptimizer(Optimizer):
         table = parameter.table
         with table.store.lock:
             self._count_step(parameter)
-            taken = table.row_gradients() if table.requires_grad else None
+            taken = table.pending_gradients.of_rows(table.store) if table.requires_grad else None
             if taken is None:
                 return
             step, columns = self.state.get(parameter, {}).get("step", 0) + 1, table.store.columns

@@ -12,7 +12,7 @@ import torch
 from recckpt.errors import LookupFailedError
 from recckpt.policies.evict import Mask, first_rows
 from recckpt.sparse.sharded.all_to_all import Exchange, agree
-from recckpt.sparse.table.eviction import EvictingTable
+from recckpt.sparse.table.row_table import RowTable
 
 Int64s = npt.NDArray[np.int64]
 
@@ -35,14 +35,14 @@ def first_of_all(exchange: Exchange, by: npt.NDArray[Any], ids: Int64s, n: int) 
     return mask
 
 
-def evict_due(tables: Sequence[EvictingTable], ids: Mapping[str, Any]) -> Mapping[str, Any]:
+def evict_due(tables: Sequence[RowTable], ids: Mapping[str, Any]) -> Mapping[str, Any]:
     """Evict what is due before a look-up, and return its ids; where that fails here, the error stands in their place.
 
     So the other ranks are told of it, as of ids that do not fit, by the messages of the look-up that they wait for.
     """
     for table in tables:
         try:
-            table.evict_due()
+            table.eviction.evict_due(table)
         except LookupFailedError:  # all ranks raise it
             raise
         except Exception as error:

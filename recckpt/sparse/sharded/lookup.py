@@ -16,8 +16,9 @@ from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
 from recckpt.sparse.sharded.routing import Asked, Route, asked, route
 from recckpt.sparse.table.anchor import captured, is_reached
 from recckpt.sparse.table.checks import asked_ids
+from recckpt.sparse.table.differentiable import add_gradients, of_present
+from recckpt.sparse.table.fetch import counts_occurrences, fetch
 from recckpt.sparse.table.gradients import add_by_group
-from recckpt.sparse.table.nn_module import of_held
 from recckpt.sparse.table.opaque import check_proxy, opaque
 from recckpt.sparse.table.table import HashTable
 
@@ -44,11 +45,11 @@ class RoundTrip:
         self._tables, self._exchange, self._scales, self._what = tables, exchange, scales, what
         self._shape = tables[0].embedding_shape
         self._like: dict[str, Any] = {"dtype": tables[0].dtype, "device": tables[0].device}
-        self._inserts, self._counted = inserts, any(table.counts_occurrences for table in compress(tables, inserts))
+        self._inserts, self._counted = inserts, any(map(counts_occurrences, compress(tables, inserts)))
         self._n_trailer = -(-len(tables) // math.prod(self._shape))
         self._route: Route
         self._asked: Asked
-        self._held: list[Int64s | None] = []  # by table: which of the ids asked for have rows, None for all
+        self._present: list[Int64s | None] = []  # by table: which of the ids asked for have rows, None for all
 
     def rows(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the rows of the ids for each table, shape (ids, *embedding_shape).
@@ -91,18 +92,18 @@ class RoundTrip:
                 table_grads = torch.cat([of_tables[number] for of_tables in by_rank])
                 scaled = table_grads.mul_(self._scales[number])
                 for ids, of_ids in self._contributions(number, scaled):
-                    table.add_gradients(ids, of_ids)
+                    add_gradients(table, ids, of_ids)
 
     def _contributions(self, number: int, grads: Tensor) -> Iterator[tuple[Int64s, Tensor]]:
         """Yield ids of a table and their gradients: rank by rank where they are squared, else of all ranks at once."""
-        ids, held = self._asked.ids[number], self._held[number]
-        if not self._tables[number].keeps_squares:
-            yield of_held(ids, grads, held)
+        ids, present = self._asked.ids[number], self._present[number]
+        if not self._tables[number].pending_gradients.keeps_squares:
+            yield of_present(ids, grads, present)
             return
         ranks = np.repeat(np.arange(self._exchange.size), self._asked.counts[:, number])
-        places = np.arange(len(ids)) if held is None else held
+        places = np.arange(len(ids)) if present is None else present
         for rank in range(self._exchange.size):
-            yield of_held(ids, grads, places[ranks[places] == rank])
+            yield of_present(ids, grads, places[ranks[places] == rank])
 
     def _ask(self, ids: Mapping[str, Tensor]) -> None:
         """Send the ids to their owners."""
@@ -123,8 +124,8 @@ class RoundTrip:
         problem = None
         try:
             batches = zip(self._tables, self._asked.ids, self._asked.occurrences, self._inserts, strict=True)
-            found = [table.fetch(ids, occurrences, admit=inserts) for table, ids, occurrences, inserts in batches]
-            rows, self._held = [some.rows for some in found], [some.held for some in found]
+            fetched = [fetch(table, ids, occurrences, admit=inserts) for table, ids, occurrences, inserts in batches]
+            rows, self._present = [some.rows for some in fetched], [some.present for some in fetched]
         except Exception as error:
             problem = error
             rows = [torch.zeros((len(ids), *self._shape), **self._like) for ids in self._asked.ids]

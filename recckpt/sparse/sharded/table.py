@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recckpt.format.buckets import gen_slice
 from recckpt.policies.admit import Admit, AdmitFunction
@@ -18,8 +18,8 @@ from recckpt.sparse.sharded.all_to_all import Exchange, agree, exchange_of
 from recckpt.sparse.sharded.eviction import evict_due, first_of_all
 from recckpt.sparse.sharded.lookup import RoundTrip, differentiable_rows, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
-from recckpt.sparse.table.bags import Bags, Mode, bags_in, check_mode, pool
 from recckpt.sparse.table.eviction_plan import Policy
+from recckpt.sparse.table.fetch import inserts
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.table import HashTable
@@ -28,6 +28,30 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Int64s = npt.NDArray[np.int64]
+
+
+class SharedByRanks:
+    """What the ranks of an exchange agree on about a table that they share."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def numbers(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
+        """Return the number of each rank, or raise the ``problem`` of one on all."""
+        return agree(self._exchange, what, [number] * self._exchange.size, problem)
+
+    def first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
+        """Return which rows of this rank are among the first ``n`` of all ranks to go."""
+        return first_of_all(self._exchange, by, ids, n)
+
+    def refuse(self, table: Any, error: Exception, admit: bool | None) -> NoReturn:
+        """Raise the error of wrong arguments on all ranks: the others wait for the ids of this one."""
+        look_up_together([table], {table.name: error}, admit=admit)
+        raise error
+
+    def exposed(self, grads: Tensor, name: str) -> Tensor:
+        """Return gradients whose norm is that of the rows of all ranks."""
+        return grads if self._exchange.size == 1 else SharedGradients(grads, self._exchange, name)
 
 
 class ShardedHashTable(HashTable):
@@ -98,6 +122,7 @@ class ShardedHashTable(HashTable):
             budget_ms=budget_ms,
         )
         self.exchange, self.gradients = exchange, gradients
+        self.sharing = SharedByRanks(exchange)
 
     def extra_repr(self) -> str:
         """Return what ``print(model)`` shows of this table: of its rows, those of this rank."""
@@ -123,126 +148,6 @@ class ShardedHashTable(HashTable):
         """
         return look_up_together([self], {self.name: ids}, admit=admit)[0]
 
-    def _of_ranks(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
-        return agree(self.exchange, what, [number] * self.exchange.size, problem)
-
-    def _first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
-        return first_of_all(self.exchange, by, ids, n)
-
-    def _refuse(self, error: Exception, admit: bool | None) -> NoReturn:
-        look_up_together([self], {self.name: error}, admit=admit)  # the others wait for the ids of this rank
-        raise error
-
-    def _exposed(self, grads: Tensor) -> Tensor:
-        return grads if self.exchange.size == 1 else SharedGradients(grads, self.exchange, self.name)
-
-
-class EmbeddingCollection(nn.Module):
-    """Sharded tables that are looked up together: those of one shape and dtype cost the messages of one.
-
-    Named after TorchRec's. Calling it is collective, as with the tables.
-
-    Args:
-        tables: in the same order on all ranks.
-
-    Raises:
-        TypeError: there is something else than sharded tables.
-        ValueError: two tables share a name.
-    """
-
-    def __init__(self, tables: Iterable[ShardedHashTable]) -> None:
-        super().__init__()
-        given = list(tables)
-        others: list[Any] = [table for table in given if not isinstance(table, ShardedHashTable)]
-        if others:
-            found = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
-            raise TypeError(
-                f"a collection takes recckpt.sparse.ShardedHashTable, found {found}: make it one, which with one rank "
-                "is a plain table; several plain ones go into an nn.ModuleDict, and are called one by one"
-            )
-        self.tables = nn.ModuleList(given)
-        names = [table.name for table in self._sharded]
-        if len({*names}) < len(names):
-            raise ValueError(f"tables need names of their own, found {names}")
-
-    @opaque
-    def forward(self, ids: Mapping[str, Tensor], *, admit: bool | None = None) -> dict[str, Tensor]:
-        """Return the embeddings for each table. Collective.
-
-        Args:
-            ids: table name -> int64, any shape; each table has to be there, if only with no ids.
-            admit: as of a table, for all of them.
-
-        Returns:
-            Table name -> tensor of shape ``ids.shape + embedding_shape``, differentiable but for frozen tables.
-
-        Raises:
-            LookupFailedError: the ids of a rank do not fit, or it is at another lookup; all ranks raise it.
-        """
-        groups: dict[Any, list[ShardedHashTable]] = {}
-        for table in self._sharded:
-            key = (table.embedding_shape, table.dtype, table.device, table.exchange)
-            groups.setdefault(key, []).append(table)
-        given = ids if isinstance(ids, Mapping) else {}  # which all ranks are told of, as of any that do not fit
-        unknown = given.keys() - {table.name for table in self._sharded}
-        rows: dict[str, Tensor] = {}
-        for tables in groups.values():
-            names = [table.name for table in tables]
-            own = {name: given[name] for name in (*names, *unknown) if name in given}
-            rows |= zip(names, look_up_together(tables, own, admit=admit), strict=True)
-        return rows
-
-    @opaque
-    def bag(
-        self,
-        ids: Any,
-        *,
-        mode: Mode = "sum",
-        weights: Mapping[str, Any] | None = None,
-        padding_id: int | None = None,
-        admit: bool | None = None,
-    ) -> dict[str, Tensor]:
-        """Return the rows of each bag, pooled, for each table, by the messages of one lookup. Collective.
-
-        Args:
-            ids: table name -> ids of two dimensions, a jagged nested tensor, or an object such as TorchRec's
-                ``JaggedTensor``; or its ``KeyedJaggedTensor`` with the names of the tables as keys. Ids with lengths
-                become a nested tensor by ``torch.nested.nested_tensor_from_jagged(ids, lengths=lengths)``.
-            mode: as of :meth:`HashTable.bag`, for all tables.
-            weights: table name -> weights as there, for some of the tables or all.
-            padding_id: as there, for all tables.
-            admit: as of a table, for all of them.
-
-        Returns:
-            Table name -> tensor of shape (bags, *embedding_shape).
-
-        Raises:
-            LookupFailedError: the ids, weights or mode of a rank do not fit, or it is at another lookup; all ranks
-                raise it.
-        """
-        given = ids if hasattr(ids, "keys") else {}
-        names = {*given.keys()}
-        asked: dict[str, Any] = {name: given[name] for name in names}
-        bags: dict[str, Bags] = {}
-        own_weights = dict(weights or {})
-        for table in (table for table in self._sharded if table.name in names):
-            try:
-                found = bags_in(table, asked[table.name], own_weights.pop(table.name, None), padding_id)
-                check_mode(table, mode, found.weights)
-                bags[table.name], asked[table.name] = found, found.ids
-            except (TypeError, ValueError) as error:
-                asked[table.name] = error
-        if own_weights:
-            asked[self._sharded[0].name] = ValueError(
-                f"found weights for {sorted(own_weights)}, expected for the tables"
-            )
-        rows = self(asked, admit=admit)
-        return {table.name: pool(rows[table.name], bags[table.name], mode) for table in self._sharded}
-
-    @property
-    def _sharded(self) -> list[ShardedHashTable]:
-        return list(self.tables)  # type: ignore[arg-type]  # nn.ModuleList forgets what it holds
-
 
 def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any], *, admit: bool | None) -> list[Tensor]:
     """Return the embeddings for each table, by the messages of one lookup. Collective.
@@ -256,31 +161,33 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
         LookupFailedError: as the lookup in one table.
     """
     first, exchange = tables[0], tables[0].exchange
-    inserts = [table.inserts(admit) for table in tables]
+    is_inserting = [inserts(table, admit) for table in tables]
     if exchange.size == 1:
         flat_batches(tables, ids)
         return [HashTable.forward(table, ids[table.name], admit=admit) for table in tables]
-    ids = evict_due(list(compress(tables, inserts)), ids)
+    ids = evict_due(list(compress(tables, is_inserting)), ids)
     has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
     scales = [1 / exchange.size if table.gradients == "mean" else 1.0 for table in tables]
-    trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, inserts), inserts)
+    trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, is_inserting), is_inserting)
     rows = differentiable_rows(trip, ids, [table.anchor for table in tables]) if has_grad else trip.rows(ids)
     return [some.view(*ids[table.name].shape, *first.embedding_shape) for some, table in zip(rows, tables, strict=True)]
 
 
-def _described(tables: Sequence[ShardedHashTable], has_grad: bool, inserts: Sequence[bool]) -> str:
+def _described(tables: Sequence[ShardedHashTable], has_grad: bool, is_inserting: Sequence[bool]) -> str:
     """Return a lookup in words that are equal on two ranks if it is."""
-    modes = (f"{table.name!r} ({', '.join(_mode(table, does))})" for table, does in zip(tables, inserts, strict=True))
+    modes = (
+        f"{table.name!r} ({', '.join(_mode(table, does))})" for table, does in zip(tables, is_inserting, strict=True)
+    )
     shape = f"{str(tables[0].dtype).removeprefix('torch.')} {tables[0].embedding_shape}"
     return f"{', '.join(modes)} of {shape} {'with' if has_grad else 'without'} gradients"
 
 
-def _mode(table: ShardedHashTable, inserts: bool) -> Iterator[str]:
+def _mode(table: ShardedHashTable, is_inserting: bool) -> Iterator[str]:
     yield "training" if table.training else "eval"
     if not table.requires_grad:
         yield "frozen"
     yield table.gradients
     if table.track:
         yield f"track={'+'.join(table.track)}"
-    if not inserts or table.admit is not None:
-        yield f"admit={table.admit if inserts else False}"
+    if not is_inserting or table.admit is not None:
+        yield f"admit={table.admit if is_inserting else False}"

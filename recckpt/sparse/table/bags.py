@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional
 from recckpt.sparse.table.checks import checked_padding
 from recckpt.sparse.table.nested import NestedRows, rows_of_nested, weights_alike
 from recckpt.sparse.table.nn_module import TableModule
-from recckpt.sparse.table.opaque import check_has_values, check_proxy, opaque
+from recckpt.sparse.table.opaque import check_has_values, check_proxy
 
 Mode = Literal["sum", "mean", "max"]
 
@@ -36,76 +36,22 @@ class Bags:
 
 
 @dataclass(frozen=True)
-class _Ends:
-    """The ways to say where bags end, of which at most one is used."""
+class Ends:
+    """The ways to say where bags end, of which at most one is used; ragged ids need none."""
 
-    offsets: Tensor | None
-    lengths: Tensor | None
-    include_last_offset: bool
-
-
-class PooledTable(TableModule):
-    """A table that gives bags of its rows."""
-
-    @opaque
-    def bag(
-        self,
-        ids: Any,
-        offsets: Tensor | None = None,
-        *,
-        lengths: Tensor | None = None,
-        mode: Mode = "sum",
-        weights: Any = None,
-        padding_id: int | None = None,
-        include_last_offset: bool = False,
-        admit: bool | None = None,
-    ) -> Tensor:
-        """Return the rows of each bag of ids, pooled, as ``nn.EmbeddingBag`` does; an empty bag gives zeros.
-
-        Training inserts ids as a call of the table does, and gradients reach the same rows. Collective where the call
-        of the table is. The default of ``nn.EmbeddingBag`` is ``mode="mean"``.
-
-        Args:
-            ids: int64 or int32. Of two dimensions each row is a bag; of one, ``offsets`` or ``lengths`` say where bags
-                end. Or a nested tensor of the layout ``torch.jagged``, or any object with ``values()``, ``lengths()``
-                and ``offsets()``, such as TorchRec's ``JaggedTensor``, whose weights count too. Strings by
-                :func:`recckpt.sparse.hash_ids`.
-            offsets: where each bag begins, the first at 0.
-            lengths: how many ids each bag has.
-            mode: ``"sum"``, ``"mean"`` or ``"max"``.
-            weights: for ``"sum"``: what each row is multiplied with, one for each id, in the dtype of the table;
-                differentiable.
-            padding_id: an id that stands for none: it is not pooled, not counted by ``"mean"``, and gets no row; None
-                for that of the table, if it has one.
-            include_last_offset: whether ``offsets`` ends with the number of ids, as an extra item.
-            admit: as of a call of the table.
-
-        Returns:
-            Tensor of shape (bags, *embedding_shape).
-
-        Raises:
-            TypeError, ValueError: the ids, bags, weights or mode are not such.
-        """
-        try:
-            ends = _Ends(offsets, lengths, include_last_offset)
-            bags = _bags_of(self.name, ids, ends, weights).without(_padding(self, padding_id))
-            check_mode(self, mode, bags.weights)
-        except (TypeError, ValueError) as error:
-            self._refuse(error, admit)
-        return pool(self(bags.ids, admit=admit), bags, mode)
-
-    def _refuse(self, error: Exception, admit: bool | None) -> NoReturn:
-        """Raise the error of arguments that are wrong, in place of a look-up with this ``admit``."""
-        raise error
+    offsets: Tensor | None = None
+    lengths: Tensor | None = None
+    include_last_offset: bool = False
 
 
-def bags_in(table: TableModule, ids: Any, weights: Any, padding_id: int | None) -> Bags:
-    """Return the bags of ids that say by themselves where they end, as :meth:`PooledTable.bag` takes them."""
-    return _bags_of(table.name, ids, _Ends(None, None, False), weights).without(_padding(table, padding_id))
+def bags_of(table: TableModule, ids: Any, ends: Ends, weights: Any, padding_id: int | None) -> Bags:
+    """Return bags of ids by one of the ways to say where they end, without those of padding.
 
-
-def _padding(table: TableModule, padding_id: int | None) -> int | None:
-    return table.padding_id if padding_id is None else checked_padding(table.name, padding_id)
+    Raises:
+        TypeError, ValueError: the ids, the ends, the weights or the padding are not such.
+    """
+    bags = _bags_of(table.name, ids, ends, weights)
+    return bags.without(table.padding_id if padding_id is None else checked_padding(table.name, padding_id))
 
 
 def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
@@ -133,7 +79,7 @@ def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
     return out.view(-1, *rows.shape[1:])
 
 
-def _bags_of(table: str, ids: Any, ends: _Ends, weights: Any) -> Bags:
+def _bags_of(table: str, ids: Any, ends: Ends, weights: Any) -> Bags:
     """Return bags by one of the ways to say where they end."""
     given = [name for name in ("offsets", "lengths") if getattr(ends, name) is not None]
     if ends.include_last_offset and ends.offsets is None:
@@ -199,7 +145,7 @@ def _starts(table: str, given: Any, n_ids: int) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
-def _checked_offsets(table: str, ends: _Ends, n_ids: int) -> Tensor:
+def _checked_offsets(table: str, ends: Ends, n_ids: int) -> Tensor:
     starts = _counts(table, "offsets", ends.offsets)
     bounds = torch.cat([starts, starts.new_full((1,), n_ids)])
     good = bool((bounds.diff() >= 0).all()) and int(bounds[0]) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +11,15 @@ import torch
 
 from recckpt.format.buckets import mix64
 from recckpt.policies.bloom import CELLS, MAX_BLOOM_COUNT, Bloom, Geometry
+from recckpt.sparse.table.first_values import embedding_reader
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import compiled
 from recckpt.sparse.table.kernels import mix64 as mix64_of_one
+from recckpt.sparse.table.nn_module import TableModule
 from recckpt.types import EMBEDDING
 
-if TYPE_CHECKING:
-    from recckpt.sparse.table.table import HashTable
-
 Int64s = npt.NDArray[np.int64]
-MakeTable = Callable[[int, torch.dtype, str], "HashTable"]
+MakeTable = Callable[[int, torch.dtype, str], TableModule]
 
 _INVERSE_1, _INVERSE_2 = np.uint64(0x96DE1B173F119089), np.uint64(0x319642B2D24D8EC3)  # of the factors of mix64
 _S16, _S27, _S30, _S31, _S48, _S54, _S60, _S62 = (np.uint64(n) for n in (16, 27, 30, 31, 48, 54, 60, 62))
@@ -30,7 +29,7 @@ _SECOND = np.uint64(0x9E3779B97F4A7C15)  # the step of splitmix64: other bits th
 class Candidates(Protocol):
     """Counts of ids that have no row, in a table; the caller has the lock of the table that is to have the rows."""
 
-    table: HashTable
+    table: TableModule
 
     def counts(self, ids: Int64s, occurrences: Int64s) -> Int64s:
         """Return how often each of these ids, all different, occurred, the given occurrences included."""
@@ -53,8 +52,8 @@ class ExactCandidates:
 
     def counts(self, ids: Int64s, occurrences: Int64s) -> Int64s:
         """Return the counts of the rows, 0 without one, and the occurrences."""
-        found: Int64s = self.table.store.look_up(ids, self.table.read).numpy()[:, 0]
-        return found + occurrences
+        counted: Int64s = self.table.store.look_up(ids, embedding_reader(self.table)).numpy()[:, 0]
+        return counted + occurrences
 
     def add(self, ids: Int64s, occurrences: Int64s) -> None:
         """Add the occurrences to the rows."""
@@ -64,7 +63,10 @@ class ExactCandidates:
 
     def waiting(self) -> Int64s:
         """Return the ids of the rows."""
-        return self.table.ids().numpy()
+        store = self.table.store
+        with store.lock:
+            ids: Int64s = store.ids.to_tensor(len(store)).numpy()
+        return ids
 
     def forget(self, ids: Int64s) -> None:
         """Drop the rows."""
@@ -108,7 +110,7 @@ class BloomCandidates:
         index = IdIndex()
         index.reserve(len(ids))
         at, blocks = index.find_or_add(block_of(ids, self.geometry))
-        cells = self.table.store.look_up(blocks, self.table.read).numpy()
+        cells = self.table.store.look_up(blocks, embedding_reader(self.table)).numpy()
         _add(ids, at, np.minimum(occurrences, MAX_BLOOM_COUNT), self.geometry.hashes, cells)
         return blocks, cells, at
 

@@ -6,29 +6,25 @@ from one step to the next. So a run on other ranks, and one that was resumed, ev
 
 from __future__ import annotations
 
-import logging
+import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from recckpt.format.distinct import distinct
-from recckpt.policies.evict import NORM, Evict, Mask, first_rows
+from recckpt.policies.evict import NORM, Evict, Mask
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.eviction_plan import ALL, HashRange, Plan, Policy, plan_of
+from recckpt.sparse.table.eviction_plan import ALL, HashRange, Plan, plan_of
 from recckpt.sparse.table.kernels import row_norms
-from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.nn_module import TableModule, erase_rows, warn_once
 from recckpt.sparse.table.recomputation import is_in_backward
-from recckpt.sparse.table.tracking import TrackedTable
+from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.tracking import Now, TableTime
 from recckpt.types import EMBEDDING
-
-log = logging.getLogger("recckpt")
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Int64s = npt.NDArray[np.int64]
 _PATIENCE = 1000  # training look-ups of one step, after which somebody seems to have forgotten to count steps
@@ -60,180 +56,161 @@ _NONE = np.empty(0, np.int64)
 _NOTHING = EvictionScan(_NONE, _NONE, _NONE, 0)
 
 
-class EvictingTable(TrackedTable):
-    """A table that evicts rows, when it is told to and as it is trained."""
+class Eviction:
+    """What a table evicts as it is trained, up to which step that is done, and how many rows went.
 
-    _plan = Plan()
-    _evicted_to: tuple[object, int | None] = (None, None)  # the step up to which parts are done, in an era of the rows
-    _n_looked_up = 0  # times since
-    _n_evicted = 0
-    _warned: frozenset[str] = frozenset()
+    Args:
+        table_time: that of the table.
+        plan: what is evicted when; an empty one where only :meth:`evict` is called.
 
-    @property
-    def evicts(self) -> tuple[Policy, ...]:
-        """The policies by which rows go as the table is trained."""
-        return (*self._plan.rules, *([self._plan.capacity] if self._plan.capacity else []))
+    Attributes:
+        n_evicted: rows that policies have evicted since the table was made, on this rank.
+    """
 
-    @property
-    def n_evicted(self) -> int:
-        """Rows that policies have evicted since the table was made, on this rank."""
-        return self._n_evicted
+    def __init__(self, table_time: TableTime, plan: Plan | None = None) -> None:
+        self.plan = plan or Plan()
+        self.n_evicted = 0
+        self._table_time = table_time
+        self._evicted_to: tuple[object, int | None] = (None, None)  # the era of the rows, and the step
+        self._n_looked_up = 0  # times since
 
-    @property
-    def evicted_to(self) -> int | None:
-        """The step up to which eviction is done, None where it has not begun with these rows; saved with them."""
-        era, step = self._evicted_to
-        return step if era is self._store.era else None
-
-    @evicted_to.setter
-    def evicted_to(self, step: int | None) -> None:
-        self._evicted_to = (self._store.era, step)
-
-    @opaque
-    def evict(self, *policies: Policy) -> int:
-        """Drop all rows that any of these policies evicts, now, and return how many. Collective with a capacity.
-
-        An id that comes back starts anew. The row of ``padding_id`` stays.
-
-        Args:
-            policies: of :mod:`recckpt.policies.evict`.
-
-        Raises:
-            ValueError: something is no policy, or looks at a slot that the table does not have; nothing has changed.
-        """
-        plan = plan_of(self.name, policies, set(self._store.columns), every=1, budget_ms=None)
-        return self._evict(plan, [ALL], target=None if plan.capacity is None else plan.capacity.n)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = super().__deepcopy__(memo)
-        twin.evicted_to = self.evicted_to  # the copy of an era is another one
+    def __deepcopy__(self, memo: dict[int, Any]) -> Eviction:
+        twin = Eviction(copy.deepcopy(self._table_time, memo), copy.deepcopy(self.plan, memo))
+        twin.n_evicted, twin._n_looked_up = self.n_evicted, self._n_looked_up
+        twin._evicted_to = self._evicted_to  # with the era itself, which is that of the copied rows too
         return twin
 
-    def _begin_evicting(self, evict: Any, every: Any, budget_ms: Any) -> None:
-        """Take note of what the table is to evict, or raise ValueError."""
-        if not isinstance(evict, Iterable) or isinstance(evict, str):
-            evict = [evict]
-        policies = list(evict)
-        if policies and every is None:
-            raise ValueError(
-                f"table {self.name!r}: found evict={policies} and no evict_every: give the number of steps in which "
-                "all rows are looked at, such as evict_every=1000"
-            )
-        if not policies and (every is not None or budget_ms is not None):
-            raise ValueError(f"table {self.name!r}: found evict_every or budget_ms and nothing in evict to go by them")
-        if policies:
-            self._plan = plan_of(self.name, policies, set(self._store.columns), every=every, budget_ms=budget_ms)
+    def evicted_to(self, store: RowStore) -> int | None:
+        """Return the step up to which eviction is done; None where it has not begun with these rows."""
+        era, step = self._evicted_to
+        return step if era is store.era else None
 
-    def evict_due(self) -> None:
-        """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
-        if self._plan.is_empty or not self.training or is_in_backward():
-            return
-        step, before = self.step, self.evicted_to
-        if step == before:
-            self._n_looked_up += 1
-            if self._n_looked_up == _PATIENCE:
-                self.warn_once("step", _NO_STEPS.format(step, _PATIENCE))
-            return
-        begin = time.thread_time()
-        self._evict_at(step, before)
-        self.evicted_to, self._n_looked_up = step, 0
-        spent_ms, budget_ms = 1e3 * (time.thread_time() - begin), self._plan.budget_ms
-        if budget_ms is not None and spent_ms > budget_ms:
-            longer = int(self._plan.every * spent_ms / budget_ms) + 1
-            self.warn_once("budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self._plan.every))
+    def set_evicted_to(self, store: RowStore, step: int | None) -> None:
+        """Take the rows for ones in which eviction is done up to a step."""
+        self._evicted_to = (store.era, step)
 
-    def _evict_at(self, step: int, before: int | None) -> None:
-        plan, pace = self._plan, 1
-        if plan.capacity is not None:
-            n_rows = sum(self._of_ranks(f"evicting from {self.name!r} at step {step}", len(self._store)))
-            pace = plan.capacity.pace(n_rows)
-            if plan.capacity.is_crowded(n_rows):
-                self.warn_once("capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
-                self._evict(plan, [ALL])
-                return
-        self._evict(plan, plan.due(before, step, pace))
-
-    def _evict(self, plan: Plan, parts: Sequence[HashRange], target: int | None = None) -> int:
-        """Drop what goes of some parts; of all rows, more than a ``target``, if there is one."""
-        gone, n_gone = [_NONE], 0
-        for part in parts:
-            gone += self._gone_of(plan, part, n_gone, target)
-            n_gone = sum(map(len, gone))
-        n_evicted = self._erase(np.concatenate(gone)) if n_gone else 0
-        self._n_evicted += n_evicted
-        return n_evicted
-
-    def _gone_of(self, plan: Plan, part: HashRange, n_gone: int, target: int | None) -> list[Int64s]:
-        """Return what goes of a part, where so many rows of others go before."""
-        problem: Exception | None = None
-        try:
-            found = self._found(plan, part)
-        except Exception as error:
-            found, problem = _NOTHING, error
-        if plan.capacity is None:
-            if problem is not None:
-                raise problem
-            return [found.gone]
-        what, n_left = f"evicting from {self.name!r}", found.n_rows - n_gone - len(found.gone)
-        n_left, n_in_part = (sum(self._of_ranks(what, n, problem)) for n in (n_left, len(found.ids)))
-        excess = plan.capacity.excess(n_left, n_in_part, part.share) if target is None else n_left - target
-        return [found.gone, found.ids[self._first_rows(found.by, found.ids, excess)]]
-
-    def _found(self, plan: Plan, part: HashRange) -> EvictionScan:
-        """Ask the rules, a piece of the rows after the other, which of a part go."""
-        now, store, capacity = self.now, self._store, plan.capacity
-        gone, left, by = [_NONE], [_NONE], [_NONE]
-        with store.lock:
-            for rows, ids in self._pieces(part):
-                columns = {name: _values(store.columns, name, rows) for name in plan.needs}
-                goes = np.zeros(len(rows), np.bool_)
-                for rule in plan.rules:
-                    goes |= _checked_mask(rule, rule.evicted(columns, now), len(rows))
-                gone.append(ids[goes])
-                if capacity is not None:
-                    left.append(ids[~goes])
-                    by.append(columns[capacity.by][~goes])
-            return EvictionScan(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
-
-    def _pieces(self, part: HashRange) -> Iterator[tuple[Int64s, Int64s]]:
-        """Yield the rows of a part and their ids, but for padding: as many as a cache holds what is looked at of."""
-        store = self._store
-        some = None if part == ALL else store.rows.index.part(*part)
-        for begin in range(0, len(store) if some is None else len(some[0]), _PIECE):
-            end = min(begin + _PIECE, len(store))
-            if some is None:
-                rows = np.arange(begin, end)
-                ids = store.ids.gather(rows).numpy()
-            else:
-                rows, ids = (each[begin:end] for each in some)
-            if self.padding_id is not None:
-                rows, ids = rows[ids != self.padding_id], ids[ids != self.padding_id]
-            yield rows, ids
-
-    def _first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
-        """Return which of these rows are among the first ``n`` to go."""
-        return first_rows(by, ids, n)
-
-    def _of_ranks(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
-        """Return the number of each rank, or raise the ``problem`` of one."""
-        if problem is not None:
-            raise problem
-        return [number]
-
-    def _check_batch(self, ids: Int64s) -> None:
+    def check_batch(self, table: TableModule, ids: Int64s) -> None:
         """Raise ValueError where a look-up has more different ids than the table may have rows."""
-        capacity = self._plan.capacity
+        capacity = self.plan.capacity
         if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
             raise ValueError(
-                f"table {self.name!r}: found a look-up of {n_ids} different ids, expected at most those that "
+                f"table {table.name!r}: found a look-up of {n_ids} different ids, expected at most those that "
                 f"{capacity} holds: give a larger n, or smaller batches"
             )
 
-    def warn_once(self, about: str, text: str) -> None:
-        """Warn of something in this table, the first time only."""
-        if about not in self._warned:
-            self._warned |= {about}
-            log.warning("table %r: %s", self.name, text)
+    def evict_due(self, table: TableModule) -> None:
+        """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
+        if self.plan.is_empty or not table.training or is_in_backward():
+            return
+        step, before = self._table_time.step or 0, self.evicted_to(table.store)
+        if step == before:
+            self._n_looked_up += 1
+            if self._n_looked_up == _PATIENCE:
+                warn_once(table, "step", _NO_STEPS.format(step, _PATIENCE))
+            return
+        begin = time.thread_time()
+        self._evict_at(table, step, before)
+        self.set_evicted_to(table.store, step)
+        self._n_looked_up = 0
+        spent_ms, budget_ms = 1e3 * (time.thread_time() - begin), self.plan.budget_ms
+        if budget_ms is not None and spent_ms > budget_ms:
+            longer = int(self.plan.every * spent_ms / budget_ms) + 1
+            warn_once(table, "budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self.plan.every))
+
+    def evict(self, table: TableModule, policies: Sequence[Any]) -> int:
+        """Drop all rows that any of these policies evicts, and return how many. Collective with a capacity."""
+        plan = plan_of(table.name, policies, set(table.store.columns), every=1, budget_ms=None)
+        return self._evict(table, plan, [ALL], target=None if plan.capacity is None else plan.capacity.n)
+
+    def _evict_at(self, table: TableModule, step: int, before: int | None) -> None:
+        plan, pace = self.plan, 1
+        if plan.capacity is not None:
+            what = f"evicting from {table.name!r} at step {step}"
+            n_rows = sum(table.sharing.numbers(what, len(table.store)))
+            pace = plan.capacity.pace(n_rows)
+            if plan.capacity.is_crowded(n_rows):
+                warn_once(table, "capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
+                self._evict(table, plan, [ALL])
+                return
+        self._evict(table, plan, plan.due(before, step, pace))
+
+    def _evict(self, table: TableModule, plan: Plan, parts: Sequence[HashRange], target: int | None = None) -> int:
+        """Drop what goes of some parts; of all rows, more than a ``target``, if there is one."""
+        gone, n_gone = [_NONE], 0
+        for part in parts:
+            gone += self._gone_of(table, plan, part, n_gone, target)
+            n_gone = sum(map(len, gone))
+        n_evicted = erase_rows(table, np.concatenate(gone)) if n_gone else 0
+        self.n_evicted += n_evicted
+        return n_evicted
+
+    def _gone_of(
+        self, table: TableModule, plan: Plan, part: HashRange, n_gone: int, target: int | None
+    ) -> list[Int64s]:
+        """Return what goes of a part, where so many rows of others go before."""
+        problem: Exception | None = None
+        try:
+            scan = _scan(table, plan, part, self._table_time.now)
+        except Exception as error:
+            scan, problem = _NOTHING, error
+        if plan.capacity is None:
+            if problem is not None:
+                raise problem
+            return [scan.gone]
+        what, n_left = f"evicting from {table.name!r}", scan.n_rows - n_gone - len(scan.gone)
+        n_left, n_in_part = (sum(table.sharing.numbers(what, n, problem)) for n in (n_left, len(scan.ids)))
+        excess = plan.capacity.excess(n_left, n_in_part, part.share) if target is None else n_left - target
+        return [scan.gone, scan.ids[table.sharing.first_rows(scan.by, scan.ids, excess)]]
+
+
+def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: Any, budget_ms: Any) -> Eviction:
+    """Return what a table is to evict, as its arguments say, or raise ValueError."""
+    if not isinstance(evict, Iterable) or isinstance(evict, str):
+        evict = [evict]
+    policies = list(evict)
+    if policies and every is None:
+        raise ValueError(
+            f"table {table.name!r}: found evict={policies} and no evict_every: give the number of steps in which "
+            "all rows are looked at, such as evict_every=1000"
+        )
+    if not policies and (every is not None or budget_ms is not None):
+        raise ValueError(f"table {table.name!r}: found evict_every or budget_ms and nothing in evict to go by them")
+    if not policies:
+        return Eviction(table_time)
+    plan = plan_of(table.name, policies, set(table.store.columns), every=every, budget_ms=budget_ms)
+    return Eviction(table_time, plan)
+
+
+def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> EvictionScan:
+    """Ask the rules, a piece of the rows after the other, which of a part go."""
+    store, capacity = table.store, plan.capacity
+    gone, left, by = [_NONE], [_NONE], [_NONE]
+    with store.lock:
+        for rows, ids in _pieces(store, part, table.padding_id):
+            columns = {name: _values(store.columns, name, rows) for name in plan.needs}
+            goes = np.zeros(len(rows), np.bool_)
+            for rule in plan.rules:
+                goes |= _checked_mask(rule, rule.evicted(columns, now), len(rows))
+            gone.append(ids[goes])
+            if capacity is not None:
+                left.append(ids[~goes])
+                by.append(columns[capacity.by][~goes])
+        return EvictionScan(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
+
+
+def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterator[tuple[Int64s, Int64s]]:
+    """Yield the rows of a part and their ids, but for padding: as many as a cache holds what is looked at of."""
+    some = None if part == ALL else store.rows.index.part(*part)
+    for begin in range(0, len(store) if some is None else len(some[0]), _PIECE):
+        end = min(begin + _PIECE, len(store))
+        if some is None:
+            rows = np.arange(begin, end)
+            ids = store.ids.gather(rows).numpy()
+        else:
+            rows, ids = (each[begin:end] for each in some)
+        if padding_id is not None:
+            rows, ids = rows[ids != padding_id], ids[ids != padding_id]
+        yield rows, ids
 
 
 def _values(columns: Any, name: str, rows: Int64s) -> npt.NDArray[Any]:
@@ -248,8 +225,8 @@ def _values(columns: Any, name: str, rows: Int64s) -> npt.NDArray[Any]:
 
 
 def _checked_mask(rule: Evict, mask: Any, n_rows: int) -> Mask:
-    """Return what a policy said, or raise ValueError where it is no mask."""
-    found: Mask = np.asarray(mask)
-    if found.dtype != np.bool_ or found.shape != (n_rows,):
-        raise ValueError(f"{rule}: found a mask of {found.dtype} {found.shape}, expected bool ({n_rows},)")
-    return found
+    """Return the answer of a policy, or raise ValueError where it is not a mask of so many rows."""
+    checked: Mask = np.asarray(mask)
+    if checked.dtype != np.bool_ or checked.shape != (n_rows,):
+        raise ValueError(f"{rule}: found a mask of {checked.dtype} {checked.shape}, expected bool ({n_rows},)")
+    return checked

@@ -46,6 +46,11 @@ class Plan:
     budget_ms: float | None = None
 
     @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The rules and the capacity."""
+        return (*self.rules, *([self.capacity] if self.capacity else []))
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is ever evicted."""
         return not self.rules and self.capacity is None
@@ -53,7 +58,7 @@ class Plan:
     @property
     def needs(self) -> frozenset[str]:
         """The columns that the policies look at."""
-        return frozenset(name for policy in (*self.rules, self.capacity) if policy is not None for name in policy.needs)
+        return frozenset(name for policy in self.policies for name in policy.needs)
 
     @property
     def n_parts(self) -> int:
@@ -71,7 +76,7 @@ class Plan:
             before = step - 1
         first, last = (at * n_parts // self.every for at in (before, step))
         numbers = range(max(first, last - n_parts) + 1, last + 1)
-        # The further ones are as far from each other as can be: each was looked at as long ago as the others.
+        # Parts scanned in one step are n_parts / pace apart, so each was last scanned equally long ago.
         due = {(number + n * n_parts // pace) % n_parts: None for number in numbers for n in range(pace)}
         return [HashRange(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,7 @@ from torch import Tensor
 
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import add_rows
-
-if TYPE_CHECKING:
-    from recckpt.sparse.table.nn_module import TableModule
-    from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.row_store import RowStore
 
 Int64s = npt.NDArray[np.int64]
 
@@ -118,6 +114,10 @@ class Gradients:
             kept = [] if set_to_none else self._entries[:1]
             self._entries = [_Entry(entry.ids[:0], entry.grads[:0], entry.era) for entry in kept]
 
+    def keep_squares(self) -> None:
+        """Keep the sums of the squares of entries from now on, for an optimizer that needs them."""
+        self.keeps_squares = True
+
     def twin(self) -> Gradients:
         """Return one without gradients for a copy of the table."""
         return Gradients(keeps_squares=self.keeps_squares)
@@ -174,11 +174,6 @@ class Gradients:
             entries = [_Entry(different, sums, store.era, merged=merged)]
         self._entries = entries
         return entries[0] if entries else None
-
-
-def passes_waiting(table: TableModule) -> int:
-    """Return of how many backward passes the gradients of a table wait for an optimizer."""
-    return table._gradients.passes_waiting(table._store)
 
 
 def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:

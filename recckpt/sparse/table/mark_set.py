@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,14 @@ class MarkSet:
             bits[: len(self.bits)] = self.bits
             self.bits = bits
             self._is_shared = False
+
+
+class HasMarkSets(Protocol):
+    """Who wants to know which rows change."""
+
+    @property
+    def sets(self) -> tuple[MarkSet, ...]:
+        """The sets that are to be told of each change."""
 
 
 def marked_rows(bits: Bytes, n_rows: int) -> Int64s:

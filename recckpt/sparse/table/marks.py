@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,9 @@ from recckpt.format.buckets import bucket_of
 from recckpt.format.distinct import distinct
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.mark_set import MarkSet, marked_rows
+from recckpt.sparse.table.nn_module import TableModule
+from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
-
-if TYPE_CHECKING:
-    from recckpt.sparse.table.row_store import RowStore
-    from recckpt.sparse.table.table import HashTable
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -44,19 +42,19 @@ class Tracker:
     def __init__(self) -> None:
         self._marks: dict[str, Marks] = {}
 
-    def begin(self, table: HashTable, base: str) -> None:
+    def begin(self, table: TableModule, base: str) -> None:
         """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
         self._of(table).begin(base)
 
-    def freeze(self, table: HashTable, slots: Collection[str] | None = None) -> Frozen:
+    def freeze(self, table: TableModule, slots: Collection[str] | None = None) -> Frozen:
         """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
         return self._of(table).freeze(table.store, table.name, slots)
 
-    def is_unchanged(self, table: HashTable, base: str) -> bool:
+    def is_unchanged(self, table: TableModule, base: str) -> bool:
         """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
         return self._of(table).is_unchanged(base)
 
-    def _of(self, table: HashTable) -> Marks:
+    def _of(self, table: TableModule) -> Marks:
         marks = self._marks.get(table.name)
         if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
             marks = self._marks[table.name] = Marks(table.store)

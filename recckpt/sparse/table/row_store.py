@@ -15,8 +15,7 @@ from torch import Tensor
 
 from recckpt.format.distinct import distinct
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.mark_set import MarkSet
-from recckpt.sparse.table.marks import Marks
+from recckpt.sparse.table.mark_set import HasMarkSets, MarkSet
 from recckpt.sparse.table.rows import Rows, last_occurrence
 from recckpt.sparse.table.snapshot import Log, Logs, Snapshot
 from recckpt.sparse.table.visits import Visit
@@ -44,7 +43,7 @@ class RowStore:
         self.lock = threading.RLock()
         self._rows = Rows(device)
         self._snapshots: list[weakref.ref[Snapshot]] = []
-        self._marks: list[weakref.ref[Marks]] = []
+        self._marks: list[weakref.ref[HasMarkSets]] = []
         self._spare_logs: Logs | None = None
 
     def __len__(self) -> int:
@@ -63,6 +62,11 @@ class RowStore:
     @property
     def columns(self) -> Mapping[str, Column]:
         """The slots by name."""
+        return self._rows.columns
+
+    @property
+    def saved_columns(self) -> Mapping[str, Column]:
+        """The columns that a checkpoint has of these rows."""
         return self._rows.columns
 
     @property
@@ -93,7 +97,7 @@ class RowStore:
             self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
             return snapshot
 
-    def track(self, marks: Marks) -> None:
+    def track(self, marks: HasMarkSets) -> None:
         """Tell marks, for as long as somebody has them, of all that changes."""
         with self.lock:
             self._marks = [*(r for r in self._marks if r() is not None), weakref.ref(marks)]
@@ -117,6 +121,10 @@ class RowStore:
         with self.lock:
             self._settled().reserve(n_rows)
 
+    def read(self, columns: Mapping[str, Column], rows: Int64s, unseen: float) -> Tensor:
+        """Return a copy of the embeddings of ``rows``; row -1 reads ``unseen``."""
+        return columns[EMBEDDING].gather_or(rows, unseen)
+
     def find(self, ids: Int64s) -> Int64s:
         """Return the row of each id, -1 where it is absent."""
         return self.look_up(ids, lambda columns, rows: rows)
@@ -127,7 +135,7 @@ class RowStore:
             rows = self._rows
             version = rows.index.version
             taken = take(rows.columns, rows.index.find(ids))
-            if _is_still(rows, version):
+            if rows.is_still(version):
                 return taken
         with self.lock:
             rows = self._rows
@@ -141,11 +149,11 @@ class RowStore:
         new = np.flatnonzero(at < 0)
         if len(new) == 0:
             taken = take(rows.columns, at)
-            if _is_still(rows, version):
+            if rows.is_still(version):
                 return taken
         with self.lock:
             self._settled()
-            if self._rows is rows and _is_still(rows, version):
+            if self._rows is rows and rows.is_still(version):
                 at[new] = self.add(ids[new], embeddings)
             else:
                 at = self.add(ids, embeddings)
@@ -155,7 +163,8 @@ class RowStore:
         """Count and stamp the rows of ``ids``, those that are new added, and return what ``take`` makes of them."""
         with self.lock:
             at, _ = self._claim(ids, frozenset(), embeddings)
-            self._announce(distinct(at) if self._is_watched else at, with_ids=False)
+            is_copied_aside = any(reference() is not None for reference in self._snapshots)  # each row once
+            self._announce(distinct(at) if is_copied_aside else at, with_ids=False)
             self._rows.visit(at, visit)
             return take(self._rows.columns, at)
 
@@ -261,11 +270,6 @@ class RowStore:
             rows.columns[EMBEDDING].write(first, made)
         return at, len(new_ids)
 
-    @property
-    def _is_watched(self) -> bool:
-        """Whether a snapshot may copy rows aside, each of which it is told of once."""
-        return any(reference() is not None for reference in self._snapshots)
-
     def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
         """Tell snapshots and marks of rows that are about to change."""
         self._keep(rows, with_ids=with_ids)
@@ -293,8 +297,3 @@ class RowStore:
         logs.ids.forget(_SPARE_ID_BYTES)
         logs.slots.forget(_SPARE_BYTES)
         self._spare_logs = logs
-
-
-def _is_still(rows: Rows, version: int) -> bool:
-    """Return whether no row has been renumbered since the index had this version."""
-    return version % 2 == 0 and rows.index.version == version

@@ -106,6 +106,10 @@ class Rows:
         """Bytes of index, ids and slots, room for growth included."""
         return self.index.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
 
+    def is_still(self, version: int) -> bool:
+        """Return whether no row has been renumbered since the index had this version."""
+        return version % 2 == 0 and self.index.version == version
+
     def emptied(self) -> Rows:
         """Return no rows of the same slots."""
         twin = Rows(self.device)

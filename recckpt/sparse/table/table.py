@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 from torch import Tensor
 
-from recckpt import types
-from recckpt.format.buckets import N_BUCKETS, Slice
+from recckpt.format.buckets import Slice
 from recckpt.policies.admit import Admit, AdmitFunction
-from recckpt.sparse.average.followed import FollowedTable
 from recckpt.sparse.average.models import average_tables_too
-from recckpt.sparse.table.admission import AdmittingTable, Fetched, admission_of, fetched_again
-from recckpt.sparse.table.checks import (
-    asked_ids,
-    check_owned,
-    check_values,
-    checked_count,
-    checked_device,
-    checked_shape,
-    dtype_name,
-    flat_ids,
-)
-from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.eviction import EvictingTable
+from recckpt.sparse.table.admission import admission_of
+from recckpt.sparse.table.bags import Ends, Mode, bags_of, check_mode, pool
+from recckpt.sparse.table.checks import asked_ids
+from recckpt.sparse.table.differentiable import add_gradients, lookup_with_grad
+from recckpt.sparse.table.eviction import eviction_of
 from recckpt.sparse.table.eviction_plan import Policy
-from recckpt.sparse.table.gradients import Gradients
-from recckpt.sparse.table.initializers import InitializerLike, as_initializer
-from recckpt.sparse.table.nn_module import lookup_with_grad
+from recckpt.sparse.table.fetch import fetch, inserts
+from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.opaque import opaque
-from recckpt.sparse.table.recomputation import is_in_backward
-from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.row_table import RowTable
 from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
-from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Int64s = npt.NDArray[np.int64]
 
-
-class HashTable(FollowedTable, AdmittingTable, EvictingTable):
+class HashTable(RowTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
@@ -91,20 +72,17 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         evict_every: int | None = None,
         budget_ms: float | None = None,
     ) -> None:
-        super().__init__()
-        self.name = check_table_name(name)
-        self.dtype = dtype
-        self.slice = slice or Slice(0, N_BUCKETS)
-        self.seed = xxhash.xxh3_64_intdigest(name.encode("utf-8"))
-        spec = SlotSpec(EMBEDDING, dtype_name(dtype), checked_shape(embedding_shape))
-        self.initializer = as_initializer(initializer, dtype, spec.shape)
-        self._store = RowStore(checked_device(name, device))
-        self._store.add_column(spec)
-        self._add_anchor(dtype, self.device)
-        self._begin_tracking(track)
-        self._begin_evicting(evict, evict_every, budget_ms)
-        self._gradients = Gradients()
-        self._admission = admission_of(admit, self._made_candidates)
+        super().__init__(
+            embedding_shape,
+            name=name,
+            dtype=dtype,
+            device=device,
+            initializer=initializer,
+            slice=slice,
+            track=track,
+        )
+        self.eviction = eviction_of(self, self.time, evict, evict_every, budget_ms)
+        self.admission = admission_of(admit, self.time, self._made_candidates)
 
     @classmethod
     def from_embedding(cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Any) -> Self:
@@ -129,17 +107,6 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         table.padding_id, table.requires_grad = rows.padding_id, rows.requires_grad
         return table
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the table holds: index, ids and slots, room for growth included."""
-        return self._store.nbytes
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    def __bool__(self) -> bool:
-        return True  # an empty table is still a table
-
     @opaque
     def forward(self, ids: Tensor, *, admit: bool | None = None) -> Tensor:
         """Return the embeddings of ``ids``.
@@ -160,140 +127,104 @@ class HashTable(FollowedTable, AdmittingTable, EvictingTable):
         Raises:
             ValueError: an unseen id lies outside the slice of this table, or there are more ids than its capacity.
         """
-        flat, inserts = asked_ids(ids), self.inserts(admit)
-        if inserts:
-            self.evict_due()
+        flat, is_inserting = asked_ids(ids), inserts(self, admit)
+        if is_inserting:
+            self.eviction.evict_due(self)
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
-            fetch = partial(self.fetch, owned, admit=inserts)
-            out = lookup_with_grad(self.anchor, fetch, self.add_gradients, owned)
+            read = partial(fetch, self, owned, admit=is_inserting)
+            out = lookup_with_grad(self.anchor, read, partial(add_gradients, self), owned)
         else:
-            out = self.fetch(flat, admit=inserts).rows
+            out = fetch(self, flat, admit=is_inserting).rows
         return out.view(*ids.shape, *out.shape[1:])
 
-    def fetch(self, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:
-        """Return the embeddings of ``ids`` as :meth:`forward` does, but not differentiable, and which have rows.
-
-        Without ``occurrences`` each of the ids counts for one.
-        """
-        if not self.training:
-            return Fetched(self._store.look_up(ids, self.read), None)
-        if not admit:
-            return Fetched(*self._store.look_up(ids, lambda some, at: (self.read(some, at), np.flatnonzero(at >= 0))))
-        if is_in_backward() and (again := fetched_again(self, ids)) is not None:
-            return again
-        given = np.ones(len(ids), np.int64) if occurrences is None and (self.track or self._admission) else occurrences
-        if self._admission is not None and given is not None:
-            return self._admission.fetch(self, ids, given)
-        return Fetched(self.fetch_all(ids, given), None)
-
-    def fetch_all(self, ids: Int64s, occurrences: Int64s | None) -> Tensor:
-        """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
-        self._check_batch(ids)
-        if self.track and occurrences is not None:
-            with self._store.lock:  # an event time may come meanwhile
-                return self._store.visit(ids, self._visit(occurrences), self.read, self.first_embeddings)
-        return self._store.look_up_or_add(ids, self.read, self.first_embeddings)
-
     @opaque
-    def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
-        """Set the rows of ``ids``, adding those that are new; the last of equal ids wins.
+    def bag(
+        self,
+        ids: Any,
+        offsets: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        mode: Mode = "sum",
+        weights: Any = None,
+        padding_id: int | None = None,
+        include_last_offset: bool = False,
+        admit: bool | None = None,
+    ) -> Tensor:
+        """Return the rows of each bag of ids, pooled, as ``nn.EmbeddingBag`` does; an empty bag gives zeros.
+
+        Training inserts ids as a call of the table does, and gradients reach the same rows. Collective where the call
+        of the table is. The default of ``nn.EmbeddingBag`` is ``mode="mean"``.
 
         Args:
-            ids: int64, shape (n,).
-            embeddings: shape (n, *embedding_shape), the table's dtype.
-            slots: slot name -> (n, *slot_shape). Slots that are not named keep their values, and start at
-                their initial value in new rows.
-
-        Raises:
-            ValueError: a shape, dtype or slot name does not fit; an id lies outside the slice. Nothing has
-                been changed then.
-        """
-        flat = flat_ids(ids)
-        values = {EMBEDDING: embeddings, **(slots or {})}
-        for name, tensor in values.items():
-            check_values(self.name, self._spec_of(name), tensor, len(flat))
-        check_owned(self.name, self.slice, flat)
-        self._date_new_rows()
-        self._note_inserted(flat)
-        with self._store.lock:
-            self._store.insert(flat, values)
-            self._forget_counts(flat)
-
-    @opaque
-    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (embeddings, found) without inserting; unseen ids read as in eval mode.
+            ids: int64 or int32. Of two dimensions each row is a bag; of one, ``offsets`` or ``lengths`` say where bags
+                end. Or a nested tensor of the layout ``torch.jagged``, or any object with ``values()``, ``lengths()``
+                and ``offsets()``, such as TorchRec's ``JaggedTensor``, whose weights count too. Strings by
+                :func:`recckpt.sparse.hash_ids`.
+            offsets: where each bag begins, the first at 0.
+            lengths: how many ids each bag has.
+            mode: ``"sum"``, ``"mean"`` or ``"max"``.
+            weights: for ``"sum"``: what each row is multiplied with, one for each id, in the dtype of the table;
+                differentiable.
+            padding_id: an id that stands for none: it is not pooled, not counted by ``"mean"``, and gets no row; None
+                for that of the table, if it has one.
+            include_last_offset: whether ``offsets`` ends with the number of ids, as an extra item.
+            admit: as of a call of the table.
 
         Returns:
-            Embeddings of shape ``ids.shape + embedding_shape``, and a bool mask of ``ids.shape``.
+            Tensor of shape (bags, *embedding_shape).
+
+        Raises:
+            TypeError, ValueError: the ids, bags, weights or mode are not such.
         """
-        values, seen = self._store.look_up(
-            flat_ids(ids), lambda columns, rows: (self.read(columns, rows), torch.from_numpy(rows >= 0))
-        )
-        return values.view(*ids.shape, *values.shape[1:]), seen.to(ids.device).view(ids.shape)
+        try:
+            ends = Ends(offsets, lengths, include_last_offset)
+            bags = bags_of(self, ids, ends, weights, padding_id)
+            check_mode(self, mode, bags.weights)
+        except (TypeError, ValueError) as error:
+            self.sharing.refuse(self, error, admit)
+        return pool(self(bags.ids, admit=admit), bags, mode)
 
     @opaque
-    def erase(self, ids: Tensor) -> int:
-        """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped.
+    def evict(self, *policies: Policy) -> int:
+        """Drop all rows that any of these policies evicts, now, and return how many. Collective with a capacity.
 
-        Gradients that wait for the optimizer go with them.
-        What was counted of ids that wait for a row is dropped too, where it is counted by id.
+        An id that comes back starts anew. The row of ``padding_id`` stays.
+
+        Args:
+            policies: of :mod:`recckpt.policies.evict`.
+
+        Raises:
+            ValueError: something is no policy, or looks at a slot that the table does not have; nothing has changed.
         """
-        flat = flat_ids(ids)
-        with self._store.lock:
-            self._forget_counts(flat)
-            return self._erase(flat)
+        return self.eviction.evict(self, policies)
 
-    @opaque
-    def clear(self) -> None:
-        """Drop all rows and pending gradients."""
-        self._store.clear()
-        self._gradients.clear()
+    @property
+    def evicts(self) -> tuple[Policy, ...]:
+        """The policies by which rows go as the table is trained."""
+        return self.eviction.plan.policies
 
-    @opaque
-    def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` rows in all, 0 or more, so that inserting them allocates nothing."""
-        self._store.reserve(checked_count(self.name, n_rows))
+    @property
+    def n_evicted(self) -> int:
+        """Rows that policies have evicted since the table was made, on this rank."""
+        return self.eviction.n_evicted
 
-    @opaque
-    def ids(self) -> Tensor:
-        """Return a copy of the ids, int64, shape (rows,), on the CPU."""
-        with self._store.lock:
-            return self._store.ids.to_tensor(len(self))
+    @property
+    def admit(self) -> Admit | None:
+        """The policy that says which ids get rows; None where all do."""
+        return None if self.admission is None else self.admission.policy
 
-    @opaque
-    def embeddings(self) -> Tensor:
-        """Return a copy of the embeddings, shape (rows, *embedding_shape), in the order of :meth:`ids`."""
-        with self._store.lock:
-            return self._store.columns[EMBEDDING].to_tensor(len(self))
-
-    def first_embeddings(self, new_ids: Int64s) -> Tensor:
-        """Return what different new ids start with, shape (n, *embedding_shape)."""
-        check_owned(self.name, self.slice, new_ids)
-        return self.initializer.values(new_ids, self.seed, self._spec)
-
-    def read(self, columns: Mapping[str, Column], rows: Int64s) -> Tensor:
-        """Return a copy of the embeddings of ``rows``; row -1 reads as an unseen id."""
-        return columns[EMBEDDING].gather_or(rows, self.initializer.unseen)
+    @property
+    def candidates(self) -> HashTable | None:
+        """The counts of ids that wait for a row, which are saved as a table of their own; None without such."""
+        counts = None if self.admission is None else self.admission.candidates
+        return None if counts is None else cast(HashTable, counts.table)
 
     def _made_candidates(self, n_values: int, dtype: torch.dtype, name: str) -> HashTable:
         """Return an empty table for counts of ids that have no row, in this slice and on the CPU."""
-        return HashTable(n_values, name=f"{self.name}.{name}", dtype=dtype, device="cpu", slice=self.slice)
-
-    def _copy_rows_of(self, other: types.SavableTable) -> None:
-        """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
-        with other.store.lock if isinstance(other, HashTable) else nullcontext():  # rows of one moment
-            ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
-        check_owned(self.name, self.slice, flat_ids(ids))
-        check_values(self.name, self._spec, embeddings, len(ids))
-        specs, store = self._specs_of(slots, len(ids)), self._store.emptied()
-        for spec in specs:
-            if spec.name not in store.columns:
-                store.add_column(spec)
-        store.insert(flat_ids(ids), {EMBEDDING: embeddings, **slots})
-        self._store.adopt(store)
-        self.evicted_to = other.evicted_to if isinstance(other, HashTable) else None
-        self.note_clock(getattr(other, "clock_dates", None))
+        table = HashTable(n_values, name=f"{self.name}.{name}", dtype=dtype, device="cpu", slice=self.slice)
+        table.is_trained = False
+        return table
 
 
 average_tables_too()

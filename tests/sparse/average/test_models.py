@@ -24,6 +24,7 @@ from recckpt.policies.evict import Capacity
 from recckpt.sparse import EmbeddingCollection, HashTable, RowAverage, ShardedHashTable, SparseAdam, SparseSGD
 from recckpt.sparse.average import store
 from recckpt.sparse.average.mixing import ticks
+from recckpt.sparse.table.first_values import first_embeddings
 
 N, DIM = 400, 4
 
@@ -68,7 +69,7 @@ def pair(kind=HashTable):
     ours = Clicks(kind(DIM, name="t"))
     dense = Clicks(nn.Embedding(N, DIM))
     dense.top.load_state_dict(ours.top.state_dict())
-    dense.table.weight.data.copy_(ours.table.first_embeddings(torch.arange(N).numpy()))
+    dense.table.weight.data.copy_(first_embeddings(ours.table, torch.arange(N).numpy()))
     return ours, dense
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from recckpt import CheckpointManager, CheckpointReader, Saver, filter_out_sparse_param
 from recckpt.policies.admit import MinCount
 from recckpt.sparse import HashTable, RowAverage, SparseAdam, SparseSGD
+from recckpt.sparse.table.first_values import first_embeddings
 
 N, DIM, DECAY = 60, 4, 0.9
 
@@ -36,7 +37,7 @@ class Oracle:
 
     def __init__(self, table):
         self.table, self.ids = table, torch.arange(N)
-        self.first = table.first_embeddings(self.ids.numpy())
+        self.first = first_embeddings(table, self.ids.numpy())
         self.rows = self.first.clone()
 
     def update(self, decay=DECAY):

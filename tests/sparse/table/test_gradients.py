@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-from recckpt.sparse.table.gradients import passes_waiting
 from recckpt.sparse.table.table import HashTable
 
 
@@ -148,7 +147,7 @@ def test_gradients_that_nobody_takes_do_not_pile_up(monkeypatch):
     table = table_of()
     for step in range(11):
         table(rows_of(step % 2)).sum().backward()
-        assert len(table._gradients._entries) < 4
+        assert len(table.pending_gradients._entries) < 4
     assert gradients(table) == {0: [6, 6], 1: [5, 5]}
 
 
@@ -183,11 +182,11 @@ def test_gradients_that_nobody_takes_take_no_more_memory_than_the_rows():
     table, ids = table_of(dim=3), torch.arange(100)
     for _ in range(200):
         table(ids).sum().backward()
-    entries = table._gradients._entries
+    entries = table.pending_gradients._entries
     assert sum(len(entry.ids) for entry in entries) <= 64 * len(ids)
-    assert passes_waiting(table) == 200
+    assert table.pending_gradients.passes_waiting(table.store) == 200
     assert gradients(table) == dict.fromkeys(range(100), [200.0] * 3)
-    assert passes_waiting(table) == 0
+    assert table.pending_gradients.passes_waiting(table.store) == 0
 
 
 def test_passes_are_counted_since_gradients_were_last_used_or_forgotten():
@@ -195,6 +194,6 @@ def test_passes_are_counted_since_gradients_were_last_used_or_forgotten():
     for forget in (table.take_gradients, table.zero_grad, table.clear, lambda: setattr(table, "grad", None)):
         for n_passes in (1, 2, 3):
             table(rows_of(1, 2)).sum().backward()
-            assert passes_waiting(table) == n_passes
+            assert table.pending_gradients.passes_waiting(table.store) == n_passes
         forget()
-        assert passes_waiting(table) == 0
+        assert table.pending_gradients.passes_waiting(table.store) == 0

@@ -57,7 +57,7 @@ class Run:
         slots = {EMBEDDING: table.embeddings(), **table.slots}
         rows = {i: {name: values[at].tolist() for name, values in slots.items()} for at, i in enumerate(ids.tolist())}
         assert len(rows) == len(table)
-        pending = table.row_gradients()
+        pending = table.pending_gradients.of_rows(table.store)
         grads = {} if pending is None else dict(zip(ids[pending.rows].tolist(), pending.grads.tolist(), strict=True))
         return rows, grads, sorted(slots), self.optim.state_dict()["state"]
 

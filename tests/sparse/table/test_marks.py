@@ -177,7 +177,7 @@ def test_a_table_of_which_half_is_erased_is_replaced_and_keeps_no_ids():
 def test_a_store_that_is_no_longer_used_is_not_kept():
     table, tracker = tracked(10)
     before = weakref.ref(table.store)
-    table._store = table.store.to(table.device)
+    table.store = table.store.to(table.device)
     gc.collect()
     assert before() is None
     assert tracker.freeze(table).is_replaced("base")

@@ -230,7 +230,7 @@ class Training(RuleBasedStateMachine):
             del self.model[id_], self.owner[id_]
 
     def _move(self, rank):
-        self.tables[rank]._store = self.tables[rank].store.to(self.tables[rank].device)
+        self.tables[rank].store = self.tables[rank].store.to(self.tables[rank].device)
 
     def _add_slot(self, rank):
         if self.width == 3:

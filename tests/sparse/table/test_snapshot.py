@@ -250,7 +250,7 @@ def test_a_store_that_goes_to_another_device_leaves_its_snapshots_whole():
     table = table_of(100)
     expected = state_of(table)
     snapshot = table.store.snapshot("t")
-    table._store = table.store.to(torch.device("cpu"))
+    table.store = table.store.to(torch.device("cpu"))
     table.insert(torch.arange(100), torch.zeros(100, 3))
     gc.collect()
     assert read(snapshot, np.arange(100)) == expected

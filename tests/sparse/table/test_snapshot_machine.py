@@ -195,7 +195,7 @@ class Fire(RuleBasedStateMachine):
                 row[name] = self.initial[name]
 
     def _move(self, number):
-        self.table._store = self.table.store.to(self.table.device)
+        self.table.store = self.table.store.to(self.table.device)
 
     def _fail(self, number):
         if self.saves:

@@ -164,7 +164,7 @@ def test_growing_over_many_blocks_keeps_every_row(monkeypatch):
     for begin in range(0, 5000, 123):
         ids = torch.arange(begin, min(begin + 123, 5000))
         table.insert(ids, ids[:, None].expand(-1, 2).float(), {"moment": ids[:, None].expand(-1, 2) * 10.0})
-    assert len(table._store.columns["embedding"].blocks) > 5
+    assert len(table.store.columns["embedding"].blocks) > 5
     assert state_of(table) == {i: [[i, i], 0.5, [10 * i, 10 * i]] for i in range(5000)}
 
 

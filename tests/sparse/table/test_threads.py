@@ -11,6 +11,7 @@ from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseSGD
 from recckpt.sparse.optim.param_groups import options
 from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table.first_values import embedding_reader
 from recckpt.sparse.table.rows import Rows
 
 
@@ -41,7 +42,7 @@ def test_new_ids_from_several_threads_each_get_one_row_with_their_first_values()
 
     def look_up(seed):
         for ids in batches(seed, 8000):
-            alone_values = alone.initializer.values(ids.numpy(), alone.seed, alone._spec)
+            alone_values = alone.initializer.values(ids.numpy(), alone.seed, alone.spec)
             assert torch.equal(table(ids), alone_values)
 
     at_once(*[lambda seed=seed: look_up(seed) for seed in range(4)])
@@ -105,7 +106,7 @@ def test_a_look_up_that_begins_while_memory_goes_back_is_repeated(monkeypatch):
     def take(columns, rows):
         has_begun.set()
         may_read.wait(60)
-        return table.read(columns, rows)
+        return embedding_reader(table)(columns, rows)
 
     reader = threading.Thread(target=lambda: found.append(table.store.look_up(np.arange(10), take)))
     fitted = Rows.fitted
