@@ -60,7 +60,14 @@ def section(anchor: str) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Take the roles off the names in docstrings, and break the long lines of what is said at night."""
+    """Make links of the pages that docstrings name, take the roles off names, and break the long lines of errors."""
     if page.file.src_uri == "does-not-resume.md":
         html = html.replace('class="highlight"', 'class="highlight wrapped"')
-    return re.sub(r":(?:class|meth|mod|attr|func|data):(?=<code)", "", html)
+    html = re.sub(r":(?:class|meth|mod|attr|func|data):(?=<code)", "", html)
+    here = posixpath.dirname(page.file.dest_uri)
+
+    def link(match: re.Match[str]) -> str:
+        target = files.get_file_from_path(f"{match[1]}.md")
+        return f'<a href="{posixpath.relpath(target.dest_uri, here)}">{match[1]}</a>' if target else match[0]
+
+    return re.sub(r"\bdocs/([\w-]+)\.md\b(?![^<]*</a>)", link, html)

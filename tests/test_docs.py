@@ -113,6 +113,13 @@ def test_every_link_of_the_documents_leads_to_a_file() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_the_pages_that_the_code_names_are_there() -> None:
+    for folder in ("recckpt", "examples", "benchmarks"):
+        for source in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"\bdocs/[\w/-]+\.md", source.read_text(encoding="utf-8")):
+                assert (ROOT / page).exists(), f"{source} names {page}"
+
+
 @pytest.mark.parametrize("module", [recckpt, recckpt.sparse], ids=lambda module: module.__name__)
 def test_the_reference_has_every_public_name(module: object) -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))

@@ -2,7 +2,7 @@
 
 A block that is not run stands below a comment, which no reader of the page sees: ``<!-- not run: the reason -->``.
 What a page takes for granted, such as "with your model", is made by ``tests/pages/<page>.before.py``, and what must
-hold besides when it is over is in ``<page>.after.py``.
+hold besides when it is over is in ``<page>.after.py``; of ``reference/<page>``, in ``reference-<page>.after.py``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _follow(page: str, names: dict[str, Any], said: io.StringIO) -> None:
 
 
 def _beside(page: str, when: str, names: dict[str, Any]) -> None:
-    script = TESTS / "pages" / f"{Path(page).stem}.{when}.py"
+    script = TESTS / "pages" / f"{page.removesuffix('.md').replace('/', '-')}.{when}.py"
     if script.exists():
         exec(compile(script.read_bytes(), script, "exec"), names)
 
