@@ -29,7 +29,8 @@ recckpt export runs/clicks vectors --to npy                   # ids and vectors 
 recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run: make the index file anew; --clean
 ```
 
-[look.md](look.md) is about `diff`, `report`, `watch` and `sql`, [convert.md](convert.md) about `import` and `export`,
+[watch.md](watch.md) is about `report` and `watch`, [read.md](read.md) about `diff` and `sql`, [convert.md](convert.md) about
+`import` and `export`,
 [guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
 found, 2 wrong usage.
 
@@ -37,7 +38,7 @@ found, 2 wrong usage.
 [argcomplete](https://github.com/kislyuk/argcomplete). With rich, tables fit the terminal and have colours: red is
 damaged, yellow is what nobody can be sure of, bold the newest and what is pinned, faint what has been replaced. Without
 it, through a pipe, with `NO_COLOR=1` or `TERM=dumb`, the same text comes without colours. What takes more than two
-seconds shows a bar on stderr, or the seconds; [`RECCKPT_PROGRESS`](guide.md#what-it-logs) turns that off and on.
+seconds shows a bar on stderr, or the seconds; [`RECCKPT_PROGRESS`](watch.md#log-and-timeline) turns that off and on.
 
 `eval "$(register-python-argcomplete recckpt)"` in `~/.bashrc` or `~/.zshrc` completes commands, options, the
 checkpoints of a local output dir and names of tables. `latest` and `latest~N` stand for the newest checkpoint and the

@@ -22,17 +22,16 @@ from recckpt.cli.commands import parser_of_commands
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "bash", ""}  # none: a picture, which promises nothing
 RUN = [page for page in PAGES if {block.language for block in blocks(page) if not block.why_not_run} & {"python", "sh"}]
-AFTER_THE_QUICK_START = ("command-line.md", "does-not-resume.md", "forget.md", "look.md", "reading.md", "serving.md")
+AFTER_THE_QUICK_START = ("command-line.md", "does-not-resume.md", "forget.md", "watch.md")
 NOT_RUN = {  # how many blocks of a page; each says why above it
     "checkpointer.md": 1,
     "coming-from.md": 2,
     "convert.md": 2,
     "format.md": 2,
     "integrations.md": 5,
-    "look.md": 2,
     "many-machines.md": 3,
     "storage.md": 1,
-    "telemetry.md": 1,
+    "watch.md": 3,
 }
 
 

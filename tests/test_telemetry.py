@@ -313,7 +313,7 @@ def test_prometheus_reads_what_the_alerts_ask_for(tmp_path):
 
 
 def alert_rules():
-    return re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/telemetry.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    return re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/watch.md").read_text(encoding="utf-8"), re.DOTALL)[0]
 
 
 @pytest.fixture

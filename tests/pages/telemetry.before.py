@@ -1,8 +1,0 @@
-"""The page begins with a saver of the reader's."""
-
-import torch
-
-from recckpt import Saver
-from recckpt.sparse import HashTable
-
-saver = Saver(torch.nn.ModuleDict({"item": HashTable(8, name="item")}), output_dir="runs/clicks")

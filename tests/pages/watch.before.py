@@ -1,0 +1,8 @@
+"""The page looks at the run of the quick start, and measures a saver of the reader's."""
+
+import torch
+
+from recckpt import Saver
+from recckpt.sparse import HashTable
+
+saver = Saver(torch.nn.ModuleDict({"item": HashTable(8, name="item")}), output_dir="runs/metrics")
