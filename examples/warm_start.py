@@ -5,7 +5,7 @@
 Three small runs are trained first. The new model takes a table from each, two of them under other names, one without
 its optimizer slots and its rare ids, and a dense tower by a renaming with a star; one of its tables is new. What is
 taken from where is said in BANK, shown as a plan, and done. A second start with the same bank resumes, since the
-output dir of a run is the last word. Try other entries: docs/warm-start.md says what there is.
+output dir of a run is the last word. Try other entries: docs/load.md says what there is.
 """
 
 from __future__ import annotations

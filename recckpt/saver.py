@@ -254,7 +254,7 @@ class Saver(Registration):
         """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
 
         Args:
-            bank: a list of entries, or one entry, or the path of one; see docs/warm-start.md. None loads nothing.
+            bank: a list of entries, or one entry, or the path of one; see docs/load.md. None loads nothing.
             conf: the rest of the entry, where ``bank`` is a path.
             shard_id: number of this rank; None as in :meth:`save`.
 

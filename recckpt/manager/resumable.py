@@ -99,7 +99,7 @@ class Resumable(OneProcess):
         Call it before :meth:`restore`, which then has nothing left to do.
 
         Args:
-            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/warm-start.md. None is an
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/load.md. None is an
                 empty one.
             hyper_parameters: as of :meth:`restore`, where the run resumes.
 
