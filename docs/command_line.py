@@ -29,10 +29,9 @@ recckpt export runs/clicks vectors --to npy                   # ids and vectors 
 recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run: make the index file anew; --clean
 ```
 
-[watch.md](watch.md) is about `report` and `watch`, [read.md](read.md) about `diff` and `sql`, [convert.md](convert.md) about
-`import` and `export`,
-[guide.md](guide.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
-found, 2 wrong usage.
+[Watch a run](watch.md) is about `report` and `watch`, [read](read.md) about `diff` and `sql`, [convert](convert.md)
+about `import` and `export`, [the page for the night](does-not-resume.md#when-a-checkpoint-is-damaged) about damaged
+checkpoints. Exit codes: 0 good, 1 a problem was found, 2 wrong usage.
 
 `pip install "recckpt[cli]"` adds [rich](https://github.com/Textualize/rich) and
 [argcomplete](https://github.com/kislyuk/argcomplete). With rich, tables fit the terminal and have colours: red is

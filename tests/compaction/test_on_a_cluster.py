@@ -1,15 +1,14 @@
 """The workers of a real Dask cluster compact, one of them killed on the way, and verify."""
 
 import os
-import re
 import signal
 import threading
 from pathlib import Path
 
 import pytest
+from support import documents
 from support.builders import Run, flip_bit
 from support.delta_runs import rows_of, run_with_chain
-from support.paths import ROOT
 
 import recckpt
 from recckpt import Deltas
@@ -82,12 +81,13 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(client, run):
     check(run, done.directory)
 
 
-def test_the_page_on_many_machines_runs_as_it_stands(client, tmp_path, monkeypatch):
+def test_what_the_pages_do_on_a_cluster_runs_as_it_stands(client, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Run("runs/clicks", deltas=Deltas(max_chain_bytes=9.0, max_dirty=1.0)).train(20)
-    page = (ROOT / "docs/many-machines.md").read_text(encoding="utf-8")
+    blocks = [block for page in ("deltas.md", "does-not-resume.md") for block in documents.blocks(page)]
     names = {"client": client}
-    exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    exec("\n".join(block.text for block in blocks if "client.get_executor()" in block.text), names)
+    assert "verify" in names
     assert (names["done"].ckpt_id, names["done"].n_links) == ("ckpt_20", 2)
 
 

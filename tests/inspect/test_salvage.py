@@ -22,7 +22,7 @@ from recckpt.storage.local import LocalStorage
 
 SLOTS = {"sparse_m": (3,), "sparse_step": ()}
 N_USERS, N_ITEMS = 600, 50
-GUIDE = ROOT / "docs/guide.md"
+PAGE = ROOT / "docs/does-not-resume.md"
 
 
 def storage_at(path):
@@ -365,21 +365,21 @@ def test_an_empty_table_gives_an_empty_file(tmp_path):
 # Back into a table
 
 
-def fill_of_the_guide():
-    """Return the function that the guide gives for loading a salvaged file."""
-    (code,) = re.findall(r"```python\n(import pyarrow as pa\n.*?)```", GUIDE.read_text(), re.DOTALL)
+def fill_of_the_page():
+    """Return the function that the page gives for loading a salvaged file."""
+    (code,) = re.findall(r"```python\n(import pyarrow as pa\n.*?)```", PAGE.read_text(), re.DOTALL)
     names = {}
     exec(code, names)
     return names["fill"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_what_was_salvaged_goes_back_into_a_table_as_the_guide_says(tmp_path, dtype):
+def test_what_was_salvaged_goes_back_into_a_table_as_the_page_says(tmp_path, dtype):
     table = filled("t", range(-300, 300), dtype=dtype, slots=SLOTS, shape=(2, 3))
     save_tables(storage_at(tmp_path / "runs"), [table], concurrency=1, batch_bytes=2000)
     salvage(str(tmp_path / "runs/ckpt_1"), "t", str(tmp_path / "t.arrow"))
     again = empty("t", dtype=dtype, slots=SLOTS, shape=(2, 3))
-    fill_of_the_guide()(again, tmp_path / "t.arrow")
+    fill_of_the_page()(again, tmp_path / "t.arrow")
     assert table_state(again) == table_state(table)
 
 
@@ -394,7 +394,7 @@ def test_rows_that_are_lost_keep_what_an_older_checkpoint_had(tmp_path):
     done = salvage(str(forge.directory), "t", str(tmp_path / "t.arrow"))
     live = empty("t")
     assert load(storage, [live], ckpt_id="old") == 400
-    fill_of_the_guide()(live, tmp_path / "t.arrow")
+    fill_of_the_page()(live, tmp_path / "t.arrow")
     values = live(torch.arange(400))[:, 0]
     assert int((values == -1.0).sum()) == done.rows < 400
     lost = torch.nonzero(values != -1.0).flatten()

@@ -1,4 +1,4 @@
-"""The page reads the run of the quick start, finds its best checkpoint by a metric, and compares it with another run."""
+"""The page reads the run of the quick start, whose best checkpoint has a metric, and compares it with another run."""
 
 import shutil
 
