@@ -68,7 +68,7 @@ class Saver(Registration):
             (``info.error``), in the thread of the save; what it raises is logged and fails nothing.
         deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
         save_slots: patterns of the slots that are saved beside embeddings, such as ``"*@count"``; ``"!..."`` leaves out
-            what matches; ``[]`` saves embeddings alone, None all slots. See docs/saving.md, also of the next two.
+            what matches; ``[]`` saves embeddings alone, None all slots. See docs/save.md, also of the next two.
         save_where: table or pattern -> conditions of the rows that are saved, as ``where`` of a ``load_conf``.
         store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
         progress: whether saves and loads of more than two seconds show a bar, on a terminal or in a notebook.
