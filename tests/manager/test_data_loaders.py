@@ -49,7 +49,7 @@ class Run:
         return self
 
     def restore(self):
-        """As docs/safety.md has it."""
+        """As docs/resume.md has it."""
         self.manager.restore()
         with torch.random.fork_rng(devices=[]):
             self.batches = iter(self.loader)
