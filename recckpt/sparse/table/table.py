@@ -33,7 +33,7 @@ class HashTable(RowTable):
 
     Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
     state dict can be deep-copied (which copies the rows) and given to ``load_state_dict``; it is written to
-    disk by :class:`recckpt.Saver`, not by pickle. Thread-safe (docs/safety.md), not collective.
+    disk by :class:`recckpt.Saver`, not by pickle. Thread-safe (docs/architecture.md), not collective.
 
     Args:
         embedding_shape: shape of one embedding, such as ``(64,)``; an int is short for one dimension.
