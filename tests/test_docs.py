@@ -106,6 +106,14 @@ def test_the_site_has_every_page() -> None:
     assert here | {"index.md", "contributing.md", "changelog.md"} == listed
 
 
+def test_the_glossary_has_each_word_once_and_in_order() -> None:
+    glossary = PAGES["concepts.md"].read_text(encoding="utf-8").partition("\n## Glossary\n")[2]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", glossary, re.MULTILINE)[1:]
+    words = [word for word, _, _ in rows]
+    assert words == sorted(set(words))
+    assert [word for word, _, page in rows if not page.startswith("[")] == []
+
+
 def test_every_link_of_the_documents_leads_to_a_file() -> None:
     for document in (*PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"):
         prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
