@@ -22,7 +22,7 @@ from recckpt.cli.commands import parser_of_commands
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "bash", ""}  # none: a picture, which promises nothing
 RUN = [page for page in PAGES if {block.language for block in blocks(page) if not block.why_not_run} & {"python", "sh"}]
-AFTER_THE_QUICK_START = ("command-line.md", "does-not-resume.md", "forget.md", "watch.md")
+AFTER_THE_QUICK_START = ("command-line.md", "does-not-resume.md", "forget.md", "reference/reading.md", "watch.md")
 NOT_RUN = {  # how many blocks of a page; each says why above it
     "checkpointer.md": 1,
     "coming-from.md": 2,
@@ -126,6 +126,14 @@ def test_the_pages_that_the_code_names_are_there() -> None:
         for source in (ROOT / folder).rglob("*.py"):
             for page in re.findall(r"\bdocs/[\w/-]+\.md", source.read_text(encoding="utf-8")):
                 assert (ROOT / page).exists(), f"{source} names {page}"
+
+
+def test_each_name_of_the_reference_has_an_example_above_it() -> None:
+    for page in (DOCS / "reference").glob("*.md"):
+        for section in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+            code = "".join(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+            for name in re.findall(r"^::: recckpt\.(?!errors)(?:\w+\.)*(\w+)$", section, re.MULTILINE):
+                assert re.search(rf"\b{name}\b", code), f"{page.name}: {name}"
 
 
 @pytest.mark.parametrize("module", [recckpt, recckpt.sparse], ids=lambda module: module.__name__)
