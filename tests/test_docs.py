@@ -22,7 +22,7 @@ from recckpt.cli.commands import parser_of_commands
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "bash", ""}  # none: a picture, which promises nothing
 RUN = [page for page in PAGES if {block.language for block in blocks(page) if not block.why_not_run} & {"python", "sh"}]
-AFTER_THE_QUICK_START = ("command-line.md", "does-not-resume.md", "forget.md", "reference/reading.md", "watch.md")
+AFTER_THE_QUICK_START = ("does-not-resume.md", "forget.md", "reference/reading.md")
 NOT_RUN = {  # how many blocks of a page; each says why above it
     "checkpointer.md": 1,
     "coming-from.md": 2,
@@ -98,6 +98,10 @@ def test_the_page_on_architecture_names_files_and_threads_that_there_are() -> No
     assert [name for name in files if not ((ROOT / "recckpt" / name).exists() or (ROOT / name).exists())] == []
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "recckpt").rglob("*.py"))
     assert [name for name in re.findall(r"`(recckpt-\w+)`", page) if f'"{name}"' not in sources] == []
+
+
+def test_the_readme_is_one_screen() -> None:
+    assert len(PAGES["README.md"].read_text(encoding="utf-8").splitlines()) <= 70
 
 
 def test_the_site_has_every_page() -> None:

@@ -196,7 +196,8 @@ def test_the_quick_start_runs_as_users_run_it(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/clicks/ckpt_300/manifest.json").exists()
-    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [f"step {n}" for n in range(50, 301, 50)]
-    assert all(text in done.stderr for text in ("no checkpoint to restore, starting from step 0", "saving ckpt_300: "))
+    assert done.stdout == ""
+    saved = [f"saving ckpt_{step}: " for step in (100, 200, 300)]
+    assert all(text in done.stderr for text in ("no checkpoint to restore, starting from step 0", *saved))
     done = run("-m", "recckpt", "verify", "runs/clicks", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
