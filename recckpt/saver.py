@@ -160,6 +160,8 @@ class Saver(Registration):
     ) -> Manifest:
         """Write, commit and rotate, once the save before is over; return the manifest. Collective among several ranks.
 
+        On ranks other than 0 the manifest lists the files and the shard of that rank, and what is the same for all.
+
         Args:
             ckpt_id: name of the checkpoint.
             shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.

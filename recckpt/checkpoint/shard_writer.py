@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from recckpt.errors import StateMismatchError
@@ -12,7 +14,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Catalog, Held, Part
 from recckpt.format.manifest import Content, FileEntry, ShardEntry
-from recckpt.format.tables import DeltaRows, TableEntry
+from recckpt.format.tables import ClockDates, DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent, read_checked
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.part_plan import PartPlan, TableBytes, plan_parts
@@ -149,33 +151,54 @@ def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
         head,
         shards=tuple(record.shard for record in records),
         tables=head.tables or _tables_of_all(records),
-        files=tuple(sorted(files, key=lambda file: file.name)),
+        files=tuple(sorted(files, key=attrgetter("name"))),
     )
 
 
 def _tables_of_all(records: Sequence[ShardRecord]) -> tuple[TableEntry, ...]:
-    """Add up the rows of the shards; a table is one thing, so its slots are the same in all."""
-    tables: dict[str, TableEntry] = {}
-    for number, record in enumerate(records):
+    """Add up the rows of the ranks.
+
+    Raises:
+        StateMismatchError: the slots of a table are not the same on all ranks; names it.
+    """
+    by_name: dict[str, list[TableEntry]] = {}
+    alike: set[tuple[int, int]] = set()  # slots that are equal, by identity: a rank has one object for many tables
+    for rank, record in enumerate(records):
         for table in record.tables:
-            known = tables.get(table.name)
-            if known is not None and known.slots != table.slots:
-                raise StateMismatchError(
-                    f"table {table.name!r} of rank {number}",
-                    mismatched={"slots": (table.slots, known.slots)},
-                    remedy="give the table the same shape, dtype and optimizer on every rank",
-                )
-            tables[table.name] = _sum(known, table) if known else table
-    return tuple(tables.values())
+            of_ranks = by_name.setdefault(table.name, [])
+            of_ranks.append(table)
+            pair = id(table.slots), id(of_ranks[0].slots)
+            if pair not in alike:
+                if table.slots != of_ranks[0].slots:
+                    raise StateMismatchError(
+                        f"table {table.name!r} of rank {rank}",
+                        mismatched={"slots": (table.slots, of_ranks[0].slots)},
+                        remedy="give the table the same shape, dtype and optimizer on every rank",
+                    )
+                alike.add(pair)
+    return tuple(_sum(of_ranks) for of_ranks in by_name.values())
 
 
-def _sum(one: TableEntry, other: TableEntry) -> TableEntry:
-    """Add up a table of two shards; all ranks write the same kind, and have replaced the same tables."""
-    delta = None
-    if one.delta is not None and other.delta is not None:
-        counts = (one.delta.upserts + other.delta.upserts, one.delta.deletes + other.delta.deletes)
-        delta = DeltaRows(*counts, one.delta.replaced)
-    both = one.reduced.plus(other.reduced) if one.reduced and other.reduced else one.reduced
-    evicted_to = one.evicted_to if one.evicted_to == other.evicted_to else None  # slices that are trained apart
-    clock = one.clock.joined(other.clock) if one.clock else other.clock
-    return replace(one, rows=one.rows + other.rows, delta=delta, reduced=both, evicted_to=evicted_to, clock=clock)
+def _sum(of_ranks: Sequence[TableEntry]) -> TableEntry:
+    """Add up the shards of a table; all ranks write the same kind, and have replaced the same tables."""
+    first = of_ranks[0]
+    if len(of_ranks) == 1:
+        return first
+    deltas = [table.delta for table in of_ranks if table.delta is not None]
+    reduced = [table.reduced for table in of_ranks if table.reduced is not None]
+    clocks = [table.clock for table in of_ranks if table.clock is not None]
+    delta = clock = None
+    if len(deltas) == len(of_ranks):
+        counts = sum(each.upserts for each in deltas), sum(each.deletes for each in deltas)
+        delta = DeltaRows(*counts, deltas[0].replaced)
+    if clocks:
+        clock = reduce(ClockDates.joined, clocks)
+    is_even = all(table.evicted_to == first.evicted_to for table in of_ranks)  # else slices that are trained apart
+    return replace(
+        first,
+        rows=sum(table.rows for table in of_ranks),
+        delta=delta,
+        reduced=reduce(lambda one, other: one.plus(other), reduced) if first.reduced is not None else None,
+        evicted_to=first.evicted_to if is_even else None,
+        clock=clock,
+    )

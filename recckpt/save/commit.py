@@ -3,92 +3,126 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.shard_writer import ShardRecord, with_shards
+from recckpt.checkpoint.shard_writer import with_shards
 from recckpt.compaction.read_again import remove_checked
-from recckpt.errors import CommitNotDurableError, WriterFencedError
-from recckpt.format import layout
+from recckpt.dense.sharded import Share, check_shares, model_names
+from recckpt.errors import WriterFencedError
 from recckpt.format.links import Link, Parent
-from recckpt.format.manifest import Manifest
+from recckpt.format.manifest import Manifest, Names
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.output_dir.writer import WRITER
+from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep, idle
+from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination, Job
-from recckpt.save.save_info import SaveInfo
+from recckpt.save.save_info import SaveInfo, SaveTotals
 from recckpt.save.stage import Staged
-from recckpt.save.write import Written
+from recckpt.save.totals import totals_of
+from recckpt.save.write import RankRecord
 
 log = logging.getLogger("recckpt")
 
 
-def commit(staged: Staged, written: Written, seq: int, job: Job, to: Destination) -> Manifest:
-    """Make visible what all ranks wrote, and return its manifest on all of them. Collective.
+@dataclass(frozen=True)
+class Commit:
+    """A checkpoint that was committed, and what its save wrote in all."""
+
+    manifest: Manifest
+    totals: SaveTotals
+    seconds: float
+
+    @property
+    def for_others(self) -> Commit:
+        """What the other ranks get: as much whatever their number, so without the files of all."""
+        return replace(self, manifest=replace(self.manifest, shards=(), files=()))
+
+    def with_files_of(self, own: RankRecord) -> Commit:
+        """Return what another rank makes of that: the manifest lists its own shard and files."""
+        return replace(self, manifest=replace(self.manifest, shards=(own.shard.shard,), files=own.shard.files))
+
+
+def compared_names(staged: Staged, plan: SavePlan, ranks: Ranks) -> Names:
+    """Return, on rank 0, the names of what all ranks have; compare in detail what the plan says. Collective.
 
     Raises:
-        SaveFailedError, CommitNotDurableError, WriterFencedError: as :func:`recckpt.save.save.write_and_commit`.
+        SaveFailedError: the ranks do not have the parts of one state. Where they differ in what rank 0 saves for all,
+            a warning says so.
     """
-    info = job.info
-
-    def commit_all() -> Manifest:
-        attempt = Attempt(to.storage, written.intent)
-        manifest = with_shards(_head(staged, written, seq, info), _shards(written, info))
-        if staged.kind.base is not None:
-            manifest = _standing_on(committing.chain_of(to.fence.listing, staged.kind.base), manifest)
-        record = attempt.commit(to.fence, manifest, to.transfers.visible)
-        info.outcome.is_committed = True
-        return record
-
-    path = layout.join(to.storage.url.removesuffix("/"), written.intent.directory)
-    with info.timed("commit"):
-        try:
-            record = job.ranks.on_first(commit_all)
-        except CommitNotDurableError as error:
-            info.path = path if error.is_in_place else ""
-            raise
-    info.time, info.n_bytes = record.time, record.n_bytes
-    info.largest_errors = {
-        f"{table.name}@{narrowed.slot}": narrowed.error
-        for table in record.tables
-        for narrowed in (table.reduced.narrowed if table.reduced else ())
-    }
-    info.metrics = {name: float(v) for name, v in record.state.items() if isinstance(v, int | float)}
-    info.path = path
-    return record
+    shares: Sequence[Mapping[str, Share]] = [staged.sharded.shares]
+    if not plan.is_whole:
+        shares = ranks.on_all(lambda: staged.sharded.shares)
+        ranks.on_first(lambda: check_shares(shares))
+    digest = staged.digest
+    if digest is not None and plan.has_differences:
+        digest.warn(ranks.on_all(lambda: digest.by_name), ranks.rank)
+    return Names(
+        dense=(*staged.dense, *model_names(shares)),
+        extra=tuple(staged.extra),
+        io_state=plan.io_state,
+        extra_of_ranks=plan.own_extra,
+        dense_opt=staged.dense_opt,
+    )
 
 
-def _shards(written: Written, info: SaveInfo) -> list[ShardRecord]:
-    for rank, record in enumerate(written.records):
-        if record.shard.save_id != written.intent.save_id:
-            cause = f"it wrote for save {record.shard.save_id}, expected {written.intent.save_id}"
-            raise info.failure(rank, cause)
-    return [record.shard for record in written.records]
-
-
-def _head(staged: Staged, written: Written, seq: int, info: SaveInfo) -> Manifest:
-    """Return the manifest but for what the shards hold."""
+def head_of(staged: Staged, names: Names, attempt: Attempt, info: SaveInfo) -> Manifest:
+    """Return what a manifest says whatever the ranks write; rank 0 knows all of it."""
     return Manifest(
-        (),
-        (),
-        (),
         ckpt_id=info.ckpt_id,
-        save_id=written.intent.save_id,
-        epoch=written.intent.epoch,
-        seq=seq,
+        save_id=attempt.save_id,
+        epoch=attempt.intent.epoch,
+        seq=attempt.seq,
         step=info.step,
-        time=committing.time_now(),
+        time="",
+        shards=(),
+        tables=(),
+        files=(),
         training=staged.training,
         state=staged.state,
         writer=WRITER,
         ephemeral=info.ephemeral,
-        names=written.names,
+        names=names,
     )
+
+
+def commit(
+    records: Sequence[RankRecord], head: Manifest, job: Job, to: Destination, *, attempt: Attempt, base: str | None
+) -> Commit:
+    """Make visible, as rank 0, what all ranks wrote.
+
+    Args:
+        records: what each rank wrote.
+        head: the rest of the manifest.
+        job: the save.
+        to: where it goes.
+        attempt: what the ranks wrote for.
+        base: save id of what a delta stands on.
+
+    Raises:
+        SaveFailedError: a rank wrote for another attempt.
+        StateMismatchError: the ranks do not have the same slots of a table.
+        Exception: as :func:`recckpt.output_dir.commit.commit`.
+    """
+    info = job.info
+    with info.timed("commit"):
+        for rank, record in enumerate(records):
+            if record.shard.save_id != head.save_id:
+                raise info.failure(rank, f"it wrote for save {record.shard.save_id}, expected {head.save_id}")
+        manifest = with_shards(replace(head, time=committing.time_now()), [record.shard for record in records])
+        totals = totals_of(records, manifest.tables)
+        info.note_written(totals)
+        if base is not None:
+            manifest = _standing_on(committing.chain_of(to.fence.listing, base), manifest)
+        manifest = attempt.commit(to.fence, manifest, to.transfers.visible)
+        info.outcome.is_committed = True
+    return Commit(manifest, totals, info.commit_sec)
 
 
 def _standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
+from recckpt.checkpoint.attempt import Attempt
 from recckpt.errors import CommitNotDurableError, RecckptError, WriterFencedError
+from recckpt.format import layout
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.background_save import SaveHandle, SaveRunner
-from recckpt.save.commit import commit, rotate
+from recckpt.save.commit import Commit, commit, compared_names, head_of, rotate
 from recckpt.save.decide import SavePlan, decide
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.propose import propose
 from recckpt.save.stage import Staged
 from recckpt.save.telling import tell, told_of_failure
-from recckpt.save.write import write
-from recckpt.storage import Storage
+from recckpt.save.write import RankRecord, write
 
 log = logging.getLogger("recckpt")
 
@@ -53,7 +54,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
 
 def _note_kind(plan: SavePlan, job: Job, to: Destination) -> None:
     info, kind = job.info, plan.kind
-    info.kind, info.why_full, info.n_links = kind.name, kind.why_full, kind.n_links
+    info.note_kind(kind.name, kind.why_full, kind.n_links)
     if job.ranks.rank:
         return
     if plan.displaced is not None:
@@ -78,11 +79,11 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
     """
     info, ranks = job.info, job.ranks
     with job.span, told_of_failure(job, to), closing(staged):
-        intent, seq = ranks.on_first(lambda: _begin(staged, job, to))
-        with _abandoned_on_error(intent, to.storage, ranks):
+        attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
+        with _abandoned_on_error(attempt, ranks):
             info.outcome.is_open = ranks.rank != 0
-            written = write(staged, plan, intent, job, to)
-            record = commit(staged, written, seq, job, to)
+            head = head_of(staged, compared_names(staged, plan, ranks), attempt, info)
+            record = _commit(staged, head, attempt, job, to)
         if to.changes is not None and not record.ephemeral:
             staged.committed(record.save_id)
             to.changes.committed(record)
@@ -94,6 +95,35 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
     return record
 
 
+def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Destination) -> Manifest:
+    """Write on all ranks, and commit on rank 0 what they wrote. Collective.
+
+    Rank 0 returns the manifest; on another rank it lists the files of that rank only.
+    """
+    info, ranks, begin = job.info, job.ranks, time.perf_counter()
+    own: list[RankRecord] = []
+    commits: list[Commit] = []
+
+    def write_own() -> RankRecord:
+        own.append(write(staged, attempt.intent, job, to))
+        return own[0]
+
+    def commit_all(records: list[RankRecord]) -> Commit:
+        commits.append(commit(records, head, job, to, attempt=attempt, base=staged.kind.base))
+        return commits[0].for_others
+
+    path = layout.join(to.storage.url.removesuffix("/"), attempt.directory)
+    try:
+        of_others = ranks.concluded(write_own, commit_all)
+    except CommitNotDurableError as error:
+        info.note_path(path if error.is_in_place else "")
+        raise
+    [done] = commits or [of_others.with_files_of(own[0])]
+    info.note_committed(done.manifest, done.totals, path)
+    info.note_waiting(done.seconds, time.perf_counter() - begin - own[0].times.write_sec - done.seconds)
+    return done.manifest
+
+
 def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
     info, base = job.info, staged.kind.base
     if not to.fence.epoch:
@@ -103,7 +133,7 @@ def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
 
 
 @contextmanager
-def _abandoned_on_error(intent: Intent, storage: Storage, ranks: Ranks) -> Iterator[None]:
+def _abandoned_on_error(attempt: Attempt, ranks: Ranks) -> Iterator[None]:
     """Remove what was written where the save fails, unless somebody may be at work there."""
     try:
         yield
@@ -111,5 +141,5 @@ def _abandoned_on_error(intent: Intent, storage: Storage, ranks: Ranks) -> Itera
         raise  # the directory is the new owner's to judge, or holds a checkpoint
     except RecckptError:
         if ranks.rank == 0 and not ranks.has_lost:  # one that is lost may write there; all others know that they failed
-            rotation.abandon(storage, intent.directory)
+            attempt.abandon()
         raise

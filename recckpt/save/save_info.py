@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time as clock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError
+from recckpt.format.manifest import Manifest
 from recckpt.parallel.ranks import Ranks
 from recckpt.text import one_line
 
@@ -44,6 +45,24 @@ class RankTimes:
     blocked_sec: float
     write_sec: float
     n_bytes: int
+
+
+@dataclass(frozen=True)
+class SaveTotals:
+    """What all ranks together wrote in a save, and the longest times; most have the names that SaveInfo has."""
+
+    n_bytes: int
+    n_rows: int
+    n_upserts: int
+    n_deletes: int
+    n_left_out: int
+    n_evicted: int
+    kept_rows: int
+    write_sec: float
+    slowest_shard: int
+    max_stage_sec: float
+    max_rank_bytes: int
+    max_blocked_sec: float  # up to where each rank had written, of a blocking save
 
 
 @dataclass
@@ -160,13 +179,36 @@ class SaveInfo:
         """``blocked_sec`` of the rank that waited longest, known once all have written; of a blocking save its own."""
         return max(self.blocked_sec, self._others_blocked_sec)
 
-    def take_maxima(self, of_ranks: Sequence[RankTimes]) -> None:
-        """Note which ranks took longest, and what the largest wrote."""
-        seconds = [each.write_sec for each in of_ranks]
-        self.write_sec, self.slowest_shard = max(seconds), seconds.index(max(seconds))
-        self.max_stage_sec = max(each.stage_sec for each in of_ranks)
-        self.max_rank_bytes = max(each.n_bytes for each in of_ranks)
-        self._others_blocked_sec = max(each.blocked_sec for each in of_ranks)
+    def note_path(self, path: str) -> None:
+        """Note where the checkpoint lies, though its save fails; "" where it may not be there."""
+        self.path = path
+
+    def note_waiting(self, commit_sec: float, agree_sec: float) -> None:
+        """Note how long rank 0 took to commit, and how long this rank waited besides."""
+        self.commit_sec, self.agree_sec = commit_sec, max(0.0, agree_sec)
+
+    def note_kind(self, kind: str, why_full: str | None, n_links: int) -> None:
+        """Note whether it is full or a delta, and how many links a restore will read."""
+        self.kind, self.why_full, self.n_links = kind, why_full, n_links
+
+    def note_written(self, totals: SaveTotals) -> None:
+        """Note what all ranks have written."""
+        self.n_rows, self.n_upserts, self.n_deletes = totals.n_rows, totals.n_upserts, totals.n_deletes
+        self.n_left_out, self.n_evicted, self.kept_rows = totals.n_left_out, totals.n_evicted, totals.kept_rows
+        self.write_sec, self.slowest_shard = totals.write_sec, totals.slowest_shard
+        self.max_stage_sec, self.max_rank_bytes = totals.max_stage_sec, totals.max_rank_bytes
+        self._others_blocked_sec = totals.max_blocked_sec
+
+    def note_committed(self, manifest: Manifest, totals: SaveTotals, path: str) -> None:
+        """Note what all ranks have written, where the checkpoint lies, and what its manifest says of it."""
+        self.note_written(totals)
+        self.time, self.n_bytes, self.path = manifest.time, totals.n_bytes, path
+        self.largest_errors = {
+            f"{table.name}@{narrowed.slot}": narrowed.error
+            for table in manifest.tables
+            for narrowed in (table.reduced.narrowed if table.reduced else ())
+        }
+        self.metrics = {name: float(v) for name, v in manifest.state.items() if isinstance(v, int | float)}
 
     @property
     def seconds(self) -> float:

@@ -1,26 +1,22 @@
-"""Writes the files of all ranks: of each its tables and dense state side by side, the catalog last."""
+"""Writes the files of a rank: its tables and dense state side by side, the catalog last."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.shard_writer import ShardRecord
-from recckpt.dense.sharded import check_shares, model_names
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
-from recckpt.format.manifest import Names
 from recckpt.format.reduced import Reduced
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
 from recckpt.output_dir.fence import check_epoch
-from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
-from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import RankTimes, SaveInfo
 from recckpt.save.stage import Staged
@@ -42,60 +38,17 @@ class RankRecord:
     n_evicted: int  # rows that its tables have evicted
 
 
-@dataclass(frozen=True)
-class Written:
-    """What all ranks wrote for an attempt, and, on rank 0, the names of what all of them have."""
-
-    intent: Intent
-    records: Sequence[RankRecord]
-    names: Names
-
-
-def write(staged: Staged, plan: SavePlan, intent: Intent, job: Job, to: Destination) -> Written:
-    """Write the files of all ranks into the directory of an attempt. Collective.
+def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> RankRecord:
+    """Write the files of this rank into the directory of an attempt.
 
     Raises:
-        SaveFailedError: a rank failed, or the ranks do not have the parts of one state.
+        OSError, WriterFencedError: as :meth:`RankWriter.write`.
     """
-    info, ranks = job.info, job.ranks
-    what = f"saving {info.ckpt_id}" if staged.kind.base is None else f"saving {info.ckpt_id} as a delta"
-    with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and ranks.rank == 0) as progress:
+    rank, size = job.ranks.rank, job.ranks.size
+    what = f"saving {job.info.ckpt_id}" if staged.kind.base is None else f"saving {job.info.ckpt_id} as a delta"
+    with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and rank == 0) as progress:
         progress.n_rows = staged.n_rows
-        names = _names(staged, plan, ranks)
-        writer = RankWriter(intent, to, ranks.rank, ranks.size)
-        records = ranks.on_all(lambda: writer.write(staged, progress, info))
-        info.take_maxima([record.times for record in records])
-        info.agree_sec = max(0.0, progress.seconds - records[ranks.rank].times.write_sec)
-    tables = [table for record in records for table in record.shard.tables]
-    info.n_rows, info.n_upserts = sum(table.rows for table in tables), sum(table.held for table in tables)
-    info.n_deletes = sum(table.delta.deletes for table in tables if table.delta)
-    info.n_left_out = sum(table.reduced.rows for table in tables if table.reduced)
-    info.kept_rows = sum(record.n_kept for record in records)
-    info.n_evicted = sum(record.n_evicted for record in records)
-    return Written(intent, records, names)
-
-
-def _names(staged: Staged, plan: SavePlan, ranks: Ranks) -> Names:
-    """Return on rank 0 the names of what all ranks have; compare the ranks, where the plan says so. Collective.
-
-    Raises:
-        SaveFailedError: the ranks do not have the parts of one state. Where they differ in what rank 0 saves for all,
-            a warning says so.
-    """
-    shares = [staged.sharded.shares]
-    if not plan.is_whole:
-        shares = ranks.on_all(lambda: staged.sharded.shares)
-        ranks.on_first(lambda: check_shares(shares))
-    digest = staged.digest
-    if digest is not None and plan.has_differences:
-        digest.warn(ranks.on_all(lambda: digest.by_name), ranks.rank)
-    return Names(
-        dense=(*staged.dense, *model_names(shares)),
-        extra=tuple(staged.extra),
-        io_state=plan.io_state,
-        extra_of_ranks=plan.own_extra,
-        dense_opt=staged.dense_opt,
-    )
+        return RankWriter(intent, to, rank, size).write(staged, progress, job.info)
 
 
 class RankWriter:

@@ -5,6 +5,7 @@ import pytest
 from support.builders import Run
 
 from recckpt.cli import terminal, watch
+from recckpt.errors import SaveFailedError
 from recckpt.inspect.watch.look import Watcher
 
 
@@ -39,11 +40,11 @@ def test_once_says_what_is_known_and_ends(recckpt, tmp_path, monkeypatch):
     assert (answer.code, "expected a save within" in answer.err) == (1, True)
     with monkeypatch.context() as patch:
         patch.setattr("recckpt.save.save.write", failing)
-        with pytest.raises(OSError, match="down"):
+        with pytest.raises(SaveFailedError, match="down"):
             run.train(10)
     answer = recckpt("watch", tmp_path, "--once")
     assert answer.code == 1
-    assert re.search("the last save failed: OSError: .*network is down", answer.err)
+    assert re.search("the last save failed: SaveFailedError: .*OSError: .*network is down", answer.err)
 
 
 def test_it_waits_for_a_directory_and_prints_a_line_when_something_has_changed(recckpt, tmp_path, looks):

@@ -36,4 +36,11 @@ def wire_of_a_save(root, size, **options):
 @pytest.mark.parametrize("deltas", [False, True])
 def test_the_ranks_of_a_save_meet_four_times(tmp_path, deltas):
     wire = wire_of_a_save(tmp_path, 2, deltas=deltas)
-    assert wire.messages == ["gather", "broadcast", "broadcast", "all_gather", "broadcast"]
+    assert wire.messages == ["gather", "broadcast", "broadcast", "gather", "broadcast"]
+
+
+def test_what_crosses_the_wire_grows_with_the_ranks_and_not_with_their_square(tmp_path):
+    sizes = {size: wire_of_a_save(tmp_path / str(size), size).n_bytes for size in (2, 4, 8, 16)}
+    a_rank = (sizes[8] - sizes[4]) / 4
+    assert (sizes[4] - sizes[2]) / 2 == pytest.approx(a_rank, rel=0.1)
+    assert (sizes[16] - sizes[8]) / 8 == pytest.approx(a_rank, rel=0.1)

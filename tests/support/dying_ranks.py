@@ -23,7 +23,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RecckptError
-from recckpt.parallel.ranks import Ranks
+from recckpt.parallel.process_group import ProcessGroup
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from recckpt.storage.local import LocalStorage
 from support.rank_processes import whole_life
@@ -161,14 +161,14 @@ def die_in(phase, rank, die):
         after(write.RankWriter, "write")
     elif phase == "commit" and rank == 0:
         before(save, "commit")
-    elif phase == "commit":  # while rank 0 commits
-        before(Ranks, "on_first", lambda *args: calls.append(args) or len(calls) == 2)
+    elif phase == "commit":  # while rank 0 commits: the answers before are the plan, and where to write
+        before(ProcessGroup, "broadcast", lambda *args: calls.append(args) or len(calls) == 3)
     elif phase == "committed":
         after(save, "commit")
     elif rank == 0:
         after(rotation, "remove")
     else:  # while rank 0 rotates
-        after(Ranks, "on_first", lambda *args: calls.append(args) or len(calls) == 2)
+        after(ProcessGroup, "broadcast", lambda *args: calls.append(args) or len(calls) == 3)
 
 
 class Running:

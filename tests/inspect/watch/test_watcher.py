@@ -10,6 +10,7 @@ from support.builders import Run
 from support.forge import filled, save_tables
 
 from recckpt import Deltas
+from recckpt.errors import SaveFailedError
 from recckpt.inspect.watch.history import history_of
 from recckpt.inspect.watch.look import Watcher
 from recckpt.inspect.watch.shown import facts, few, line
@@ -39,12 +40,12 @@ def test_a_run_is_told_from_its_first_step_to_a_save_that_fails(url, monkeypatch
     assert status.last.rows == sum(len(table) for table in run.model.tables)
     with monkeypatch.context() as patch:
         patch.setattr("recckpt.save.save.write", failing)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(SaveFailedError, match="No space"):
             run.train(2)
     status = watcher.look()
     assert [(each.ckpt_id, each.step) for each in status.failed] == [("ckpt_6", 6)]
     assert "No space left" in said(status)["failed"]
-    assert "1 FAILED since, the last ckpt_6: OSError" in line(status)
+    assert "1 FAILED since, the last ckpt_6: SaveFailedError" in line(status)
     assert json.dumps(status.to_dict())
     run.train(2)
     assert watcher.look().failed == []
