@@ -7,6 +7,7 @@ read rows. One JSON line a case; medians of three, after a save that is not coun
     python benchmarks/simulate_ranks.py                                  # 1,024 ranks, 100 GB
     python benchmarks/simulate_ranks.py --ranks 128 256 512 1024 2048    # is it linear?
     python benchmarks/simulate_ranks.py --gb 110000                      # 110 TB: all batches of 8 MiB
+    python benchmarks/simulate_ranks.py --ranks 1024 8192 --batches 1 --cases agree commit    # and over the wire?
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from unittest import mock
 import torch
 from machine import describe_machine
 from measuring import report, scratch, status_mib
-from simulated import Job, save_as_rank_0, write_shard
+from simulated import Job, OneOfMany, proposals, save_as_rank_0, write_shard
 
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.format import catalog as catalogs
@@ -50,6 +51,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.save import commit as saving
 from recckpt.save import save as hallway
+from recckpt.save.decide import decide
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.write import RankRecord
 from recckpt.sparse import HashTable, gen_slice
@@ -70,7 +72,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=100.0, help="of all rows on all ranks")
     parser.add_argument("--threads", type=int, default=8, help="that write on each rank")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--cases", nargs="*", default=["restore", "commit"])
+    parser.add_argument("--cases", nargs="*", default=["agree", "restore", "commit"])
     args = parser.parse_args()
     report({"case": "machine", **describe_machine(), "load": os.getloadavg()[0]})
     for ranks in args.ranks:
@@ -79,7 +81,26 @@ def main() -> None:
             pool.submit(simulate, job, root, args.cases).result()
 
 
+def agree(job: Job) -> dict[str, Any]:
+    """Return what rank 0 has to do to agree with all on a save, and what goes over the wire for that."""
+    of_all = proposals(job)
+    begin = time.process_time()
+    plan = decide(of_all)
+    seconds = time.process_time() - begin
+    pickled = [pickle.dumps(each) for each in of_all]
+    begin = time.process_time()
+    for each in pickled:
+        pickle.loads(each)
+    figures = {"unpickle_cpu_sec": time.process_time() - begin, "decide_cpu_sec": seconds}
+    wire_bytes = sum(map(len, pickled[1:])) + (job.ranks - 1) * len(pickle.dumps(plan))
+    return {"case": "agree", **asdict(job), "wire_bytes": wire_bytes, **figures}
+
+
 def simulate(job: Job, root: Path, cases: Sequence[str]) -> None:
+    if "agree" in cases:
+        report(agree(job))
+    if cases == ["agree"]:
+        return
     before = status_mib("VmRSS")
     rank_0 = RankZero(job, root)
     begin = time.perf_counter()
@@ -177,13 +198,14 @@ class RankZero:
         self._storage.prepare()
         self._fence = Fence(self._storage)
         self._directory = ""
+        self.wire_bytes = 0
         self.manifest: Manifest
 
     def save(self, ckpt_id: str, others: Callable[[Intent], Sequence[RankRecord]]) -> SaveInfo:
         """Save, with the records of the others."""
-        info = SaveInfo(ckpt_id, step=1)
-        self.manifest = save_as_rank_0(self._job, self._storage, self._fence, info, others, 1)
-        self._directory = ckpt_id
+        info, group = SaveInfo(ckpt_id, step=1), OneOfMany(self._job, others)
+        self.manifest = save_as_rank_0(self._job, self._storage, self._fence, info, group, 1)
+        self._directory, self.wire_bytes = ckpt_id, group.n_bytes
         return info
 
     def measured_save(self, ckpt_id: str) -> dict[str, Any]:
@@ -192,7 +214,8 @@ class RankZero:
             begin=(hallway, "begin"),
             commit=(committing, "commit"),
             rotate=(hallway, "rotate"),
-            manifest=(saving, "_manifest"),
+            conclude=(hallway, "commit"),
+            tables=(saving, "tables_of_all"),
             encode=(manifests, "encode"),
             decode=(manifests, "decode"),
             check_sizes=(committing, "check_files"),
@@ -204,8 +227,10 @@ class RankZero:
         self._storage.calls.clear()
         with watch.running():
             info = self.save(ckpt_id, self.linked)
+        watch.seconds["manifest"] = watch.seconds["conclude"] - watch.seconds["commit"]
         parts = ("begin", "manifest", "commit", "rotate")
         return {
+            "wire_bytes": self.wire_bytes,
             "rank_0_cpu_sec": sum(watch.seconds[part] for part in parts),
             "commit_and_rotate_clock_sec": info.commit_sec + info.rotate_sec,
             "cpu_sec": watch.seconds,

@@ -5,6 +5,7 @@ Records come from the real shard writer, catalogs from the real encoder; parts a
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from recckpt.checkpoint.shard_writer import BATCH_BYTES, ShardWriter
+from recckpt.dense.sharded import Summary
 from recckpt.dense.state_copy import dump_rng
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, Slice, gen_slice
@@ -22,9 +24,14 @@ from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Connection, Ranks
-from recckpt.save.decide import SavePlan
+from recckpt.policies.deltas import Chain, Deltas
+from recckpt.save.check import Owned
+from recckpt.save.choice import Choice
+from recckpt.save.decide import Proposal, SavePlan
+from recckpt.save.full_or_delta import DeltaProposal, TableChanges
 from recckpt.save.job import Destination
 from recckpt.save.job import Job as SaveJob
+from recckpt.save.room import Room
 from recckpt.save.save import write_and_commit
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.sparse_saver import SparseSaver
@@ -170,6 +177,9 @@ class OneOfMany:
     Args:
         job: what is saved.
         others: gives the records of the ranks from 1 on: whose directory they write into -> records.
+
+    Attributes:
+        n_bytes: of what the ranks sent each other.
     """
 
     rank = 0
@@ -178,20 +188,23 @@ class OneOfMany:
     def __init__(self, job: Job, others: Callable[[Intent], Sequence[RankRecord]]) -> None:
         self.size, self._others = job.ranks, others
         self._intent: Intent | None = None
+        self.n_bytes = 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the value of rank 0, and what the others would send: a record, or the same as rank 0."""
-        is_record = isinstance(value, tuple) and isinstance(value[0], RankRecord)
-        if not is_record or self._intent is None:
-            return [value] * self.size
-        return [value, *((record, None) for record in self._others(self._intent))]
+        """Return the value of rank 0 as that of all."""
+        self.n_bytes += self.size * (self.size - 1) * len(pickle.dumps(value))
+        return [value] * self.size
 
     def gather_to_first(self, value: Any) -> list[Any]:
-        """As :meth:`all_gather`."""
-        return self.all_gather(value)
+        """Return the value of rank 0, and the records that the others would send."""
+        assert self._intent is not None
+        sent = [(record, None) for record in self._others(self._intent)]
+        self.n_bytes += sum(len(pickle.dumps(each)) for each in sent)
+        return [value, *sent]
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0; the first that has one says where the others write."""
+        self.n_bytes += (self.size - 1) * len(pickle.dumps(value))
         result = value[0] if isinstance(value, tuple) else None
         if isinstance(result, tuple) and isinstance(result[0], Intent):
             self._intent = result[0]
@@ -200,6 +213,34 @@ class OneOfMany:
     def twin(self) -> OneOfMany:
         """Return itself: there is one thread."""
         return self
+
+
+def proposals(job: Job) -> list[Proposal]:
+    """Return what the ranks of a job that writes deltas propose, each as it arrives at rank 0."""
+    tables = job.hollow_tables()
+    changes = {
+        table.name: TableChanges(table.n_rows // 20, table.n_rows, 8 + row_bytes(table.slots), False, False)
+        for table in tables
+    }
+    room, names = Room("/runs", 1 << 60, 0, None), tuple(changes)
+    of_all = []
+    for rank in range(job.ranks):
+        delta = DeltaProposal(Deltas(), "5" * 32, Chain(3, 1 << 30, 1 << 34) if rank == 0 else None, changes)
+        owned: Owned = {gen_slice(rank, job.ranks): names}
+        own = Proposal(
+            "ckpt_1",
+            1,
+            Choice(),
+            True,
+            owned=owned,
+            n_bytes=1 << 24,
+            room=room,
+            delta=delta,
+            sharded=Summary(0, 0, 0),
+            io_state=("stream",),
+        )
+        of_all.append(pickle.loads(pickle.dumps(own)))
+    return of_all
 
 
 def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> RankRecord:
@@ -219,10 +260,10 @@ def save_as_rank_0(
     storage: Storage,
     fence: Fence,
     info: SaveInfo,
-    others: Callable[[Intent], Sequence[RankRecord]],
+    group: OneOfMany,
     max_keep: int | None,
 ) -> Manifest:
     """Save, as rank 0 of many."""
-    ranks = Ranks(0, job.ranks, Connection(lambda: OneOfMany(job, others)))
+    ranks = Ranks(0, job.ranks, Connection(lambda: group))
     one = SaveJob(info, ranks, None, overwrite=False, is_resumed=True, max_keep=max_keep)
     return write_and_commit(staged(job), SavePlan(io_state=("stream",)), one, _destination(job, storage, fence))

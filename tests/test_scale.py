@@ -52,7 +52,8 @@ class Run:
             self.calls.clear()  # what follows is the commit
             return records
 
-        return self.simulated.save_as_rank_0(self.job, self.storage, self.fence, SaveInfo(ckpt_id), others, 1)
+        group = self.simulated.OneOfMany(self.job, others)
+        return self.simulated.save_as_rank_0(self.job, self.storage, self.fence, SaveInfo(ckpt_id), group, 1)
 
 
 @pytest.fixture
