@@ -29,10 +29,10 @@ from recckpt.save.delta_base import changes_of
 from recckpt.save.forgetting import Forgetting
 from recckpt.save.job import Destination, Job, Live, OnSave, State
 from recckpt.save.registration import Registration
+from recckpt.save.reports import span_of
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.sparse_saver import SparseSaver
-from recckpt.save.telling import begun
 from recckpt.save.trainers import Trainers
 from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
@@ -124,11 +124,9 @@ class Saver(Registration):
             storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes, progress
         )
         self.forgetting, self.counted_run = Forgetting(self._to), CountedRun()
-        self.loader = Loader(
-            *(model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir, progress, name),
-            before_own=self.forgetting.before_load,
-            on_whole_restore=changes.on_whole_restore if changes else None,
-        )
+        of_loads = model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir, progress, name
+        whole = changes.on_whole_restore if changes else None
+        self.loader = Loader(*of_loads, before_own=self.forgetting.before_load, on_whole_restore=whole)
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -160,7 +158,7 @@ class Saver(Registration):
     ) -> Manifest:
         """Write, commit and rotate, once the save before is over; return the manifest. Collective among several ranks.
 
-        On ranks other than 0 the manifest lists the files and the shard of that rank, and what is the same for all.
+        On ranks other than 0 the manifest lists the files of that rank alone.
 
         Args:
             ckpt_id: name of the checkpoint.
@@ -215,7 +213,7 @@ class Saver(Registration):
         Raises:
             RecckptError: the save failed, and its error was not raised yet.
         """
-        with self.turn():
+        with self._turn():
             return self._runner.settle(timeout_sec)
 
     @property
@@ -247,7 +245,7 @@ class Saver(Registration):
             CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
             PartlyLoadedError: reading failed when tables that had rows had been changed.
         """
-        with self.turn():
+        with self._turn():
             return self.loader.load(ckpt_path, ckpt_id, load_conf, shard_id, direct_path)
 
     def load_by_config(
@@ -263,17 +261,17 @@ class Saver(Registration):
         Raises:
             Exception: as :meth:`load`; LoadConfError and StateMismatchError name all that is wrong.
         """
-        with self.turn():
+        with self._turn():
             return self.loader.load_bank(bank, conf, shard_id)
 
     def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
         """Say what :meth:`load_by_config` would do, or raise as it would; reads no rows and changes nothing."""
-        with self.turn():
+        with self._turn():
             return self.loader.plan(bank, conf, shard_id)
 
     def names(self) -> list[str]:
         """Return the names that can be loaded, for ``recckpt plan``, each in a line with what is known of it."""
-        with self.turn():
+        with self._turn():
             return self.loader.names()
 
     def close(self) -> None:
@@ -281,9 +279,9 @@ class Saver(Registration):
         with closing(self._to.offers):
             self.settle()
 
-    def turn(self) -> AbstractContextManager[Any]:
+    def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock of the saver and its manager; refuse a fork, and a caller that might wait for itself."""
-        lock = self._turn()
+        lock = super()._turn()
         self._runner.check_caller()
         arguments.check_moment(self._tables)
         return lock
@@ -293,9 +291,10 @@ class Saver(Registration):
     ) -> SaveHandle:
         arguments.check_save(info.ckpt_id, info.step, overwrite=overwrite, ephemeral=info.ephemeral)
         self._tables = arguments.tables_in(self.model)  # there may be new ones
-        with self.turn(), self._runner.one_save():
-            info.step, state = self.counted_run.step_and_state(info.step, state)
-            ranks = info.telling(self.ranks.of(shard_id, shard_num))
-            span = begun(info, ranks, self.loader.run, self.storage)
+        with self._turn(), self._runner.one_save():
+            step, state = self.counted_run.step_and_state(info.step, state)
+            info.note_step(step)
+            ranks = info.raising(self.ranks.of(shard_id, shard_num))
+            span = span_of(info, ranks, self.loader.run, self.storage)
             job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep, span)
             return save(self._live, job, self._to, self._runner)

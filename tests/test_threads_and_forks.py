@@ -144,7 +144,7 @@ def test_no_call_waits_for_another_thread_in_the_middle_of_a_change_of_a_table(t
 
 def test_a_manager_and_its_saver_have_one_lock_so_that_no_two_threads_hold_one_each(tmp_path):
     _, saver = build(tmp_path)
-    assert CheckpointManager(saver, 10**9)._turn() is saver.turn()
+    assert CheckpointManager(saver, 10**9)._turn() is saver._turn()
 
 
 # forks

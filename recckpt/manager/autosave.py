@@ -176,11 +176,11 @@ class Autosave:
 
     def settle_on_all(self) -> None:
         """Wait on all ranks, and raise the error of the save unless all of them have raised it before. Collective."""
-        settle_on_all(self.settle, self._ranks_now().telling(self._info.failure))
+        settle_on_all(self.settle, self._ranks_now().raising(self._info.failure))
 
     def _settle_for_save(self) -> None:
         """As :meth:`settle_on_all`, before a save that a missing rank fails."""
-        settle_on_all(self.settle, self._info.telling(self._ranks_now()))
+        settle_on_all(self.settle, self._info.raising(self._ranks_now()))
 
     def _save(self, kind: Kind, state: State, metrics: Metrics, *, background: bool) -> Manifest | SaveHandle | None:
         """Save this step, unless it is in a checkpoint that stays."""
@@ -225,7 +225,7 @@ class Autosave:
     def _ranks(self) -> Ranks:
         """Those of now: what fails on one, or one that is missing, fails the save of this step; alone, as it is."""
         ranks = self._ranks_now()
-        return ranks if ranks.size == 1 else self._info.telling(ranks, self._failure_before)
+        return ranks if ranks.size == 1 else self._info.raising(ranks, self._failure_before)
 
     def _failure_before(self) -> RecckptError | None:
         """Return the error of the save in the background, which a missing rank fails before anything of this step."""

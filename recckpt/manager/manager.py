@@ -260,7 +260,7 @@ class CheckpointManager(Resumable):
 
     def _turn(self) -> AbstractContextManager[Any]:
         self._check_process()
-        return self._saver.turn()  # one lock for both: two could each be held by a thread that waits for the other
+        return self._saver._turn()  # one lock for both: two could each be held by a thread that waits for the other
 
     def forget(self, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
         """Remove ids from a table: from its rows, and from all that lies in the output dir; see docs/forget.md.

@@ -68,7 +68,7 @@ class Restorer:
     def _ranks(self) -> Ranks:
         """Those of now; where one is alone, its error says enough by itself."""
         ranks = self._ranks_now()
-        return ranks if ranks.size == 1 else ranks.telling(_failed)
+        return ranks if ranks.size == 1 else ranks.raising(_failed)
 
     def restore(
         self,

@@ -71,7 +71,7 @@ class Ranks:
     lost: Lost | None = None
     is_background: bool = False
 
-    def telling(self, failed: Failed, lost: Lost | None = None) -> Ranks:
+    def raising(self, failed: Failed, lost: Lost | None = None) -> Ranks:
         """Return the same ranks, which raise these errors."""
         return replace(self, failed=failed, lost=lost)
 

@@ -73,13 +73,13 @@ class SaveHandle:
         check_timeout(timeout_sec)
         if not self.committed.wait(timeout_sec):
             raise TimeoutError(f"saving {self.info.ckpt_id!r} has not ended after {timeout_sec} s; it goes on")
-        _untold.discard(self)
+        _unraised.discard(self)
         return self.committed.result()
 
 
-_untold: set[SaveHandle] = set()  # saves that failed, whose error is yet to be raised: at the latest at exit
+_unraised: set[SaveHandle] = set()  # saves that failed, whose error is yet to be raised: at the latest at exit
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_untold.clear)  # the parent raises their errors
+    os.register_at_fork(after_in_child=_unraised.clear)  # the parent raises their errors
 
 
 class SaveRunner:
@@ -140,7 +140,7 @@ class SaveRunner:
             return handle
         may_begin: SimpleQueue[bool] = SimpleQueue()
         thread = threading.Thread(target=self._run, args=(may_begin, work, handle, rank), name="recckpt-save")
-        handle.info.let_go()
+        handle.info.note_unblocked()
         self._handle, self._thread, is_started = handle, thread, False
         try:
             start(thread)
@@ -168,7 +168,7 @@ class SaveRunner:
             return False
         thread.join()
         self._handle = self._thread = None
-        if handle in _untold:
+        if handle in _unraised:
             handle.wait()
         return True
 
@@ -180,7 +180,7 @@ class SaveRunner:
         try:
             record = work()
         except BaseException as error:
-            _untold.add(handle)
+            _unraised.add(handle)
             handle.committed.set_exception(_failure(error, handle.info, rank))
         else:
             handle.committed.set_result(record)
@@ -194,14 +194,14 @@ def check_timeout(timeout_sec: float | None) -> None:
 
 
 def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
-    """Wait on all ranks for the save that is under way, and raise its error where one has not been told. Collective.
+    """Wait on all ranks for the save that is under way; raise its error if a rank has not raised it yet. Collective.
 
-    One rank may have been told by :meth:`SaveHandle.wait`, and another not: all raise then. Where it has failed because
-    a rank is missing, each rank raises its own error: the ranks no longer reach each other.
+    One rank may have raised it by :meth:`SaveHandle.wait`, and another not: all raise it then. If it failed because a
+    rank is missing, each rank raises its own error: the ranks no longer reach each other.
 
     Args:
         settle: waits on this rank.
-        ranks: all of them, which tell the errors of the save that is to follow.
+        ranks: all of them, which raise the errors of the save that is to follow.
 
     Raises:
         RecckptError: the save failed, or a rank is missing.
@@ -231,8 +231,8 @@ def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
 
 
 @atexit.register  # the interpreter has waited for the threads by then
-def _tell_at_exit() -> None:
-    for handle in list(_untold):
+def _log_at_exit() -> None:
+    for handle in list(_unraised):
         error = handle.committed.exception()
         if error is not None:
             log.error("the last save of this process failed: %s", error)

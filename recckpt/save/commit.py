@@ -121,7 +121,7 @@ def commit(
         if base is not None:
             manifest = _standing_on(committing.chain_of(to.fence.listing, base), manifest)
         manifest = attempt.commit(to.fence, manifest, to.transfers.visible)
-        info.outcome.is_committed = True
+        info.outcome.note_committed()
     return Commit(manifest, totals, info.commit_sec)
 
 
@@ -149,12 +149,12 @@ def rotate(job: Job, to: Destination) -> None:
             victims = _expired(listing, job.max_keep, rotation.pinned_ids(storage), _base_of(to))
             going = {victim.directory for victim in victims}
             for text in idle(job.max_keep, [c.manifest for c in listing.current]) if victims else ():
-                if ("max_keep", text) not in to.told:
-                    to.told.add(("max_keep", text))
+                if ("max_keep", text) not in to.logged:
+                    to.logged.add(("max_keep", text))
                     log.warning("%s: max_keep: %s", storage.url, text)
             for directory, error in listing.damaged.items():
-                if directory not in going and (directory, str(error)) not in to.told:
-                    to.told.add((directory, str(error)))
+                if directory not in going and (directory, str(error)) not in to.logged:
+                    to.logged.add((directory, str(error)))
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             remove_checked(storage, fence, victims, to.concurrency)
             for left in fence.leftovers(listing, fence.epoch):
@@ -162,7 +162,8 @@ def rotate(job: Job, to: Destination) -> None:
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
             adopt_offers(storage, fence, to.transfers.visible, to.concurrency)
             own = fence.listing.find(info.ckpt_id)
-            info.n_links = info.n_links if own is None else len(own.links)  # fewer where an offer was adopted
+            if own is not None:
+                info.note_links(len(own.links))
             fence.check()
             fence.write_index()
         to.timeline.add(storage, info)

@@ -44,7 +44,7 @@ class Forgetting:
 
     def before_restore(self, ranks: Ranks) -> Left:
         """End what is pending before all ranks read the output dir; return what could not be. Collective."""
-        return _telling(ranks).on_first(self._end_pending)
+        return _with_errors(ranks).on_first(self._end_pending)
 
     def _end_pending(self) -> Left:
         storage, fence = self._to.storage, self._to.fence
@@ -64,7 +64,7 @@ class Forgetting:
 
     def forget(self, ranks: Ranks, model: nn.Module, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
         """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save is under way."""
-        ranks = _telling(ranks)
+        ranks = _with_errors(ranks)
         wanted = ranks.on_each(lambda: checked_ids(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids))
         asked = ranks.gather((table, hashlib.sha256(wanted.tobytes()).hexdigest()))
         others = [rank for rank, each in enumerate(asked) if each != asked[0]]
@@ -138,9 +138,9 @@ def _eraser(live: SavableTable) -> Callable[[Tensor], object]:
     return erase
 
 
-def _telling(ranks: Ranks) -> Ranks:
+def _with_errors(ranks: Ranks) -> Ranks:
     """Return the ranks; where one is alone, its error says enough by itself."""
-    return ranks if ranks.size == 1 else ranks.telling(_failed)
+    return ranks if ranks.size == 1 else ranks.raising(_failed)
 
 
 def _failed(rank: int, cause: str) -> RecckptError:

@@ -73,6 +73,6 @@ class Destination:
     has_bar: bool = True  # whether long saves show a bar
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
-    told: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
+    logged: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
     timeline: Timeline = field(default_factory=Timeline)  # where saves leave a line each
     offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,15 +12,11 @@ from recckpt.save import arguments
 
 
 class Registration(OneProcess):
-    """The half of a saver that objects and datasets are registered with."""
+    """The half of a saver that objects and datasets, and a manager, are registered with."""
 
     sparse_optim: Optimizer | None
     _extra: Registry
     _io_state: Registry
-
-    def turn(self) -> AbstractContextManager[Any]:
-        """Return the lock of the saver and its manager."""
-        raise NotImplementedError
 
     def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
         """Save an object beside the model, such as a dense optimizer or a scheduler.
@@ -37,7 +32,7 @@ class Registration(OneProcess):
             ValueError: the name or the object cannot be registered; says why.
         """
         arguments.check_registered(name, obj, self.sparse_optim)
-        with self.turn():
+        with self._turn():
             self._io_state.check_new(name, obj)
             self._extra.add(name, obj, per_rank=per_rank)
 
@@ -51,7 +46,7 @@ class Registration(OneProcess):
         Raises:
             ValueError: as :meth:`register_for_checkpointing`.
         """
-        with self.turn():
+        with self._turn():
             self._extra.check_new(name, obj)
             self._io_state.add(name, obj)
 

@@ -22,8 +22,8 @@ from recckpt.save.decide import SavePlan, decide
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.propose import propose
+from recckpt.save.reports import failure_reported, report_saved
 from recckpt.save.stage import Staged
-from recckpt.save.telling import tell, told_of_failure
 from recckpt.save.write import RankRecord, write
 
 log = logging.getLogger("recckpt")
@@ -40,7 +40,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     handle, ranks = SaveHandle(job.info), job.ranks
     with job.span, ExitStack() as closed_on_error:
         own = propose(live, job, to, runner.settle, closed_on_error)
-        with told_of_failure(job, to):
+        with failure_reported(job, to):
             plan = ranks.concluded(lambda: own.proposal, decide)
             if not plan.is_unsettled:
                 own.raise_refusal(plan, job)
@@ -78,10 +78,10 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
         WriterFencedError: another writer has taken the output dir over.
     """
     info, ranks = job.info, job.ranks
-    with job.span, told_of_failure(job, to), closing(staged):
+    with job.span, failure_reported(job, to), closing(staged):
         attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
         with _abandoned_on_error(attempt, ranks):
-            info.outcome.is_open = ranks.rank != 0
+            info.outcome.note_open(ranks.rank)
             head = head_of(staged, compared_names(staged, plan, ranks), attempt, info)
             record = _commit(staged, head, attempt, job, to)
         if to.changes is not None and not record.ephemeral:
@@ -90,8 +90,8 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
         if ranks.rank == 0:
             rotate(job, to)
             to.offers.begin_if_due(to.storage, to.fence, to.changes)
-    info.let_go()
-    tell(job, to)
+    info.note_unblocked()
+    report_saved(job, to)
     return record
 
 

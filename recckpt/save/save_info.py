@@ -29,6 +29,14 @@ class CommitState:
     is_open: bool = False
     is_committed: bool = False
 
+    def note_open(self, rank: int) -> None:
+        """Note that a rank begins to write: what becomes of the save then, other ranks than 0 may not learn."""
+        self.is_open = rank != 0
+
+    def note_committed(self) -> None:
+        """Note that rank 0, which this is, has committed."""
+        self.is_committed = True
+
     def __str__(self) -> str:
         if self.is_committed:
             return "the checkpoint is committed all the same: restart the job, which goes on from it"
@@ -139,7 +147,7 @@ class SaveInfo:
         """Return the error of this save where a rank failed."""
         return SaveFailedError(self.ckpt_id, rank, cause, step=self.step)
 
-    def telling(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
+    def raising(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
         """Return the ranks, of which one that fails or is missing is the failure of this save.
 
         Where one is missing, the error of ``before`` goes first: that of an earlier save.
@@ -153,7 +161,7 @@ class SaveInfo:
             cause, outcome = f"{known}: {error.cause}", str(self.outcome)
             return SaveFailedError(self.ckpt_id, error.rank, cause, step=self.step, outcome=outcome)
 
-        return ranks.telling(self.failure, lost)
+        return ranks.raising(self.failure, lost)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -165,8 +173,8 @@ class SaveInfo:
             name = f"{phase}_sec"
             setattr(self, name, getattr(self, name) + clock.perf_counter() - begin)
 
-    def let_go(self) -> None:
-        """Take note that the caller of ``save`` goes on now; the first time counts."""
+    def note_unblocked(self) -> None:
+        """Note that the caller of ``save`` goes on now; the first time counts."""
         self._blocked_sec = self.blocked_sec
 
     @property
@@ -178,6 +186,18 @@ class SaveInfo:
     def max_blocked_sec(self) -> float:
         """``blocked_sec`` of the rank that waited longest, known once all have written; of a blocking save its own."""
         return max(self.blocked_sec, self._others_blocked_sec)
+
+    def note_step(self, step: int | None) -> None:
+        """Note the global step, as the manager of the run counts it."""
+        self.step = step
+
+    def note_links(self, n_links: int) -> None:
+        """Note how many links a restore will read: fewer where a compacted form was adopted."""
+        self.n_links = n_links
+
+    def note_failure(self, error: Exception) -> None:
+        """Note why it has failed."""
+        self.error = error
 
     def note_path(self, path: str) -> None:
         """Note where the checkpoint lies, though its save fails; "" where it may not be there."""

@@ -95,8 +95,8 @@ class Staged:
             table = frozen.changes(kind.base) if is_filtered else frozen.delta(kind.base)
         return table if wanted is None else ReducedSource(table, wanted)
 
-    def let_go(self) -> None:
-        """Let go of the tables: training need not copy rows aside for them."""
+    def release(self) -> None:
+        """Release the tables: training need not copy rows aside for them."""
         for table in self.tables:
             table.close()
 
@@ -106,8 +106,8 @@ class Staged:
             frozen.committed(save_id)
 
     def close(self) -> None:
-        """Let go of the tables; unless this is the base now, what has changed by then is in the next delta too."""
-        self.let_go()
+        """Release the tables; unless this is the base now, what has changed by then is in the next delta too."""
+        self.release()
         for frozen in self.frozen.values():
             frozen.failed()
 

@@ -81,7 +81,7 @@ class RankWriter:
             Lookout(to.storage, to.transfers.visible, self._check_owner).check_intent(self._intent)
         with Outbox(to.storage, to.transfers) as outbox:
             record = self._write_to(outbox, staged, progress)
-            staged.let_go()  # what follows may take long, and training copies aside what it changes until then
+            staged.release()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
         n_bytes, write_sec = sum(file.n_bytes for file in record.files), time.perf_counter() - begin
         times = RankTimes(info.stage_sec, info.blocked_sec, write_sec, n_bytes)

@@ -49,7 +49,7 @@ def failed(rank, cause):
 
 
 def ranks_beside(other):
-    return Ranks(1, 2, Connection(lambda: Recorded(1, other))).telling(failed)
+    return Ranks(1, 2, Connection(lambda: Recorded(1, other))).raising(failed)
 
 
 def test_alone_there_is_nobody_to_ask():
@@ -152,11 +152,11 @@ def test_of_several_failures_all_ranks_raise_the_first():
 
 
 def first_beside(other):
-    return Ranks(0, 2, Connection(lambda: Recorded(0, other))).telling(failed)
+    return Ranks(0, 2, Connection(lambda: Recorded(0, other))).raising(failed)
 
 
 def other_beside(answer):
-    return Ranks(1, 2, Connection(lambda: Recorded(1, None, answer))).telling(failed)
+    return Ranks(1, 2, Connection(lambda: Recorded(1, None, answer))).raising(failed)
 
 
 def test_rank_0_concludes_from_all_results_and_the_others_get_its_conclusion():
@@ -200,7 +200,7 @@ def test_a_rank_that_is_missing_raises_the_error_that_was_bound_from_any_method(
         gather_to_first = broadcast = all_gather
 
     ranks = Ranks(1, 2, Connection(lambda: Lost(1, None)))
-    named = ranks.telling(failed, lambda lost: SaveFailedError("x", lost.rank, lost.cause))
+    named = ranks.raising(failed, lambda lost: SaveFailedError("x", lost.rank, lost.cause))
     for act in (
         lambda own: own.gather(1),
         lambda own: own.on_all(list),
@@ -228,7 +228,7 @@ def test_ranks_connect_when_they_first_act_and_once_for_all_that_tell_other_erro
     groups = []
     ranks = Ranks(1, 2, Connection(lambda: groups.append(Recorded(1, ("theirs", None))) or groups[-1]))
     assert (ranks.rank, ranks.size, ranks.has_lost, ranks.is_over, groups) == (1, 2, False, False, [])
-    assert ranks.telling(failed).on_each(lambda: "ours") == ranks.on_each(lambda: "ours") == "ours"
+    assert ranks.raising(failed).on_each(lambda: "ours") == ranks.on_each(lambda: "ours") == "ours"
     assert len(groups) == 1
 
 

@@ -386,7 +386,7 @@ def test_the_save_that_failed_is_named_where_a_rank_is_lost_meanwhile_and_not_th
         raise SaveFailedError("first", 1, "the rank is lost")
 
     with pytest.raises(SaveFailedError, match="saving 'first' failed on rank 1"):
-        settle_on_all(settle, SaveInfo("second").telling(ranks))
+        settle_on_all(settle, SaveInfo("second").raising(ranks))
 
 
 @pytest.mark.parametrize("before", [None, SaveFailedError("first", 1, "the rank is lost")])
@@ -394,4 +394,4 @@ def test_what_the_ranks_do_together_raises_the_error_of_the_save_that_failed_bef
     group, ranks = losing
     group.is_lost = True
     with pytest.raises(SaveFailedError, match=f"saving '{'first' if before else 'second'}' failed on rank 1"):
-        SaveInfo("second").telling(ranks, lambda: before).gather(0)
+        SaveInfo("second").raising(ranks, lambda: before).gather(0)

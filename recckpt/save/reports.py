@@ -1,4 +1,4 @@
-"""Who is told of a save: the timeline, OpenTelemetry, and the caller's ``on_save``."""
+"""Reports of a save: to the timeline, to OpenTelemetry, and to the caller's ``on_save``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from recckpt.telemetry import Operation
 log = logging.getLogger("recckpt")
 
 
-def begun(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operation:
-    """Return the span of a save that begins; the first rank tells for all."""
+def span_of(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operation:
+    """Return the span of a save that begins; rank 0 reports for all."""
     attributes: dict[str, str | int] = {"id": info.ckpt_id}
     if info.step is not None:
         attributes["step"] = info.step
     return Operation("save", attributes, run=run, retries=lambda: storage.n_retries, is_told=ranks.rank == 0)
 
 
-def tell(job: Job, to: Destination) -> None:
-    """Tell of a save that is committed, and is in the timeline already."""
+def report_saved(job: Job, to: Destination) -> None:
+    """Report a save that is committed, and is in the timeline already."""
     info = job.info
     written = {"save.bytes": info.n_bytes, "save.rows": info.n_upserts}
     state = {"chain.length": info.n_links, "last_save.time": time.time(), **_free(to.storage)}
@@ -35,13 +35,13 @@ def tell(job: Job, to: Destination) -> None:
 
 
 @contextmanager
-def told_of_failure(job: Job, to: Destination) -> Iterator[None]:
-    """Tell of the error that leaves the block."""
+def failure_reported(job: Job, to: Destination) -> Iterator[None]:
+    """Report the error that leaves the block."""
     try:
         yield
     except Exception as error:
         info = job.info
-        info.error = error
+        info.note_failure(error)
         job.span.end(error, attributes=_attributes(info), measured={"save.pause": info.max_blocked_sec})
         if job.ranks.rank == 0:
             to.timeline.add_failure(to.storage, to.fence, info)
