@@ -90,13 +90,19 @@ def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
     others = [rank for rank, each in enumerate(proposals) if each is None or each.base != first.base]
     if others:
         return Kind(why_full=f"rank {others[0]} counts changes from another checkpoint, or none")
-    tables = [(name, table) for each in proposals if each for name, table in each.tables.items()]
-    otherwise = next((name for name, table in tables if table.is_saved_otherwise), None)
+    tables: dict[str, list[TableChanges]] = {}
+    for each in proposals:
+        for name, table in each.tables.items() if each else ():
+            tables.setdefault(name, []).append(table)
+    otherwise = next((name for name, ranks in tables.items() if any(each.is_saved_otherwise for each in ranks)), None)
     if otherwise is not None:
         return Kind(why_full=f"table {otherwise!r} is not saved as before: other save_slots, save_where or store")
-    replaced = frozenset(name for name, table in tables if table.is_replaced)
-    n_changed = sum(table.n_rows if name in replaced else table.n_changed for name, table in tables)
-    why_full = first.policy.why_full(first.chain, n_changed, sum(table.n_rows for _, table in tables))
+    replaced = frozenset(name for name, ranks in tables.items() if any(each.is_replaced for each in ranks))
+    n_rows = {name: sum(each.n_rows for each in ranks) for name, ranks in tables.items()}
+    n_changed = {name: sum(each.n_changed for each in ranks) for name, ranks in tables.items()} | {
+        name: n_rows[name] for name in replaced
+    }
+    why_full = first.policy.why_full(first.chain, sum(n_changed.values()), sum(n_rows.values()))
     if first.chain is None:
         return Kind(why_full=why_full)
     delta = Kind(first.base, replaced, n_links=first.chain.n_deltas + 2)

@@ -130,7 +130,7 @@ OF_MARKS = {
     ),
     "replaced_is_agreed": Plant(
         f"{SAVE}.full_or_delta:agreed_kind",
-        "name for name, table in tables if table.is_replaced",
+        "name for name, ranks in tables.items() if any(each.is_replaced for each in ranks)",
         "name for name, table in first.tables.items() if table.is_replaced",
     ),
     "ephemeral_keeps_marks": Plant(
