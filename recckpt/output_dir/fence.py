@@ -105,6 +105,10 @@ class Fence:
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
             self._take_over()
 
+    def note_requests(self, seen: Iterable[str]) -> None:
+        """Note the requests to forget ids that were there when this process read the output dir."""
+        self.requests_seen = frozenset(seen)
+
     def look_again(self) -> None:
         """List what is committed once more."""
         self.listing = list_checkpoints(self._storage, self._known)

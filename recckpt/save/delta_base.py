@@ -106,6 +106,10 @@ class Changes:
         """Count from a checkpoint of this saver, which is acknowledged and not ephemeral."""
         self.base = _origin(record)
 
+    def drop_base(self) -> None:
+        """Let the next save be full."""
+        self.base = None
+
     def chain(self, fence: Fence) -> Chain | None:
         """Return what the policy has to know of what a delta would stand on, as the owner has last seen it."""
         links = chain_of(fence.listing, self.base.save_id) if self.base else ()

@@ -40,7 +40,7 @@ class Forgetting:
         """
         found = requests(self._to.storage)
         check_none_pending(self._to.storage, "run `recckpt forget DIR`, or call manager.restore(), which ends it")
-        self._to.fence.requests_seen = frozenset(found)
+        self._to.fence.note_requests(found)
 
     def before_restore(self, ranks: Ranks) -> Left:
         """End what is pending before all ranks read the output dir; return what could not be. Collective."""
@@ -54,7 +54,7 @@ class Forgetting:
             if not end_pending(self._to):
                 with suppress(CorruptCheckpointError):  # of a request that is damaged itself, as the log says by now
                     left = [(each.table, each.ids) for each in pending(storage)]
-        fence.requests_seen = frozenset(requests(storage))
+        fence.note_requests(requests(storage))
         return left
 
     def after_restore(self, left: Left, model: nn.Module) -> None:
@@ -83,7 +83,7 @@ class Forgetting:
         try:
             return forget_as_owner(storage, fence, table, ids, _BY)
         finally:
-            fence.requests_seen = frozenset(requests(storage))  # the tables of this process have done their part
+            fence.note_requests(requests(storage))  # the tables of this process have done their part
 
     def _check(self, table: str, ids: Ids, *, is_live: bool) -> None:
         """Refuse what cannot be forgotten, before anything changes but the owner of the output dir."""
@@ -98,7 +98,7 @@ class Forgetting:
     def _erase(self, live: SavableTable | None, ids: Ids) -> None:
         """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""
         if self._to.changes is not None:
-            self._to.changes.base = None
+            self._to.changes.drop_base()
         if live is not None:
             _eraser(live)(torch.from_numpy(ids.copy()))
 

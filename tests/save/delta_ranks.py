@@ -78,7 +78,7 @@ def go_on(rank, size, root):
     trainer.train(5)
     seen.append(trainer.save())
     if size > 1 and rank == 1:
-        trainer.saver._to.changes.base = None
+        trainer.saver._to.changes.drop_base()
     trainer.train(6)
     seen.append(trainer.save())
     trainer.train(7, 8)
