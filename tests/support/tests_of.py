@@ -173,7 +173,7 @@ def line_to_add(source):
     """Return the line of TESTS that a source file asks for, with the tests that import it, or what imports it."""
     name = f"recckpt/{source}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     importing = [test for test in sorted((ROOT / "tests").rglob("test_*.py")) if _imports(test, name)]
-    tests = [str(test.relative_to(ROOT / "tests")) for test in importing]
+    tests = [str(test.relative_to(ROOT / "tests")) for test in importing if test.parent.name != "integrations"]
     if not tests:
         users = [other for other in sources() if other != source and _imports(ROOT / "recckpt" / other, name)]
         tests = list(dict.fromkeys(test for user in users for test in tests_of(user)))
