@@ -45,7 +45,7 @@ $(INTEGRATIONS)/.installed: $(STAMP)
 	touch $@
 
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+	$(INTEGRATIONS)/bin/python -m pytest -n $(TESTERS) --dist loadscope tests/integrations
 
 # The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
 test-slow: $(STAMP)
