@@ -11,7 +11,6 @@ from recckpt.checkpoint.link import OpenLink, files_of
 from recckpt.dense.tensors import DenseTensors
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
-from recckpt.format.manifest import Manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
 from recckpt.storage import Storage
@@ -42,6 +41,7 @@ class OpenChain:
 
     def __init__(self, storage: Storage, checkpoint: Checkpoint, links: Sequence[OpenLink], files: OpenFiles) -> None:
         self.storage, self.checkpoint = storage, checkpoint
+        self.directory, self.manifest = checkpoint.directory, checkpoint.manifest
         self.links, self.files = links, files
         self._is_open = False
 
@@ -81,16 +81,6 @@ class OpenChain:
         """Close all files; a map ends once nobody has a view of it."""
         for files in (self.files, *(link.files for link in self.links)):
             files.close()
-
-    @property
-    def manifest(self) -> Manifest:
-        """What is known without opening other files."""
-        return self.checkpoint.manifest
-
-    @property
-    def directory(self) -> str:
-        """Where it lies in the output dir."""
-        return self.checkpoint.directory
 
     def newest(self, count: int) -> OpenChain:
         """Return a chain of its newest links alone: what they hold, and nothing of what they stand on."""

@@ -11,7 +11,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.manifest import FileEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
 from recckpt.sparse.files.catalogs import met_shards, parts_by_shard, read_catalogs
@@ -33,6 +33,7 @@ class OpenLink:
 
     def __init__(self, checkpoint: Checkpoint, files: OpenFiles, catalogs: Sequence[Catalog] | None = None) -> None:
         self.checkpoint, self.files = checkpoint, files
+        self.directory, self.manifest = checkpoint.directory, checkpoint.manifest
         self.indexes: dict[str, RowIndex] = {}  # by table
         self._catalogs = catalogs
         self._lock = threading.Lock()
@@ -41,16 +42,6 @@ class OpenLink:
     def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenLink:
         """Return one of so many links, of which no file is open yet: each is opened when it is read."""
         return cls(checkpoint, files_of(storage, checkpoint, n_links))
-
-    @property
-    def directory(self) -> str:
-        """Where it lies in the output dir."""
-        return self.checkpoint.directory
-
-    @property
-    def manifest(self) -> Manifest:
-        """What it is."""
-        return self.checkpoint.manifest
 
     @cached_property
     def catalogs(self) -> Sequence[Catalog]:

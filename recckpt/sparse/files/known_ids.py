@@ -1,4 +1,7 @@
-"""What is known of ids while the links of a chain are read, newest first: which are new, come twice, or are deleted."""
+"""The rule of ids for a load: which are new, come twice, or are deleted, while links are read in any order of batches.
+
+Links come newest first. The form for files, whose ids are sorted, is :mod:`recckpt.sparse.files.once`.
+"""
 
 from __future__ import annotations
 

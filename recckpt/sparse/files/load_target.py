@@ -86,11 +86,6 @@ class LinkLoad:
     batches: LinkBatches
 
     @property
-    def parts(self) -> Sequence[Sequence[Part]]:
-        """By shard, those that may hold their rows or deletes."""
-        return self.batches.parts if self.tables else ()
-
-    @property
     def n_bytes(self) -> int:
         """Bytes of the rows that are read, in the columns that are read."""
         return sum(
@@ -112,4 +107,4 @@ class LinkLoad:
                 yield layout.join(self.batches.directory, part.file)
 
     def _parts(self) -> Iterator[Part]:
-        return (part for parts in self.parts for part in parts)
+        return (part for parts in self.batches.parts for part in parts)

@@ -135,10 +135,10 @@ class LinkPass:
         for load in link.tables:
             if load.with_rows == with_rows:
                 self._fillers.setdefault(load.entry.name, []).append(by_load[id(load)])
-        runs = [run for shard, parts in enumerate(link.parts) for run in self._runs(shard, parts)]
+        runs = [run for shard, parts in enumerate(link.batches.parts) for run in self._runs(shard, parts)]
         self._rows = [run for run in runs if run.part.holds == "rows"]
         self._deletes = [run for run in runs if run.part.holds == "deletes"]
-        parts = [part for parts in link.parts for part in parts]
+        parts = [part for parts in link.batches.parts for part in parts]
         self._whole_parts = [part for part in parts if part.batches and all(map(self._takers, part.batches))]
         rows = Counter[str]()
         for run in self._rows:
