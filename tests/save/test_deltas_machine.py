@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from support import spec_reader
@@ -202,16 +202,19 @@ class Saving(RuleBasedStateMachine):
         shutil.rmtree(getattr(self, "root", Path("nowhere")), ignore_errors=True)
 
 
-def run(examples: int, **options: Any) -> None:
+def run(examples: int, machine: type[Saving] = Saving, **options: Any) -> None:
     # without phases that make a failing run shorter, which takes minutes
     options |= {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.generate]}
-    run_state_machine_as_test(Saving, settings=settings(max_examples=examples, stateful_step_count=25, **options))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25, **options))
 
 
 def test_all_checkpoints_that_stay_are_the_rows_of_their_moment():
+    expected = ("full", "delta", "restored", "offered", "through a form")
     SEEN.clear()
-    run(10, derandomize=True)  # so that each time it comes to all that is asked for
-    assert min(SEEN[word] for word in ("full", "delta", "restored", "offered", "through a form")) > 0, SEEN
+    for number in range(10):  # nearly always one is enough; what is drawn depends on the constants of the source too
+        if not all(SEEN[word] for word in expected):
+            run(10, seed(number)(type("SeededSaving", (Saving,), {})), derandomize=True)
+    assert all(SEEN[word] for word in expected), SEEN
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What an averaging function keeps: found by asking it about three pairs of numbers."""
+"""What an averaging function keeps: it is called with three pairs of numbers."""
 
 from __future__ import annotations
 

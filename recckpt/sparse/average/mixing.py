@@ -52,8 +52,8 @@ def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype
         return out
     share = torch.from_numpy(shares).to(averages.device).view(-1, *[1] * (averages.dim() - 1))
     wide, other = averages.to(torch.float64), values.to(torch.float64)
-    found = torch.where(share == 1, wide, torch.where(share == 0, other, wide * share + other * (1 - share)))
-    return found.to(dtype) if dtype.is_floating_point else found.round().to(dtype)
+    out = torch.where(share == 1, wide, torch.where(share == 0, other, wide * share + other * (1 - share)))
+    return out.to(dtype) if dtype.is_floating_point else out.round().to(dtype)
 
 
 @compiled

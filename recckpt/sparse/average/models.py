@@ -59,8 +59,8 @@ def paired(averaged: nn.Module, model: nn.Module) -> list[tuple[AverageTable, An
         ValueError: one side alone has a table, both are the same, or a table was resized.
     """
     tables = {table.name: table for table in trained_tables(model)}
-    found = (table for table in averaged.modules() if isinstance(table, RowTable))
-    copies = {table.of if isinstance(table, AverageTable) else table.name: table for table in found}
+    own = (table for table in averaged.modules() if isinstance(table, RowTable))
+    copies = {table.of if isinstance(table, AverageTable) else table.name: table for table in own}
     if tables.keys() != copies.keys() or any(copies[name] is table for name, table in tables.items()):
         raise ValueError(
             f"found tables {sorted(copies)} to hold averages, expected copies of {sorted(tables)}, the tables of the "

@@ -69,13 +69,13 @@ class AverageSnapshot(Snapshot):
             if name == EMBEDDING:
                 averages, of = self._tensor(read, EMBEDDING), self._tensor(read, OF)
                 shares = weights(self._tensor(read, SINCE).numpy(), self._clock)
-                found = mixed(averages, of, shares, averages.dtype)
+                values = mixed(averages, of, shares, averages.dtype)
             elif name == SINCE:
                 times = self._tensor(read, SINCE)
-                found = torch.where(times == UNKNOWN, times, times - self._clock)
+                values = torch.where(times == UNKNOWN, times, times - self._clock)
             else:
-                found = self._tensor(read, _COLUMNS[name])
-            target[:] = found.contiguous().view(-1).view(torch.uint8).numpy()
+                values = self._tensor(read, _COLUMNS[name])
+            target[:] = values.contiguous().view(-1).view(torch.uint8).numpy()
 
     def _tensor(self, read: Mapping[str, Bytes], name: str) -> Tensor:
         spec = self._specs[name]

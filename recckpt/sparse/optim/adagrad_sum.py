@@ -24,9 +24,9 @@ class _SquaresByRank(SparseOptimizer):
     def _check_tables(self, tables: list[Any]) -> None:
         super()._check_tables(tables)
         for table in tables:
-            found = getattr(table, "gradients", "sum")
-            if found != "sum":
-                what = f"table {table.name!r} was made with gradients={found!r}"
+            gradients = getattr(table, "gradients", "sum")
+            if gradients != "sum":
+                what = f"table {table.name!r} was made with gradients={gradients!r}"
                 raise ValueError(f"{what}, expected 'sum' for a {type(self).__name__}")
 
     def _add_slots(self, table: HashTable, group: Group) -> None:

@@ -71,8 +71,8 @@ class SparseOptimizer(Optimizer):
             ValueError: a table is here already, or of integers; a hyper-parameter is out of range.
         """
         if not isinstance(param_group, dict) or "tables" not in param_group:
-            found = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
-            raise TypeError(f"a group is a dict with the key 'tables', found {found}: {REMEDY}")
+            given = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
+            raise TypeError(f"a group is a dict with the key 'tables', found {given}: {REMEDY}")
         tables = as_list(param_group["tables"])
         self._check_tables(tables)
         group = {**self.defaults, **options(param_group, "tables")}
@@ -263,8 +263,8 @@ class SparseOptimizer(Optimizer):
         seen = dict(self._tables)
         for table in tables:
             if not isinstance(table, HashTable):
-                found = type(table).__name__
-                raise TypeError(f"a sparse optimizer takes recckpt.sparse.HashTable, found a {found}: {REMEDY}")
+                kind = type(table).__name__
+                raise TypeError(f"a sparse optimizer takes recckpt.sparse.HashTable, found a {kind}: {REMEDY}")
             if not table.dtype.is_floating_point:
                 raise ValueError(f"table {table.name!r} of {table.dtype} has no gradients: leave it out")
             if not table.is_trained:

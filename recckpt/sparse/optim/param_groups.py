@@ -109,13 +109,13 @@ def match(saved: Mapping[str, Any], live: Sequence[Group], slots: Sequence[str],
         mismatched["slots"] = (saved["slots"], list(slots))
     matched = []
     for number, group in enumerate(live):
-        found = saved_groups.get(frozenset(group["tables"]), {})
-        if have == set(need) and not found:
+        own = saved_groups.get(frozenset(group["tables"]), {})
+        if have == set(need) and not own:
             others = [sorted(tables) for tables in saved_groups if tables & set(group["tables"])]
             mismatched[f"tables of group {number}"] = (others, group["tables"])
-        elif found and not set(keys) <= set(found):
-            mismatched[f"hyper-parameters of group {number}"] = (sorted(found), sorted(keys))
-        matched.append({**options(group), **found, "tables": group["tables"]})
+        elif own and not set(keys) <= set(own):
+            mismatched[f"hyper-parameters of group {number}"] = (sorted(own), sorted(keys))
+        matched.append({**options(group), **own, "tables": group["tables"]})
     missing, unexpected = sorted(set(need) - have), sorted((have | set(saved["state"])) - set(need))
     if missing or unexpected or mismatched:
         raise StateMismatchError(

@@ -30,9 +30,9 @@ class EmbeddingCollection(nn.Module):
         given = list(tables)
         others: list[Any] = [table for table in given if not isinstance(table, ShardedHashTable)]
         if others:
-            found = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
+            kind = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
             raise TypeError(
-                f"a collection takes recckpt.sparse.ShardedHashTable, found {found}: make it one, which with one rank "
+                f"a collection takes recckpt.sparse.ShardedHashTable, found {kind}: make it one, which with one rank "
                 "is a plain table; several plain ones go into an nn.ModuleDict, and are called one by one"
             )
         self.tables = nn.ModuleList(given)
@@ -58,7 +58,7 @@ class EmbeddingCollection(nn.Module):
         for table in self._sharded:
             key = (table.embedding_shape, table.dtype, table.device, table.exchange)
             groups.setdefault(key, []).append(table)
-        given = ids if isinstance(ids, Mapping) else {}  # which all ranks are told of, as of any that do not fit
+        given = ids if isinstance(ids, Mapping) else {}  # an error on all ranks, as ids that do not fit
         unknown = given.keys() - {table.name for table in self._sharded}
         rows: dict[str, Tensor] = {}
         for tables in groups.values():

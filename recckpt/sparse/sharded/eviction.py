@@ -38,7 +38,7 @@ def first_of_all(exchange: Exchange, by: npt.NDArray[Any], ids: Int64s, n: int) 
 def evict_due(tables: Sequence[RowTable], ids: Mapping[str, Any]) -> Mapping[str, Any]:
     """Evict what is due before a look-up, and return its ids; where that fails here, the error stands in their place.
 
-    So the other ranks are told of it, as of ids that do not fit, by the messages of the look-up that they wait for.
+    It reaches the other ranks as an error of ids does: by the messages of the look-up that they wait for.
     """
     for table in tables:
         try:

@@ -52,8 +52,8 @@ def _norms(local: Sequence[Tensor], grads: Sequence[Tensor], ord: float = 2, *_:
 def _unscaled(result: None, grads: Sequence[Tensor], found_inf: Tensor, *_: Any) -> None:
     shared = {some.exchange: some.table for some in grads if isinstance(some, SharedGradients)}
     for exchange, table in shared.items():
-        found = _from_all(exchange, f"the check of the gradients of {table!r} and others", found_inf)
-        found_inf.copy_(found.max())
+        flags = _from_all(exchange, f"the check of the gradients of {table!r} and others", found_inf)
+        found_inf.copy_(flags.max())
 
 
 _COLLECTIVE: Mapping[Callable[..., Any], Callable[..., Any]] = {

@@ -92,8 +92,8 @@ def _bags_of(table: str, ids: Any, ends: Ends, weights: Any) -> Bags:
     if ids.dim() == 2 and not given:
         starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
     elif ids.dim() != 1 or len(given) != 1:
-        found = f"ids of shape {tuple(ids.shape)} with {' and '.join(given) or 'neither offsets nor lengths'}"
-        raise ValueError(f"table {table!r}: found {found}, expected two dimensions alone, or one with either of them")
+        kind = f"ids of shape {tuple(ids.shape)} with {' and '.join(given) or 'neither offsets nor lengths'}"
+        raise ValueError(f"table {table!r}: found {kind}, expected two dimensions alone, or one with either of them")
     elif ends.lengths is not None:
         starts = _starts(table, ends.lengths, len(flat))
     else:
@@ -161,9 +161,9 @@ def _checked_offsets(table: str, ends: Ends, n_ids: int) -> Tensor:
 def _counts(table: str, name: str, given: Any) -> Tensor:
     if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in (torch.int64, torch.int32):
         is_tensor = isinstance(given, Tensor)
-        found = f"{given.dtype} {tuple(given.shape)}" if is_tensor else type(given).__name__
+        kind = f"{given.dtype} {tuple(given.shape)}" if is_tensor else type(given).__name__
         expected = "an int64 or int32 tensor of one dimension"
-        raise ValueError(f"table {table!r}: found {name} of {found}, expected {expected}")
+        raise ValueError(f"table {table!r}: found {name} of {kind}, expected {expected}")
     return given.long()
 
 
@@ -171,6 +171,6 @@ def _checked_weights(table: str, weights: Any, shape: tuple[int, ...]) -> Tensor
     if weights is None:
         return None
     if not isinstance(weights, Tensor) or tuple(weights.shape) != shape:
-        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(f"table {table!r}: found weights of {found}, expected a tensor of {shape}, as the ids")
+        kind = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(f"table {table!r}: found weights of {kind}, expected a tensor of {shape}, as the ids")
     return weights.reshape(-1)

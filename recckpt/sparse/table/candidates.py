@@ -41,7 +41,7 @@ class Candidates(Protocol):
         """Return the ids that are counted, where they are known."""
 
     def forget(self, ids: Int64s) -> None:
-        """Drop the counts of ids that have rows now, where that can be told from the counts of others."""
+        """Drop the counts of ids that have rows now, where they are not mixed with the counts of others."""
 
 
 class ExactCandidates:

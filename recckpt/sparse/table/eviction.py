@@ -20,7 +20,7 @@ from recckpt.policies.evict import NORM, Evict, Mask
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.eviction_plan import ALL, HashRange, Plan, plan_of
 from recckpt.sparse.table.kernels import row_norms
-from recckpt.sparse.table.nn_module import TableModule, erase_rows, warn_once
+from recckpt.sparse.table.nn_module import TableModule, erase_rows
 from recckpt.sparse.table.recomputation import is_in_backward
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.tracking import Now, TableTime
@@ -106,7 +106,7 @@ class Eviction:
         if step == before:
             self._n_looked_up += 1
             if self._n_looked_up == _PATIENCE:
-                warn_once(table, "step", _NO_STEPS.format(step, _PATIENCE))
+                table.warned_of.once(table.name, "step", _NO_STEPS.format(step, _PATIENCE))
             return
         begin = time.thread_time()
         self._evict_at(table, step, before)
@@ -115,7 +115,9 @@ class Eviction:
         spent_ms, budget_ms = 1e3 * (time.thread_time() - begin), self.plan.budget_ms
         if budget_ms is not None and spent_ms > budget_ms:
             longer = int(self.plan.every * spent_ms / budget_ms) + 1
-            warn_once(table, "budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self.plan.every))
+            table.warned_of.once(
+                table.name, "budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self.plan.every)
+            )
 
     def evict(self, table: TableModule, policies: Sequence[Any]) -> int:
         """Drop all rows that any of these policies evicts, and return how many. Collective with a capacity."""
@@ -129,7 +131,7 @@ class Eviction:
             n_rows = sum(table.sharing.numbers(what, len(table.store)))
             pace = plan.capacity.pace(n_rows)
             if plan.capacity.is_crowded(n_rows):
-                warn_once(table, "capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
+                table.warned_of.once(table.name, "capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
                 self._evict(table, plan, [ALL])
                 return
         self._evict(table, plan, plan.due(before, step, pace))

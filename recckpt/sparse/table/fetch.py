@@ -13,7 +13,7 @@ from recckpt.sparse.table.admission import Fetched
 from recckpt.sparse.table.first_values import embedding_reader, first_embeddings
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import TorchInitializer
-from recckpt.sparse.table.nn_module import TableModule, warn_once
+from recckpt.sparse.table.nn_module import TableModule
 from recckpt.sparse.table.recomputation import is_in_backward
 from recckpt.sparse.table.row_table import RowTable
 from recckpt.types import flag
@@ -43,14 +43,15 @@ def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, ad
 
     Without ``occurrences`` each of the ids counts for one.
     """
-    read, admission = embedding_reader(table), table.admission
     if not table.training:
-        return Fetched(table.store.look_up(ids, read), None)
+        return Fetched(table.store.look_up(ids, embedding_reader(table)), None)
     if not admit:
+        read = embedding_reader(table)
         return Fetched(*table.store.look_up(ids, lambda some, at: (read(some, at), np.flatnonzero(at >= 0))))
     if is_in_backward() and (again := _fetched_again(table, ids)) is not None:
         return again
-    if occurrences is None and (table.track or admission is not None):
+    admission = table.admission
+    if occurrences is None and (table.tracking.names or admission is not None):
         occurrences = np.ones(len(ids), np.int64)
     if admission is not None and occurrences is not None:
         return admission.fetch(table, ids, occurrences, partial(_fetch_rows, table))
@@ -61,7 +62,7 @@ def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Ten
     """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
     table.eviction.check_batch(table, ids)
     read, first = embedding_reader(table), partial(first_embeddings, table)
-    if table.track and occurrences is not None:
+    if table.tracking.names and occurrences is not None:
         with table.store.lock:  # an event time may come meanwhile
             return table.store.visit(ids, table.tracking.visit(occurrences), read, first)
     return table.store.look_up_or_add(ids, read, first)
@@ -74,7 +75,7 @@ def _fetched_again(table: RowTable, ids: Int64s) -> Fetched | None:
     is an id without a row in a table in which all get one.
     """
     if isinstance(table.initializer, TorchInitializer):
-        warn_once(table, "recomputation", _OTHER_DRAWS)
+        table.warned_of.once(table.name, "recomputation", _OTHER_DRAWS)
     read, admission = embedding_reader(table), table.admission
     embeddings, rows = table.store.look_up(ids, lambda columns, rows: (read(columns, rows), rows))
     is_present = (rows >= 0) if admission is None else (rows >= 0) & ~admission.refusals.of(ids)

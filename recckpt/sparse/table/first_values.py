@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -27,4 +25,5 @@ def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
 
 def embedding_reader(table: TableModule) -> Take[Tensor]:
     """Return what copies the embeddings of rows; row -1 reads as an unseen id."""
-    return partial(table.store.read, unseen=table.initializer.unseen)
+    read, unseen = table.store.read, table.initializer.unseen
+    return lambda columns, rows: read(columns, rows, unseen)

@@ -15,7 +15,7 @@ Int64s = npt.NDArray[np.int64]
 _MIN_CAPACITY = 64
 _EMPTY = 0  # in place of row + 1: every int64 is a legal id, so no id can mark an empty cell
 _CELL_BYTES = 16
-_AHEAD = 16  # ids; far enough to hide a miss, near enough to be in the cache still when its turn comes
+_AHEAD = 16  # ids; far enough to hide a miss, near enough to be in the cache still when it is looked at
 N_PARTS = 1 << 16  # into which the ids are cut by the end of their hash, as buckets are by its begin
 N_ROWS, N_CLAIMED, VERSION = 0, 1, 2  # where each count lies
 
@@ -99,8 +99,8 @@ class IdIndex:
 
     def part(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
         """Return the rows and ids whose hashes end on 16 bits in [begin, end), in no order; reads no other cells."""
-        found: Int64s = _part(self._cells, self._counts, begin, end)
-        return found[0], found[1]
+        part: Int64s = _part(self._cells, self._counts, begin, end)
+        return part[0], part[1]
 
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
         """Return the row of each id, and the ids that are new; their rows come last, in this order, unpublished."""
@@ -182,7 +182,7 @@ def _find(cells: Any, counts: Any, ids: Any, rows: Any) -> None:
 def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
     mask = len(cells) - 1
     n_homes = min(end - begin, len(cells))  # of a run of cells, of which there is one for each 65,536 cells
-    found = np.empty((2, counts[N_ROWS]), np.int64)  # memory that is not touched costs nothing
+    part = np.empty((2, counts[N_ROWS]), np.int64)  # memory that is not touched costs nothing
     n = 0
     for run in range(max(1, len(cells) // N_PARTS)):
         first = (run * N_PARTS + begin) & mask
@@ -192,12 +192,12 @@ def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
                 if i >= n_homes:
                     break
                 continue
-            is_of_run = ((_home(cells[cell, 0], mask) - first) & mask) < n_homes  # others were shifted into it
-            if is_of_run and begin <= _home(cells[cell, 0], N_PARTS - 1) < end and cells[cell, 1] <= counts[N_ROWS]:
-                found[0, n] = cells[cell, 1] - 1
-                found[1, n] = cells[cell, 0]
+            is_in_part = ((_home(cells[cell, 0], mask) - first) & mask) < n_homes  # others were moved into these cells
+            if is_in_part and begin <= _home(cells[cell, 0], N_PARTS - 1) < end and cells[cell, 1] <= counts[N_ROWS]:
+                part[0, n] = cells[cell, 1] - 1
+                part[1, n] = cells[cell, 0]
                 n += 1
-    return found[:, :n].copy()
+    return part[:, :n].copy()
 
 
 @compiled

@@ -157,16 +157,16 @@ def is_marked(marks: Any, row: int) -> Any:
 
 
 @compiled
-def unmarked_rows(rows: Any, n_rows: int, marks: Any, wanted: Any) -> Any:
-    """Return those of ``rows`` below ``n_rows`` whose bit is 0 in ``marks`` and 1 in ``wanted``, if that has bits."""
-    found = np.empty(len(rows), np.int64)
+def unmarked_rows(rows: Any, n_rows: int, marks: Any, needed: Any) -> Any:
+    """Return those of ``rows`` below ``n_rows`` whose bit is 0 in ``marks`` and 1 in ``needed``, if that has bits."""
+    unmarked = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
         row = rows[i]
-        if row < n_rows and not is_marked(marks, row) and (len(wanted) == 0 or is_marked(wanted, row)):
-            found[n] = row
+        if row < n_rows and not is_marked(marks, row) and (len(needed) == 0 or is_marked(needed, row)):
+            unmarked[n] = row
             n += 1
-    return found[:n]
+    return unmarked[:n]
 
 
 @compiled
@@ -177,19 +177,19 @@ def mark_rows(rows: Any, marks: Any) -> None:
 
 
 @compiled
-def pick_marked(rows: Any, marks: Any, wanted: Any, mark_others: bool) -> Any:
-    """Return where in ``rows`` those are whose bit is 1, or 0 in ``wanted``, if that has bits; and mark the others."""
-    found = np.empty(len(rows), np.int64)
+def pick_marked(rows: Any, marks: Any, needed: Any, mark_others: bool) -> Any:
+    """Return where in ``rows`` those are whose bit is 1, or 0 in ``needed``, if that has bits; and mark the others."""
+    places = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
         row = np.int64(rows[i])
         bit = np.uint8(1 << (row & 7))
-        if marks[row >> 3] & bit or (len(wanted) and not wanted[row >> 3] & bit):
-            found[n] = i
+        if marks[row >> 3] & bit or (len(needed) and not needed[row >> 3] & bit):
+            places[n] = i
             n += 1
         elif mark_others:
             marks[row >> 3] |= bit
-    return found[:n]
+    return places[:n]
 
 
 @compiled
@@ -251,9 +251,9 @@ def first_repeat(ids: Any) -> tuple[int, int]:
     longest = n_same = 0
     bucket = np.uint64(1 << 48)  # none
     for i in range(len(ids)):
-        found = mix64(np.uint64(ids[i])) >> _S48
-        n_same = n_same + 1 if found == bucket else 1
-        bucket = found
+        own_bucket = mix64(np.uint64(ids[i])) >> _S48
+        n_same = n_same + 1 if own_bucket == bucket else 1
+        bucket = own_bucket
         longest = max(longest, n_same)
     size = 1
     while size < 2 * longest:

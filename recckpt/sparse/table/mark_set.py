@@ -90,7 +90,7 @@ class HasMarkSets(Protocol):
 
     @property
     def sets(self) -> tuple[MarkSet, ...]:
-        """The sets that are to be told of each change."""
+        """The sets in which each change is marked."""
 
 
 def marked_rows(bits: Bytes, n_rows: int) -> Int64s:
@@ -137,14 +137,14 @@ def _marked_rows(words: Any, n_rows: int) -> Any:
         while word:
             word &= word - np.uint64(1)
             n += 1
-    found = np.empty(n, np.int64)
+    rows = np.empty(n, np.int64)
     n = 0
     for i in range(len(words)):
         word, row = words[i], 64 * i
         while word:
             if word & np.uint64(1):
-                found[n] = row
+                rows[n] = row
                 n += row < n_rows
             word >>= np.uint64(1)
             row += 1
-    return found[:n]
+    return rows[:n]

@@ -4,7 +4,7 @@ A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at e
 
     frozen = [tracker.freeze(table) for table in tables]     # the moment of the save; training may go on
     replaced = [some.is_replaced(base) for some in frozen]   # then all ranks agree: replaced on one is on all;
-                                                             # some.n_changed tells whether a delta is worth it
+                                                             # some.n_changed is for the choice of a delta
     sources = [some.snapshot or some.delta(base) ...]        # all rows, or what has changed; to be closed as ever
     frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else it ends,
     frozen[i].failed()                                       # also with an ephemeral commit: the base stays
@@ -69,7 +69,7 @@ class _Since(NamedTuple):
 
 
 class Marks:
-    """What has changed in one store since the base of one saver. The store tells it, under its lock."""
+    """What has changed in one store since the base of one saver. The store marks it, under its lock."""
 
     def __init__(self, store: RowStore) -> None:
         self.store, self._lock = weakref.ref(store), store.lock
@@ -78,7 +78,7 @@ class Marks:
 
     @property
     def sets(self) -> tuple[MarkSet, ...]:
-        """All sets that have to be told of a change."""
+        """All sets in which a change is to be marked."""
         return self._since.sets
 
     def begin(self, base: str) -> None:
@@ -127,9 +127,9 @@ class Frozen:
 
     def delta(self, base: str) -> DeltaSource:
         """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
-        found = self.changes(base)
-        found.narrow()
-        return found
+        source = self.changes(base)
+        source.narrow()
+        return source
 
     def changes(self, base: str) -> DeltaSource:
         """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
@@ -149,8 +149,8 @@ class Frozen:
 class DeltaSource:
     """The changed rows of a snapshot as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
 
-    Which rows those are is found when somebody asks, since that takes the longer the more rows the table has: making
-    this does not, and training waits for it.
+    The rows are looked for when somebody asks for them, which takes longer the more rows the table has. Making this
+    takes no time, since training waits for it.
     """
 
     def __init__(self, snapshot: Snapshot, bits: Bytes, erased: Sequence[Int64s]) -> None:

@@ -50,8 +50,8 @@ def weights_alike(table: str, nested: Tensor, lengths: Tensor) -> Tensor:
     own, expected = rows.lengths.tolist(), lengths.tolist()
     if own != expected:
         row = next((row for row, pair in enumerate(zip(own, expected, strict=False)) if len({*pair}) > 1), None)
-        found = f"{len(own)} rows of weights, expected {len(expected)}"
+        what = f"{len(own)} rows of weights, expected {len(expected)}"
         if row is not None:
-            found = f"{own[row]} weights in row {row}, expected {expected[row]}"
-        raise ValueError(f"table {table!r}: found {found}, as many as of the ids")
+            what = f"{own[row]} weights in row {row}, expected {expected[row]}"
+        raise ValueError(f"table {table!r}: found {what}, as many as of the ids")
     return rows.values

@@ -31,6 +31,19 @@ Int64s = npt.NDArray[np.int64]
 log = logging.getLogger("recckpt")
 
 
+class WarnedOf:
+    """What a table has warned of."""
+
+    def __init__(self) -> None:
+        self._subjects: frozenset[str] = frozenset()
+
+    def once(self, table: str, subject: str, text: str) -> None:
+        """Warn of a subject, the first time only."""
+        if subject not in self._subjects:
+            self._subjects |= {subject}
+            log.warning("table %r: %s", table, text)
+
+
 class TableModule(nn.Module):
     """A module whose state is a store of rows: it stands in state dicts as itself, and has no dense parameters.
 
@@ -38,6 +51,7 @@ class TableModule(nn.Module):
         name: in checkpoints.
         store: the rows, and the one door through which they change.
         pending_gradients: of the rows, which wait for the optimizer.
+        sharing: what the ranks that share the table agree on.
         anchor: empty, and the input of torch's graph from which the rows come. It never has a gradient: those of the
             rows are kept by id. A walk over the parameters of a model finds it under the name of the table; rows are
             frozen and thawed by it.
@@ -49,7 +63,6 @@ class TableModule(nn.Module):
     is_trained = True
     sharing: Sharing = NotShared()
     anchor: nn.Parameter
-    _warned: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -71,6 +84,7 @@ class TableModule(nn.Module):
         self.store = RowStore(checked_device(name, device))
         self.store.add_column(spec)
         self.pending_gradients = Gradients()
+        self.warned_of = WarnedOf()
         anchor_dtype = dtype if dtype.is_floating_point else torch.float32  # others cannot require a gradient
         with torch.inference_mode(False):  # a table that is made there can be trained later
             self.anchor = nn.Parameter(torch.empty(0, dtype=anchor_dtype, device=self.device))
@@ -252,13 +266,6 @@ def erase_rows(table: TableModule, ids: Int64s) -> int:
         if n_rows:
             table.pending_gradients.forget(ids, table.store)
     return n_rows
-
-
-def warn_once(table: TableModule, about: str, text: str) -> None:
-    """Warn of something in a table, the first time only."""
-    if about not in table._warned:
-        table._warned |= {about}
-        log.warning("table %r: %s", table.name, text)
 
 
 class _ByKey:

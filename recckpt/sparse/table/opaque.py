@@ -16,8 +16,8 @@ _R = TypeVar("_R")
 
 def _asked(name: str, of: Any = torch._C) -> Callable[..., Any]:
     """Return a function of torch that is not public; where a version lacks it, one that says no."""
-    found: Callable[..., Any] = getattr(of, name, lambda *_: False)
-    return found
+    function: Callable[..., Any] = getattr(of, name, lambda *_: False)
+    return function
 
 
 _is_exporting = _asked("is_exporting", torch.compiler)  # torch 2.6 lacks it

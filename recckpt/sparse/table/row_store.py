@@ -34,7 +34,7 @@ class RowStore:
     """The rows of a table, which any number of threads look up and change.
 
     The door: ``visit``, ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which
-    a row changes. Each holds the lock, tells snapshots and marks before it changes anything, and is done or not begun
+    a row changes. Each holds the lock, calls snapshots and marks before it changes a row, and is done or not begun
     whenever an exception ends it. Look-ups never wait; they are repeated when an erase has renumbered rows meanwhile,
     and take the lock when that happens again and again. For a change that depends on what was read take the ``lock``.
     """
@@ -195,7 +195,7 @@ class RowStore:
     def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
         """Set ``rows``, all different, to a tensor a slot, and ``flag[0]`` to 1: all of it or nothing.
 
-        The rows are as found under the lock, or while nothing is erased.
+        The rows are those of ids looked up under the lock, or while nothing is erased.
         """
         with self.lock:
             present = self._settled()
@@ -263,7 +263,8 @@ class RowStore:
         made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # code of users
         if rows.index.n_claimed != end or len(rows) != first or self._rows is not rows:
             raise RuntimeError("an initializer has changed the table that it was to give values")
-        self._announce(np.arange(first, end), with_ids=True)  # of rows that were erased since
+        # A snapshot may still need the erased rows whose places these new rows take.
+        self._announce(np.arange(first, end), with_ids=True)
         rows.ids.write(first, torch.from_numpy(new_ids))
         rows.initialize(first, end, without=given | ({EMBEDDING} if made is not None else set()))
         if made is not None:
@@ -271,7 +272,7 @@ class RowStore:
         return at, len(new_ids)
 
     def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
-        """Tell snapshots and marks of rows that are about to change."""
+        """Let snapshots copy, and marks mark, rows that are about to change."""
         self._keep(rows, with_ids=with_ids)
         for marks in self._mark_sets():
             marks.mark(rows, self._rows.index.n_claimed)

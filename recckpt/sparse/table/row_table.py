@@ -238,7 +238,8 @@ class RowTable(TableModule):
         Raises:
             ValueError: ``dim`` is not an int of at least 1, or a row would be too long. Nothing has been changed then.
         """
-        slots_of.resize(self, dim)
+        with self.store.lock:
+            self.initializer = slots_of.resize(self, dim)
 
     def _spec_of(self, name: str) -> SlotSpec:
         column = self.store.columns.get(name)

@@ -219,8 +219,8 @@ class Rows:
 
     def find_erasure(self, ids: Int64s) -> Erasure:
         """Return what has to be done to drop those of ``ids`` that are present; the last rows move into the gaps."""
-        found = self.index.find(ids)
-        rows = _ascending(found[found >= 0], len(self))
+        at = self.index.find(ids)
+        rows = _ascending(at[at >= 0], len(self))
         n_left = len(self) - len(rows)
         n_holes = int(np.searchsorted(rows, n_left))
         stays = np.ones(len(rows), np.bool_)  # of the last rows, as many as go

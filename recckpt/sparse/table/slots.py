@@ -17,7 +17,7 @@ from recckpt.sparse.table.checks import (
     checked_shape,
     dtype_name,
 )
-from recckpt.sparse.table.initializers import default_initializer
+from recckpt.sparse.table.initializers import Initializer, default_initializer
 from recckpt.sparse.table.nn_module import TableModule
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.widths import resized
@@ -59,20 +59,20 @@ def add_slot(table: TableModule, name: str, shape: Sequence[int], dtype: torch.d
             store.set_initial(name, value)
 
 
-def resize(table: TableModule, dim: int) -> None:
-    """Give embeddings, and the slots of their shape, another last dimension."""
+def resize(table: TableModule, dim: int) -> Initializer:
+    """Give embeddings, and the slots of their shape, another last dimension; return the initializer of that width."""
     before = table.embedding_shape
     shape = checked_shape((*before[:-1], dim))
-    if shape == before:
-        return
     initializer = table.initializer
+    if shape == before:
+        return initializer
     if initializer == default_initializer(table.dtype, before):
         initializer = default_initializer(table.dtype, shape)
     with table.store.lock:
         twin = resized(table.store, shape[-1], lambda ids, spec: initializer.values(ids, table.seed, spec))
         table.store.adopt(twin)
-        table.initializer = initializer
     table.pending_gradients.clear()
+    return initializer
 
 
 def set_slot(table: TableModule, name: str, ids: Int64s, values: Tensor) -> None:

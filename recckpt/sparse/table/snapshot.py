@@ -68,7 +68,7 @@ class PreImages:
         self._n_rows = n_rows
         self._open: tuple[dict[str, Column], Log] | None = {n: c.frozen() for n, c in columns.items()}, log
         self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for good
-        self._wanted = np.zeros(0, np.uint8)  # a bit a row, once not all are
+        self._needed = np.zeros(0, np.uint8)  # a bit a row, once not all are
         self._failure: MemoryError | None = None
         self._lock = threading.Lock()
 
@@ -78,7 +78,7 @@ class PreImages:
             if self._open is None:
                 return
             columns, log = self._open
-            rows = unmarked_rows(rows, self._n_rows, self._marks, self._wanted)
+            rows = unmarked_rows(rows, self._n_rows, self._marks, self._needed)
             try:
                 log.places.settle()  # what was claimed here before an interrupt
                 log.copy(rows, columns, self._n_rows)
@@ -100,7 +100,7 @@ class PreImages:
             _, log = self._opened()
             if not (for_good or len(log.places)):
                 return
-            at = pick_marked(rows, self._marks, self._wanted, for_good)
+            at = pick_marked(rows, self._marks, self._needed, for_good)
             if len(at) == 0:  # as nearly always, where few rows change meanwhile
                 return
             places = log.places.find(rows[at].astype(np.int64))
@@ -114,7 +114,7 @@ class PreImages:
     def narrow(self, bits: Bytes) -> None:
         """Copy aside from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""
         with self._lock:
-            self._wanted = bits
+            self._needed = bits
 
     def close(self) -> None:
         """Let go of all memory; nothing is copied aside any more, and nothing can be read."""

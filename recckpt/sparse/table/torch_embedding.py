@@ -60,15 +60,15 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
         raise TypeError(f"table {name!r}: found a {type(module).__name__}, expected an nn.Embedding or nn.EmbeddingBag")
     for option in ("max_norm", "scale_grad_by_freq"):
         if getattr(module, option):
-            found = f"{option}={getattr(module, option)!r}"
-            raise ValueError(f"table {name!r}: found {found}, which a table does not have: keep this module as it is")
+            value = f"{option}={getattr(module, option)!r}"
+            raise ValueError(f"table {name!r}: found {value}, which a table does not have: keep this module as it is")
     _check_plain(module, name)
     weight = module.weight.detach()
     given = torch.arange(len(weight)) if ids is None else torch.from_numpy(flat_ids(ids).copy())
     n_different = len(distinct(given.numpy()))
     if len(given) != len(weight) or n_different != len(given):
-        found = f"{len(given)} ids, {n_different} of them different"
-        raise ValueError(f"table {name!r}: found {found}, expected a different one for each of {len(weight)} rows")
+        counts = f"{len(given)} ids, {n_different} of them different"
+        raise ValueError(f"table {name!r}: found {counts}, expected a different one for each of {len(weight)} rows")
     padding = module.padding_idx
     return TorchRows(given, weight, None if padding is None else int(given[padding]), module.weight.requires_grad)
 
@@ -77,12 +77,12 @@ def _check_plain(module: Embedding, name: str) -> None:
     """Refuse a module that does something else than those of torch: a table would not do that."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     hooks = [hook for hook in _HOOKS if getattr(module, hook, None) or getattr(module.weight, hook, None)]
-    found = ""
+    extra = ""
     if type(module).forward is not kind.forward or "forward" in vars(module):
-        found = f"{type(module).__name__} with a forward of its own"
+        extra = f"{type(module).__name__} with a forward of its own"
     elif hooks:
-        found = f"hooks ({', '.join(hook.strip('_') for hook in hooks)})"
+        extra = f"hooks ({', '.join(hook.strip('_') for hook in hooks)})"
     elif getattr(module, "parametrizations", None):
-        found = "parametrizations"
-    if found:
-        raise ValueError(f"table {name!r}: found {found}, which a table does not have: keep this module as it is")
+        extra = "parametrizations"
+    if extra:
+        raise ValueError(f"table {name!r}: found {extra}, which a table does not have: keep this module as it is")

@@ -42,16 +42,16 @@ def resized(store: RowStore, dim: int, first_embeddings: Callable[[Int64s, SlotS
 def _resized(
     rows: Rows, column: Column, spec: SlotSpec, first_values: Callable[[Int64s, SlotSpec], Tensor] | None
 ) -> Column:
-    found = Column(spec, rows.device)
-    found.reserve(rows.ids.capacity)
+    twin = Column(spec, rows.device)
+    twin.reserve(rows.ids.capacity)
     kept, n_rows = min(spec.shape[-1], column.spec.shape[-1]), len(rows)
     piece_rows = max(1, BLOCK_BYTES // max(spec.row_bytes, column.spec.row_bytes))
     for begin in range(0, n_rows, piece_rows):
         at = np.arange(begin, min(n_rows, begin + piece_rows))
         if first_values is None:
-            values = torch.full((len(at), *spec.shape), rows.initial[spec.name], dtype=found.dtype, device=rows.device)
+            values = torch.full((len(at), *spec.shape), rows.initial[spec.name], dtype=twin.dtype, device=rows.device)
         else:
             values = first_values(rows.ids.gather(at).numpy(), spec).to(rows.device, copy=True)
         values[..., :kept] = column.gather(at)[..., :kept]
-        found.write(begin, values)
-    return found
+        twin.write(begin, values)
+    return twin

@@ -509,3 +509,12 @@ def test_a_table_on_cuda_behaves_like_one_on_the_cpu():
 def test_room_for_a_number_of_rows_that_is_none_is_refused(n_rows):
     with pytest.raises(ValueError, match=f"table 't': n_rows must be an int of at least 0, found {n_rows!r}"):
         HashTable(2, name="t").reserve(n_rows)
+
+
+def test_a_table_shows_what_users_may_call_and_nothing_else():
+    shown = {name for name in dir(HashTable) if not name.startswith("_")} - {*dir(torch.nn.Module)}
+    rows = "add_slot bag clear embeddings erase evict from_embedding ids insert lookup reserve resize set_slot"
+    facts = "device embedding_shape evicts n_evicted nbytes now slots spec track"
+    settings = "admit candidates event_time grad padding_id requires_grad step take_gradients"
+    of_the_room = "admission is_trained sharing trained_by"  # fields with a default, no methods
+    assert shown == {*rows.split(), *facts.split(), *settings.split(), *of_the_room.split()}
