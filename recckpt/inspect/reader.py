@@ -91,7 +91,7 @@ class CheckpointReader:
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
         self._path = absolute(str(path))
         self._moving = threading.Lock()
-        self._now = first_whole(self._located, lambda found: OpenChain.open(*found))
+        self._now = first_whole(self._located, lambda located: OpenChain.open(*located))
 
     @shown
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class CheckpointReader:
         """
         with self._moving:
             before = self._now
-            self._now = first_whole(self._located, lambda found: OpenChain.open(*found, before))
+            self._now = first_whole(self._located, lambda located: OpenChain.open(*located, before))
             return self._now.manifest.origin != before.manifest.origin
 
     def at_this_checkpoint(self) -> CheckpointReader:
