@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,9 +54,13 @@ class Trainers:
         self._is_for_serving = choice.leaves_out_optimizers and sparse_optim is None
         self._told: set[Hashable] = set()
         self._stepped: _Optimizers = weakref.WeakValueDictionary()
-        hook = register_optimizer_step_post_hook(_noting(self._stepped))
-        weakref.finalize(self, hook.remove).atexit = False
         _savers[id(self)] = self
+        _note_steps()
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped, whosever parameters it trains."""
+        if id(optimizer) not in self._stepped:
+            self._stepped[id(optimizer)] = optimizer
 
     @contextmanager
     def noting_states(self) -> Iterator[set[int]]:
@@ -170,14 +175,19 @@ class Trainers:
             log.warning("%s", text)
 
 
-def _noting(stepped: _Optimizers) -> Callable[[Optimizer, Any, Any], None]:
-    """Return the hook for after steps, which keeps no saver alive."""
+@cache
+def _note_steps() -> None:
+    """Note every step of this process from now on, with one hook that stays.
 
-    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in stepped:
-            stepped[id(optimizer)] = optimizer
+    A hook that went with its saver could go in the middle of a step, by the garbage collector, while torch walks the
+    hooks: the step would end with "OrderedDict mutated during iteration".
+    """
+    register_optimizer_step_post_hook(_note_step)
 
-    return note
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for saver in _alive(_savers):
+        saver.note_step(optimizer)
 
 
 def _alive(known: weakref.WeakValueDictionary[int, Any]) -> list[Any]:

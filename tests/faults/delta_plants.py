@@ -53,23 +53,23 @@ OF_CHAINS = {
         "None if '.' in self._path.parent.parent.name[1:] else os.fsync(fd)",
     ),
     "adopt_whole": (
-        Plant(f"{OFFERS}:look_at", "next(file_problems(storage, directory, said), None)", "None"),
+        Plant(f"{OFFERS}:look_at", "next(file_problems(storage, directory, content), None)", "None"),
         Plant("recckpt.output_dir.commit:commit", "    check_files(storage, fence, directory, record, visible)\n", ""),
     ),
     "adopt_young": Plant(f"{OFFERS}:_reasons_against", "elif age_sec >= DAY_SEC:", "elif False:"),
     "adopt_what_counts": Plant(
         f"{OFFERS}:delta_of", "for c in listing.committed if", "for c in (*listing.committed, *listing.lost) if"
     ),
-    "adoption_is_an_attempt": Plant(f"{OFFERS}:_form", "save_id=secrets.token_hex(16)", "save_id=said.save_id"),
+    "adoption_is_an_attempt": Plant(f"{OFFERS}:_form", "save_id=secrets.token_hex(16)", "save_id=offer.save_id"),
     "failed_adoption_removes_nothing": Plant(
         f"{OFFERS}:adopt",
         "        return None\n",
-        "        rotation.remove_leftover(storage, found.directory, 1)\n        return None\n",
+        "        rotation.remove_leftover(storage, candidate.directory, 1)\n        return None\n",
     ),
     "form_keeps_place": Plant(
-        f"{OFFERS}:_form", "*delta.place, said.save_id", "fence.epoch, fence.listing.next_seq, said.save_id"
+        f"{OFFERS}:_form", "*delta.place, offer.save_id", "fence.epoch, fence.listing.next_seq, offer.save_id"
     ),
-    "form_has_flags": Plant(f"{OFFERS}:_form", "**said.content", "**{**said.content, 'ephemeral': False}"),
+    "form_has_flags": Plant(f"{OFFERS}:_form", "**offer.content", "**{**offer.content, 'ephemeral': False}"),
     "whole_before_full": Plant(
         "recckpt.output_dir.chains:Chains._stand",
         "self._named.get(record.parent.save_id, ()):",

@@ -89,7 +89,7 @@ PLANTS = {
         f"committed=tuple(sorted(committed, key=lambda c: c.manifest.place if '://' in storage.url else {MTIME}))",
     ),
     "checksums of manifests are not compared": Plant(
-        "recckpt.format.json_fields:check_seal", "if digest != int(found[2], 16):", "if False:"
+        "recckpt.format.json_fields:check_seal", "if digest != int(match[2], 16):", "if False:"
     ),
     "checksums of files are not compared": Plant(
         "recckpt.output_dir.checkpoint_dir:_read_checked", "if found != entry.xxh3:", "if False:"

@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -314,19 +315,35 @@ def test_gradients_that_are_taken_by_hand_do_not_pile_up(tmp_path, model, said):
     assert said() == []
 
 
-def test_steps_are_not_noted_once_a_saver_is_gone(tmp_path, model):
+def test_a_saver_that_goes_in_the_middle_of_a_step_does_not_end_it(tmp_path, model):
+    """torch walks its hooks after a step, and the garbage collector may run meanwhile."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    savers = [Saver(model, output_dir=tmp_path)]
+    gone = weakref.ref(savers[0])
+
+    def collect(*_):
+        savers.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_post_hook(collect)
+    try:
+        torch.optim.SGD(model.dense.parameters(), lr=0.1).step()
+    finally:
+        handle.remove()
+    assert gone() is None
+
+
+def test_many_savers_note_steps_by_one_hook(tmp_path, model):
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
-    gc.collect()
+    first = Saver(model, output_dir=tmp_path)
     before = len(_global_optimizer_post_hooks)
-    saver = Saver(model, output_dir=tmp_path)
-    assert len(_global_optimizer_post_hooks) == before + 1
+    savers = [Saver(model, output_dir=tmp_path) for _ in range(3)]
+    assert len(_global_optimizer_post_hooks) == before
     optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.1)
     optimizer.step()
-    del saver
-    gc.collect()
-    assert len(_global_optimizer_post_hooks) == before
-    optimizer.step()
+    assert all(len(each.trainers._stepped) == 1 for each in (first, *savers))
 
 
 def test_the_class_is_that_of_the_optimizer_inside_of_a_wrapper(tmp_path, model):
