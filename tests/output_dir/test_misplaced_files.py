@@ -47,10 +47,11 @@ def runs(template, tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_hang():
     """End what waits for the other end of a FIFO."""
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
     signal.alarm(60)
     yield
     signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def put(kind: str, path: Path) -> None:

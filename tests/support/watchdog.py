@@ -1,12 +1,17 @@
 """Says where a test stands that has not ended after a minute, and what keeps a process from ending after its tests.
 
-A plugin of pytest, whose own faulthandler_timeout cannot be used here: a child that a test forks inherits the lock of
-that watchdog's thread, but not the thread, and waits forever when it starts a watchdog too. This one stops for forks.
+A plugin of pytest, whose own faulthandler_timeout cannot be used here. Its thread walks the stacks of threads that
+run, without the lock of the interpreter, and has crashed a test that was only slow; and a child that a test forks
+inherits the lock of that thread, but not the thread. A timer of the kernel has neither fault: its signal stops the
+main thread, whose own stack is then printed, and as soon as Python runs again, those of all threads. No fork has it.
 """
 
 import faulthandler
 import os
-import time
+import signal
+import sys
+import threading
+import traceback
 
 import pytest
 
@@ -37,31 +42,25 @@ class Watchdog:
 
     def __init__(self, stderr, seconds, seconds_to_end):
         self._stderr, self._seconds, self._seconds_to_end = stderr, seconds, seconds_to_end
-        self._deadline, self._pid = 0.0, os.getpid()
-        os.register_at_fork(before=self._stop, after_in_parent=self._start)
+        signal.signal(signal.SIGALRM, self._say_all)
+        faulthandler.register(signal.SIGALRM, file=stderr, all_threads=False, chain=True)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item):
         """Watch one test, its fixtures included."""
-        self._deadline = time.monotonic() + self._seconds * (10 if item.get_closest_marker("slow") else 1)
-        self._start()
+        signal.setitimer(signal.ITIMER_REAL, self._seconds * (10 if item.get_closest_marker("slow") else 1))
         try:
             return (yield)
         finally:
-            self._deadline = 0.0
-            self._stop()
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_unconfigure(self):
         """Watch the end: threads that are waited for, functions of atexit, the last collection of garbage."""
-        self._deadline = time.monotonic() + self._seconds_to_end
-        self._start()
+        signal.setitimer(signal.ITIMER_REAL, self._seconds_to_end)
 
-    def _start(self):
-        left = self._deadline - time.monotonic()
-        if left > 0 and os.getpid() == self._pid:
-            faulthandler.dump_traceback_later(left, file=self._stderr)
-
-    def _stop(self):
-        if os.getpid() == self._pid:
-            faulthandler.cancel_dump_traceback_later()
+    def _say_all(self, number, frame):
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, top in sys._current_frames().items():
+            stack = "".join(traceback.format_stack(top))
+            os.write(self._stderr, f"Thread {names.get(ident, ident)}:\n{stack}\n".encode())
