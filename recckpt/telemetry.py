@@ -105,7 +105,7 @@ class Operation:
         attributes: of its span.
         run: the job, as its series and spans name it.
         retries: returns how many requests to the storage were tried again so far.
-        is_told: whether this process reports it; of several ranks one does.
+        is_reported: whether this process reports it; of several ranks one does.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class Operation:
         *,
         run: str = "",
         retries: Callable[[], int] = lambda: 0,
-        is_told: bool = True,
+        is_reported: bool = True,
     ) -> None:
         self.what, self.run, self.begin = what, run, time.perf_counter()
         self._once, self._retries, self._retries_before = threading.Lock(), retries, retries()
         self._span: Any = None
-        self._tools = _guarded(_tools) if is_told else None
+        self._tools = _guarded(_tools) if is_reported else None
         if self._tools is not None:
             tools, attributes_of_run = self._tools, {"run": run}
             tools.open.add(self)

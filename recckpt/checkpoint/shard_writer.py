@@ -12,7 +12,7 @@ from recckpt.errors import StateMismatchError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS
-from recckpt.format.catalog import Catalog, Held, Part
+from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.format.manifest import Content, FileEntry, ShardEntry
 from recckpt.format.tables import ClockDates, DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent, read_checked
@@ -77,7 +77,7 @@ class ShardWriter:
         threads: int,
         advance: Advance,
         *,
-        holds: Held = "rows",
+        holds: PartKind = "rows",
         least_bytes: int = BATCH_BYTES,
         buckets: tuple[int, int] = (0, N_BUCKETS),
     ) -> None:
@@ -122,7 +122,7 @@ class ShardWriter:
         files = (*self._files, *(FileEntry(part.file, part.n_bytes) for part in self._parts), entry)
         return ShardRecord(self._save_id, ShardEntry(entry.name, catalog.buckets), tuple(tables), files)
 
-    def _create_part(self, plan: PartPlan, holds: Held) -> tuple[str, Sink]:
+    def _create_part(self, plan: PartPlan, holds: PartKind) -> tuple[str, Sink]:
         if holds == "rows":
             file = layout.part(self.number, self.count, plan.group, plan.number)
         else:

@@ -12,7 +12,7 @@ from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.format.reduced import reduced_json, said_of
+from recckpt.format.reduced import descriptions_of, reduced_json
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.first_whole import first_whole
@@ -86,7 +86,7 @@ def _data(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> di
         "tables": [_table_data(table) for table in manifest.tables],
         "tensors": tensors,
         "registered": _registered(manifest),
-        "lacks": manifest.training.unsaved.said,
+        "lacks": manifest.training.unsaved.descriptions,
         "positions": list(manifest.names.io_state),
     }
 
@@ -128,10 +128,10 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
     lines += section("links", _link_lines(checkpoint.links) if checkpoint.below else [])
     lines += section("tables", _lines_of_tables(manifest) if manifest.tables else [])
     reduced = {table.name: table.reduced for table in manifest.tables if table.reduced is not None}
-    lines += section("not as they were", [one_line(said) for said in said_of(reduced)])
+    lines += section("not as they were", [one_line(said) for said in descriptions_of(reduced)])
     lines += section("dense tensors", [Table(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",))] if dense else [])
     lines += section("registered objects", _lines_of_registered(manifest))
-    lines += section("lacks", [one_line(said) for said in manifest.training.unsaved.said])
+    lines += section("lacks", [one_line(said) for said in manifest.training.unsaved.descriptions])
     return lines + section("training state", pairs(state))
 
 
@@ -175,7 +175,7 @@ def _link_lines(links: Sequence[Checkpoint]) -> list[Line]:
     rows = []
     for link in links:
         manifest = link.manifest
-        held = sum(table.held for table in manifest.tables)
+        held = sum(table.own_rows for table in manifest.tables)
         rows.append((f"{escaped(link.directory)}/", manifest.kind, count(held), size(manifest.n_bytes)))
     return [Table(("DIRECTORY", "KIND", "ROWS", "SIZE"), rows, ("ROWS", "SIZE"))]
 

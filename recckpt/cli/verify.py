@@ -58,7 +58,7 @@ def _row(report: Report) -> tuple[str, ...]:
 
 def _lacks(report: Report) -> list[str]:
     """Return what its writer knew to be missing, in words: no damage, and a resume starts it from scratch."""
-    return [] if report.manifest is None else report.manifest.training.unsaved.said
+    return [] if report.manifest is None else report.manifest.training.unsaved.descriptions
 
 
 def _data(report: Report) -> dict[str, Any]:

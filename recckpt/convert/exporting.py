@@ -128,13 +128,13 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
     newer = None if count is None else chain.newest(count)
     views = [_view(table, chain, newer, choice, all_slots) for table in wanted]
     _check_narrowed(views, choice.dtype, checkpoint.directory)
-    said: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
-    said["source"] = layout.join(storage.url, checkpoint.directory)
+    metadata: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
+    metadata["source"] = layout.join(storage.url, checkpoint.directory)
     if count is not None:
         base = checkpoint.links[count].manifest
         gone = [table.name for table in base.tables if table.name not in names]
-        said |= {"since": base.ckpt_id, "dropped_tables": gone}
-    return Export(views, chain.tensors, said, len(manifest.shards), chain.state)
+        metadata |= {"since": base.ckpt_id, "dropped_tables": gone}
+    return Export(views, chain.tensors, metadata, len(manifest.shards), chain.state)
 
 
 def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) -> None:

@@ -78,8 +78,8 @@ class TableView:
         narrow = tuple(slot for slot in self.stored if self._exported(slot) != (slot,))
         return max((error for _, error in replace(self, stored=narrow)._measured()), default=0.0) if narrow else 0.0
 
-    def said(self) -> dict[str, Any]:
-        """Return what the metadata of an export says of the table."""
+    def description(self) -> dict[str, Any]:
+        """Return the entry of the table in the metadata of an export."""
         slots = {slot.name: {"dtype": slot.dtype, "shape": list(slot.shape)} for slot in self.slots}
         values: dict[str, Any] = {"rows": self.n_rows, "slots": slots}
         if self.slots != self.stored:
@@ -124,20 +124,20 @@ class Export:
     Attributes:
         tables: in the order of the checkpoint.
         tensors: the dense ones.
-        said: metadata of the checkpoint.
+        checkpoint: its id, step and url, for the metadata.
         n_shards: of the checkpoint.
         load: returns the dict in a ``.pt`` file, by torch; empty where the checkpoint has no such file.
     """
 
     tables: Sequence[TableView]
     tensors: DenseTensors
-    said: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]
     n_shards: int
     load: Callable[[str], dict[str, Any]]
 
     def metadata(self) -> dict[str, Any]:
         """Return what is written beside the values."""
-        return {**self.said, "tables": {table.name: table.said() for table in self.tables}}
+        return {**self.checkpoint, "tables": {table.name: table.description() for table in self.tables}}
 
     def state(self, name: str) -> dict[str, Any]:
         """Return a copy of the dict in a ``.pt`` file."""

@@ -19,7 +19,7 @@ from recckpt.format.manifest import FileEntry
 from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.storage.base import Files
 
-Found = Tensor | StoredTensor
+StoredValue = Tensor | StoredTensor
 
 
 def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _described(value: Any) -> str:
     return "plain data"
 
 
-def as_live(stored: Found, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
+def as_live(stored: StoredValue, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
     """Return stored values in the form of a tensor of the model, on the CPU; of a sharded one only what is here.
 
     Where sizes differ the values are cut, or padded by those of the model. Without ``live`` all values come as a plain
@@ -136,7 +136,7 @@ def _below(like: Any, key: Any) -> Any:
     return like[key] if isinstance(like, list | tuple) and isinstance(key, int) and key < len(like) else None
 
 
-def _box(stored: Found, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
+def _box(stored: StoredValue, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
     """Return a box of a stored tensor."""
     if isinstance(stored, StoredTensor):
         values = reader.read_box(stored, sizes, planned_reads(stored, offsets, sizes))

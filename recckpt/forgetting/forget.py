@@ -10,7 +10,7 @@ import numpy as np
 
 from recckpt.errors import CheckpointNotFoundError
 from recckpt.forgetting.forgetting import Forgotten, check_readable, finish_pending, forget_as_owner, scan
-from recckpt.forgetting.held_ids import Ids
+from recckpt.forgetting.ids_in_files import Ids
 from recckpt.format.distinct import distinct
 from recckpt.format.forget_request import MAX_IDS
 from recckpt.output_dir.fence import Fence

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
-from recckpt.forgetting.held_ids import Held, Ids, held_in
+from recckpt.forgetting.ids_in_files import Ids, IdsInFiles, ids_in_files
 from recckpt.forgetting.revised_part import OmittedRows
 from recckpt.forgetting.revision import Revising, revise
 from recckpt.format import layout
@@ -103,9 +103,9 @@ def check_readable(listing: Listing) -> None:
         raise CorruptCheckpointError(path, error.where, found=error.found, expected=error.expected, remedy=remedy)
 
 
-def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, Held]:
-    """Return what each committed checkpoint holds in its own files; CorruptCheckpointError where one is damaged."""
-    return {c.directory: held_in(storage, c, table, ids) for c in listing.committed}
+def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, IdsInFiles]:
+    """Return which ids the own files of each committed checkpoint contain; CorruptCheckpointError for a damaged one."""
+    return {c.directory: ids_in_files(storage, c, table, ids) for c in listing.committed}
 
 
 def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: bool) -> Forgotten:
@@ -113,15 +113,15 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     fence.look_again()
     listing = fence.listing
     check_readable(listing)
-    held = scan(storage, listing, request.table, request.ids)
-    touched = [c for c in listing.committed if any(held[link.directory].is_any for link in c.links)]
+    contents = scan(storage, listing, request.table, request.ids)
+    touched = [c for c in listing.committed if any(contents[link.directory].is_any for link in c.links)]
     needed = {link.directory for c in listing.current for link in c.links}
     revised: dict[str, Checkpoint] = {c.directory: r for c in touched if (r := _revision(c, listing, request))}
     removed: list[str] = []
     for base in dict.fromkeys(c.links[-1].directory for c in touched):  # a chain at a time: room for one twice
         family = [c for c in touched if c.links[-1].directory == base]
         for checkpoint in (c for c in family if c.directory in needed - revised.keys()):  # oldest first
-            revising = _revising(checkpoint, held, revised, request)
+            revising = _revising(checkpoint, contents, revised, request)
             revised[checkpoint.directory] = revise(storage, fence, revising, rotation.THREADS)
         removed += fence.remove(_newest_first(family), rotation.THREADS)
     removed += _remove_leftovers(storage, fence)
@@ -147,15 +147,16 @@ def _revision(checkpoint: Checkpoint, listing: Listing, request: Request) -> Che
 
 
 def _revising(
-    checkpoint: Checkpoint, held: dict[str, Held], revised: dict[str, Checkpoint], request: Request
+    checkpoint: Checkpoint, contents: dict[str, IdsInFiles], revised: dict[str, Checkpoint], request: Request
 ) -> Revising:
     below: Sequence[Checkpoint] = ()
     if checkpoint.below:
         parent = revised.get(checkpoint.below[0].directory)
         below = checkpoint.below if parent is None else parent.links
-    of_links = [held[link.directory] for link in checkpoint.links]
     erasure = OmittedRows(meant_in(checkpoint.manifest, request.table), request.ids)
-    return Revising(checkpoint, of_links, below, erasure, request.request)
+    return Revising(
+        checkpoint, [contents[link.directory] for link in checkpoint.links], below, erasure, request.request
+    )
 
 
 def _newest_first(gone: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -194,7 +195,7 @@ def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], requ
     fence.look_again()
     there = {c.directory: c for c in fence.listing.committed}  # such as one that was copied in since
     for directory in directories:
-        if directory in there and not held_in(storage, there[directory], request.table, request.ids).is_any:
+        if directory in there and not ids_in_files(storage, there[directory], request.table, request.ids).is_any:
             continue
         left = [name for name in storage.list_files(directory) if layout.is_part(name)]
         if left:

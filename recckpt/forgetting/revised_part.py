@@ -11,7 +11,7 @@ import numpy as np
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CorruptCheckpointError
-from recckpt.forgetting.held_ids import Ids
+from recckpt.forgetting.ids_in_files import Ids
 from recckpt.format import layout
 from recckpt.format.catalog import Part
 from recckpt.format.distinct import is_among

@@ -10,7 +10,7 @@ from recckpt.checkpoint.copied_files import copy_others
 from recckpt.checkpoint.link import OpenLink
 from recckpt.checkpoint.shard_writer import ShardRecord, with_shards
 from recckpt.errors import CorruptCheckpointError
-from recckpt.forgetting.held_ids import Held, rows_in_chain
+from recckpt.forgetting.ids_in_files import IdsInFiles, rows_in_chain
 from recckpt.forgetting.revised_part import OmittedRows, copy_part, revise_part
 from recckpt.format import layout
 from recckpt.format.catalog import Part
@@ -28,8 +28,8 @@ class Revising:
     """A checkpoint that is to be committed again.
 
     Attributes:
-        checkpoint: it, with what it stands on.
-        held: what each of its links holds of the ids, newest first.
+        checkpoint: the one that is revised, with its chain.
+        contents: which of the ids each of its links contains, newest first.
         below: of a delta, what its revision stands on, newest link first: the revision of its parent, where that has
             one; () of a full checkpoint.
         erasure: what is left out.
@@ -37,14 +37,14 @@ class Revising:
     """
 
     checkpoint: Checkpoint
-    held: Sequence[Held]
+    contents: Sequence[IdsInFiles]
     below: Sequence[Checkpoint]
     erasure: OmittedRows
     request: str
 
     def n_rows(self, table: str) -> int:
         """Return how many of the ids have a row of a table in the checkpoint."""
-        return rows_in_chain(list(zip(self.checkpoint.links, self.held, strict=True)), table)
+        return rows_in_chain(list(zip(self.checkpoint.links, self.contents, strict=True)), table)
 
 
 def revise(storage: Storage, fence: Fence, revising: Revising, threads: int) -> Checkpoint:
@@ -78,7 +78,7 @@ def _write(
 
 
 def _part(link: OpenLink, part: Part, to: Attempt, revising: Revising) -> Part | None:
-    if part.file in revising.held[0].parts:
+    if part.file in revising.contents[0].parts:
         return revise_part(link, part, to, revising.erasure)
     return copy_part(link, part, to)
 
@@ -109,10 +109,10 @@ def _entry(table: TableEntry, revising: Revising) -> TableEntry:
     """Return the entry of a table with the counts of the revision."""
     if table.name not in revising.erasure.tables:
         return table
-    held, delta = revising.held[0].tables[table.name], table.delta
+    own, delta = revising.contents[0].tables[table.name], table.delta
     if delta is not None:
-        n_rows = int(held.rows.sum())
-        delta = replace(delta, upserts=delta.upserts - n_rows, deletes=delta.deletes - held.n_deletes)
+        n_rows = int(own.rows.sum())
+        delta = replace(delta, upserts=delta.upserts - n_rows, deletes=delta.deletes - own.n_deletes)
     n_left = table.rows - revising.n_rows(table.name)
     if n_left < 0:
         path, found = layout.join(revising.checkpoint.directory, layout.MANIFEST), f"{table.rows} rows"

@@ -17,7 +17,7 @@ FORMAT = "recckpt-catalog"  # part of the format
 VERSION = 1  # part of the format
 MAX_BYTES = 1 << 30  # part of the format
 
-Held = Literal["rows", "deletes"]  # what a part is of: whole rows, or ids alone
+PartKind = Literal["rows", "deletes"]  # what a part consists of: whole rows, or ids alone
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Part:
     frame: int  # checksum of all bytes but the column values
     tables: tuple[str, ...]  # the dictionary of its ``table`` column
     batches: tuple[Batch, ...]  # in file order
-    holds: Held = "rows"
+    holds: PartKind = "rows"
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Catalog:
         """Deleted ids by table, of the tables that have any."""
         return self._counted("deletes")
 
-    def parts_of(self, table: str, kind: Held) -> Iterator[tuple[Part, list[int]]]:
+    def parts_of(self, table: str, kind: PartKind) -> Iterator[tuple[Part, list[int]]]:
         """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them."""
         for part in self.parts:
             numbers = [number for number, batch in enumerate(part.batches) if batch.table == table]
             if part.holds == kind and numbers:
                 yield part, numbers
 
-    def _counted(self, kind: Held) -> dict[str, int]:
+    def _counted(self, kind: PartKind) -> dict[str, int]:
         counts: dict[str, int] = {}
         for part in self.parts:
             for batch in part.batches if part.holds == kind else ():
@@ -146,7 +146,7 @@ def _part(fields: Fields, manifest: Manifest) -> Part:
     return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches, holds)
 
 
-def _holds(fields: Fields, manifest: Manifest) -> Held:
+def _holds(fields: Fields, manifest: Manifest) -> PartKind:
     if not fields.has("holds") or fields.text("holds") == "rows":
         return "rows"
     if fields.text("holds") != "deletes" or manifest.kind != "delta":

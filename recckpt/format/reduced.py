@@ -139,7 +139,7 @@ def is_narrower(dtype: str, than: str) -> bool:
     return dtype in FLOATS and than in FLOATS and ITEM_BYTES[dtype] < ITEM_BYTES[than]
 
 
-def said_of(tables: Mapping[str, Reduced]) -> list[str]:
+def descriptions_of(tables: Mapping[str, Reduced]) -> list[str]:
     """Return a line for each kind of what was left out, if there is any, with the tables that it was left out of."""
     alike: dict[Reduced, list[str]] = {}
     sums: dict[Reduced, Reduced] = {}

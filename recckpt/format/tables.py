@@ -12,7 +12,7 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
 @dataclass(frozen=True)
 class DeltaRows:
-    """What a delta holds of a table, over all shards."""
+    """Rows and deletes of a table in the files of a delta, over all shards."""
 
     upserts: int  # rows that are new or have changed
     deletes: int  # ids that were deleted, each counted as often as a shard has it
@@ -48,7 +48,7 @@ class TableEntry:
         return 8 + sum(slot.row_bytes for slot in self.slots)
 
     @property
-    def held(self) -> int:
+    def own_rows(self) -> int:
         """Rows that lie in the checkpoint's own files."""
         return self.rows if self.delta is None else self.delta.upserts
 

@@ -20,8 +20,8 @@ class Unsaved:
     gradients: tuple[str, ...] = ()  # tables with gradients that no optimizer takes
 
     @property
-    def said(self) -> list[str]:
-        """What the checkpoint lacks, in words."""
+    def descriptions(self) -> list[str]:
+        """A line for each thing that the checkpoint lacks."""
         tables, gradients = (", ".join(map(repr, names)) for names in (self.tables, self.gradients))
         gaps = {
             f"the state of {', '.join(self.optimizers)}, which trained dense parameters": self.optimizers,

@@ -71,7 +71,7 @@ class LinkRemains:
 
     def lost(self) -> tuple[Lost, ...]:
         """Return what was lost, once all batches have been asked for."""
-        rest = self._entry.held - self._n_rows - sum(lost.rows or 0 for lost in self._lost)
+        rest = self._entry.own_rows - self._n_rows - sum(lost.rows or 0 for lost in self._lost)
         unknown = [lost for lost in self._lost if lost.rows is None]
         if rest <= 0:
             return tuple(lost for lost in self._lost if lost.rows is not None)

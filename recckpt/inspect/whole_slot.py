@@ -36,7 +36,9 @@ def slot_named(name: str, manifest: Manifest) -> tuple[TableEntry, SlotSpec] | N
 def whole_slot(now: OpenChain, entry: TableEntry, slot: SlotSpec) -> npt.NDArray[Any]:
     """Return the values of all rows, bfloat16 as bit patterns; all slots of a table come in one order of the rows."""
     table = now.table(entry.name, [] if slot.name == ID else [slot.name])
-    check_count(table.links[0], min(entry.rows, sum(link.entry.held for link in table.links)))  # before it takes memory
+    check_count(
+        table.links[0], min(entry.rows, sum(link.entry.own_rows for link in table.links))
+    )  # before it takes memory
     values = np.empty((entry.rows, *slot.shape), NUMPY_DTYPES[slot.dtype])
     begin = 0
     for batch in table.all_rows():

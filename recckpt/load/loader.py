@@ -155,7 +155,7 @@ class Loader:
         if records and records[-1].step is not None:
             attributes["step"] = records[-1].step
         retries, is_first = (lambda: self.storage.n_retries), live.shard == 0
-        return Operation("load", attributes, run=self.run, retries=retries, is_told=is_first)
+        return Operation("load", attributes, run=self.run, retries=retries, is_reported=is_first)
 
 
 def _whole_restore(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import ID, Name, slot_name, state_name
-from recckpt.format.reduced import said_of
+from recckpt.format.reduced import descriptions_of
 from recckpt.format.training import Lineage, misfit
 from recckpt.load.conf import Entry
 from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
@@ -213,10 +213,10 @@ class Match:
         if others:
             problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
         taken = {source.table for source in self.there.values() if source in inventory}
-        for line in said_of({table: each for table, each in self.offer.reduced.items() if table in taken}):
+        for line in descriptions_of({table: each for table, each in self.offer.reduced.items() if table in taken}):
             what = "training that goes on from there is not, bit for bit, the training that was saved"
             problems.warn(entry, f"{label} was saved with {line}: {what}")
-        for line in self.offer.unsaved.said if entry.is_own else ():
+        for line in self.offer.unsaved.descriptions if entry.is_own else ():
             problems.warn(entry, f"{label} lacks {line}")
         objects = [name.text for name in left if name.is_object]
         if entry.is_own and objects:

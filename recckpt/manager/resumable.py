@@ -83,7 +83,7 @@ class Resumable(OneProcess):
         keeps = _keeps(hyper_parameters)
         with self._turn():
             self._autosave.settle_on_all()
-            self._saver.trainers.check_restore(is_told=self._ranks().rank == 0)
+            self._saver.trainers.check_restore(is_logged=self._ranks().rank == 0)
             with self._forgotten():
                 step = self._restorer.restore(
                     global_step, load_conf=load_conf, rng=rng, required=required, keeps_settings=keeps
@@ -114,7 +114,7 @@ class Resumable(OneProcess):
         keeps = _keeps(hyper_parameters)
         with self._turn():
             self._autosave.settle_on_all()
-            self._saver.trainers.check_restore(is_told=self._ranks().rank == 0)
+            self._saver.trainers.check_restore(is_logged=self._ranks().rank == 0)
             with self._forgotten():
                 report = self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
             self._autosave.start()

@@ -93,9 +93,9 @@ class OpenFiles:
             self._maps.pop(name, None)
         return is_remote
 
-    def threads(self, asked: int) -> int:
-        """Return how many of the ``asked`` threads make it faster."""
-        return self._storage.threads(asked)
+    def threads(self, requested: int) -> int:
+        """Return how many of the ``requested`` threads make it faster."""
+        return self._storage.threads(requested)
 
     def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:
         """Copy files that have no map to a directory of this host, and read the copies from now on.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.forgetting.forget import check_table, checked_ids
 from recckpt.forgetting.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
-from recckpt.forgetting.held_ids import Ids
+from recckpt.forgetting.ids_in_files import Ids
 from recckpt.output_dir.forget_requests import audit, check_none_pending, pending, requests
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination

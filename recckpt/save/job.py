@@ -55,7 +55,7 @@ class Job:
     overwrite: bool  # whether it supersedes a committed checkpoint of its name
     is_resumed: bool  # whether it goes on from a checkpoint of the output dir
     max_keep: int | Keep | None  # which checkpoints stay
-    span: Operation = field(default_factory=lambda: Operation("save", {}, is_told=False))  # of OpenTelemetry
+    span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # of OpenTelemetry
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def span_of(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operati
     attributes: dict[str, str | int] = {"id": info.ckpt_id}
     if info.step is not None:
         attributes["step"] = info.step
-    return Operation("save", attributes, run=run, retries=lambda: storage.n_retries, is_told=ranks.rank == 0)
+    return Operation("save", attributes, run=run, retries=lambda: storage.n_retries, is_reported=ranks.rank == 0)
 
 
 def report_saved(job: Job, to: Destination) -> None:

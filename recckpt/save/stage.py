@@ -163,7 +163,7 @@ def stage(
             own_extra=own_extra,
             sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
-            training=Training(_classes(live.extra), live.trainers.unsaved(tables, asked, is_told=rank == 0)),
+            training=Training(_classes(live.extra), live.trainers.unsaved(tables, asked, is_logged=rank == 0)),
             n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, HashTable)),
         )
     staged.take_tables(tables, tracker, live.choice, detached=buffers is not None)

@@ -16,7 +16,7 @@ def totals_of(records: Sequence[RankRecord], tables: Sequence[TableEntry]) -> Sa
     return SaveTotals(
         n_bytes=sum(each.n_bytes for each in times),
         n_rows=sum(table.rows for table in tables),
-        n_upserts=sum(table.held for table in tables),
+        n_upserts=sum(table.own_rows for table in tables),
         n_deletes=sum(table.delta.deletes for table in tables if table.delta),
         n_left_out=sum(table.reduced.rows for table in tables if table.reduced),
         n_evicted=sum(record.n_evicted for record in records),

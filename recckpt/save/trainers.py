@@ -75,7 +75,7 @@ class Trainers:
                 hooked.callback(handle.remove)
             yield asked
 
-    def unsaved(self, tables: Mapping[str, SavableTable], asked: Container[int], *, is_told: bool) -> Unsaved:
+    def unsaved(self, tables: Mapping[str, SavableTable], asked: Container[int], *, is_logged: bool) -> Unsaved:
         """Return what a save leaves out, which has asked these optimizers for their state; where wanted, say it."""
         if self._is_for_serving:
             return Unsaved()
@@ -84,15 +84,15 @@ class Trainers:
             if id(one) not in asked:
                 dense[lineage_of(one)[0]] += names
         trained, piled = self._tables_left(tables)
-        if is_told:
+        if is_logged:
             for kind, names in dense.items():
                 self._say_of_dense(kind, names)
             self._say_of_tables(trained, piled)
         return Unsaved(tuple(dense), trained, piled)
 
-    def check_restore(self, *, is_told: bool) -> None:
+    def check_restore(self, *, is_logged: bool) -> None:
         """Say before a restore what can be known by then: optimizers of dense parameters are seen when they step."""
-        if is_told and not self._is_for_serving:
+        if is_logged and not self._is_for_serving:
             self._say_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
 
     def _left(self) -> list[tuple[Optimizer, list[str]]]:

@@ -169,8 +169,8 @@ class Files(Protocol):
     def drop_cached(self, name: str) -> bool:
         """Drop what is kept of a file; say whether it is not local, so that another read may give other bytes."""
 
-    def threads(self, asked: int) -> int:
-        """Return how many of the ``asked`` threads make it faster."""
+    def threads(self, requested: int) -> int:
+        """Return how many of the ``requested`` threads make it faster."""
 
 
 class NewFiles(Protocol):
@@ -179,8 +179,8 @@ class NewFiles(Protocol):
     def create(self, name: str) -> Sink:
         """Open a new file; FileExistsError if the name is taken."""
 
-    def threads(self, asked: int) -> int:
-        """Return how many of the ``asked`` threads make it faster."""
+    def threads(self, requested: int) -> int:
+        """Return how many of the ``requested`` threads make it faster."""
 
 
 class Storage(ABC):
@@ -289,9 +289,9 @@ class Storage(ABC):
         """Return how many bytes may still be written, None if unknown."""
         return None
 
-    def threads(self, asked: int) -> int:
-        """Return how many of the ``asked`` threads make it faster."""
-        return asked
+    def threads(self, requested: int) -> int:
+        """Return how many of the ``requested`` threads make it faster."""
+        return requested
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return at most ``max_bytes`` of a file, from its start."""

@@ -107,9 +107,9 @@ class LocalStorage(Storage):
             file_system = os.statvfs(self._root)
         return file_system.f_bavail * file_system.f_frsize
 
-    def threads(self, asked: int) -> int:
+    def threads(self, requested: int) -> int:
         """Return at most one a core: each keeps a core busy with copying."""
-        return min(asked, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        return min(requested, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
     def open(self, name: str) -> BinaryIO:
         with doing("opening", self._root / name):

@@ -170,7 +170,7 @@ class SftpStorage(RemoteStorage):
         self._fs._connect()
         _send_at_once(self._fs)
 
-    def threads(self, asked: int) -> int:
+    def threads(self, requested: int) -> int:
         """Return 1: there is one connection."""
         return 1
 

@@ -43,9 +43,9 @@ class Outbox:
             self._copies.append(copy)
         return copy
 
-    def threads(self, asked: int) -> int:
-        """Return how many of the ``asked`` threads make it faster."""
-        return (self._work_dir or self._storage).threads(asked)
+    def threads(self, requested: int) -> int:
+        """Return how many of the ``requested`` threads make it faster."""
+        return (self._work_dir or self._storage).threads(requested)
 
     def publish(self, concurrency: int) -> None:
         """Send the copies up, and free each once it is sent.

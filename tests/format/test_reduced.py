@@ -4,7 +4,7 @@ import pytest
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.json_fields import Fields
-from recckpt.format.reduced import Narrowed, Reduced, Where, parse_reduced, reduced_json, said_of
+from recckpt.format.reduced import Narrowed, Reduced, Where, descriptions_of, parse_reduced, reduced_json
 from recckpt.types import SlotSpec
 
 SLOTS = (SlotSpec("embedding", "bfloat16", (2,)), SlotSpec("count", "int64", ()))
@@ -52,7 +52,7 @@ def test_what_cannot_be_is_corrupt_and_named(changes, where):
 
 def test_tables_of_which_the_same_was_left_out_share_a_line():
     names = [f"t{n}" for n in range(5)]
-    said = said_of(dict.fromkeys(names, Reduced(where=WHERE, rows=2)) | {"as it is": Reduced(where=Where())})
+    said = descriptions_of(dict.fromkeys(names, Reduced(where=WHERE, rows=2)) | {"as it is": Reduced(where=Where())})
     why = "saved: count of at least 2 and one of 3 given ids and in a sample of 0.5"
     assert said == [f"tables 't0', 't1', 't2' and 2 more without 10 rows ({why})"]
 

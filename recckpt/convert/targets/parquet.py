@@ -26,12 +26,12 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     """Write all tables."""
     for table in export.tables:
         schema = pa.schema([pa.field("id", pa.int64(), nullable=False), *map(_field, table.slots)])
-        record = {**export.said, "table": table.name, **table.said()}
+        record = {**export.checkpoint, "table": table.name, **table.description()}
         _write(files, schema, file_name(table.name), _batches(table, schema, progress), record)
         if table.deletes is not None:
             ids = pa.schema([pa.field("id", pa.int64(), nullable=False)])
             gone = (pa.RecordBatch.from_arrays([pa.array(each)], schema=ids) for each in table.deletes())
-            _write(files, ids, file_name(table.name + DELETES), gone, export.said)
+            _write(files, ids, file_name(table.name + DELETES), gone, export.checkpoint)
     files.put_json(export.metadata(), RECORDS["parquet"])
     return export.no_dense("Parquet is for rows; use safetensors")
 

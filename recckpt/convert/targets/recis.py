@@ -32,7 +32,7 @@ _MOST_ID = 2**52
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
     """Write ``ckpt_<step>`` and the index file of the output dir."""
     left = [LeftOut("random generators", "RecIS saves none")]
-    directory = layout.step_id(export.said["step"] or 0)
+    directory = layout.step_id(export.checkpoint["step"] or 0)
     tensors: list[FileTensor] = []
     keys: dict[str, str] = {}
     slots: dict[str, list[str]] = {}
@@ -124,7 +124,7 @@ def _write_states(export: Export, files: TargetFiles, directory: str, extra: dic
         for name, t in export.tensors.model.items()
     }
     model |= {name: value for name, value in values.items() if name not in model}
-    extra = {"global_step": torch.tensor(export.said["step"] or 0), **extra}
+    extra = {"global_step": torch.tensor(export.checkpoint["step"] or 0), **extra}
     states = {MODEL: model, EXTRA: extra}
     positions = [export.state(layout.io_state(shard)) for shard in range(export.n_shards)]
     if any(positions):

@@ -10,7 +10,7 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.dense.file_check import check_file
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
-from recckpt.format.reduced import said_of
+from recckpt.format.reduced import descriptions_of
 from recckpt.inspect.diff.bucket_diff import slots_of
 from recckpt.inspect.diff.checkpoint_diff import CheckpointDiff
 from recckpt.inspect.diff.result import Side, TableDiff
@@ -106,6 +106,6 @@ def _tables(
 def _side(opened: OpenChain) -> Side:
     checkpoint, manifest = opened.checkpoint, opened.manifest
     path = layout.join(opened.storage.url.removesuffix("/"), checkpoint.directory)
-    reduced = said_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})
+    reduced = descriptions_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})
     said = manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, len(checkpoint.links)
     return Side(path, *said, tuple(reduced))

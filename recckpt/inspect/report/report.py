@@ -89,7 +89,7 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
         damage=tuple(damage),
         tables=tuple(tables),
         deep=bool(threads),
-        lacks=tuple(newest.manifest.training.unsaved.said) if newest is not None else (),
+        lacks=tuple(newest.manifest.training.unsaved.descriptions) if newest is not None else (),
     )
 
 

@@ -70,9 +70,9 @@ def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]
         deletes.update(catalog.deletes)
     path = layout.join(directory, layout.MANIFEST)
     for table in manifest.tables:
-        counts = [("rows", table.held, rows)]
+        counts = [("rows", table.own_rows, rows)]
         if table.delta is not None:
-            counts = [("upserts", table.held, rows), ("deletes", table.delta.deletes, deletes)]
+            counts = [("upserts", table.own_rows, rows), ("deletes", table.delta.deletes, deletes)]
         for what, said, counted in counts:
             if said != counted[table.name]:
                 found, expected = f"{said} {what}", f"{counted[table.name]}, as in the catalogs"

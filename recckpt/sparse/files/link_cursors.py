@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.format.catalog import Batch, Catalog, Held, Part
+from recckpt.format.catalog import Batch, Catalog, Part, PartKind
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
 from recckpt.sparse.files.once import Int64s, check_once
@@ -73,7 +73,7 @@ def bucket_ranges(
         done = int(up_to[end - 1])
 
 
-def _batches(link: TableReader) -> Iterator[tuple[Batch, Held]]:
+def _batches(link: TableReader) -> Iterator[tuple[Batch, PartKind]]:
     for catalog in link.catalogs:
         for part in catalog.parts:
             yield from ((batch, part.holds) for batch in part.batches if batch.table == link.entry.name)
@@ -106,7 +106,7 @@ class LinkCursor:
 class _Cursor:
     """The batches that one shard has of a table in a range of buckets."""
 
-    def __init__(self, link: TableReader, catalog: Catalog, held: Held, within: tuple[int, int]) -> None:
+    def __init__(self, link: TableReader, catalog: Catalog, held: PartKind, within: tuple[int, int]) -> None:
         self._link, self._held_rows = link, held == "rows"
         parts = catalog.parts_of(link.entry.name, held)
         every = ((part, number, part.batches[number].buckets) for part, numbers in parts for number in numbers)

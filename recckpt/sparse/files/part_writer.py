@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Batch, Held, Part
+from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.sparse.files.arrow_format import ID_SPEC, TABLE, column_array, part_schema
 from recckpt.sparse.files.part_plan import PartPlan, row_bytes
 from recckpt.storage import Sink, SinkFile
@@ -71,7 +71,7 @@ def write_part(
     slots: Sequence[SlotSpec],
     batches: Iterator[RowBatch],
     *,
-    holds: Held = "rows",
+    holds: PartKind = "rows",
 ) -> Part | None:
     """Write batches of these tables as a part; return its catalog entry, None where there are no batches.
 
@@ -92,7 +92,7 @@ class PartWriter:
     """Writes one part into a sink; :meth:`finish` returns its catalog entry. Not thread-safe."""
 
     def __init__(
-        self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec], *, holds: Held = "rows"
+        self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec], *, holds: PartKind = "rows"
     ) -> None:
         self._file, self._tables, self._holds = file, tuple(tables), holds
         self._numbers = {name: number for number, name in enumerate(tables)}

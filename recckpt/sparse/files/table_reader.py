@@ -11,7 +11,7 @@ import pyarrow as pa
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Batch, Catalog, Held, Part
+from recckpt.format.catalog import Batch, Catalog, Part, PartKind
 from recckpt.format.distinct import distinct, is_among
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, slot_field
@@ -106,7 +106,7 @@ class TableReader:
             raise problem
 
     def batches(
-        self, catalog: Catalog, held: Held, buckets: Int64s | None
+        self, catalog: Catalog, held: PartKind, buckets: Int64s | None
     ) -> Iterator[tuple[Part, int, pa.RecordBatch]]:
         """Yield (part, number, rows) of the batches of one shard that may have rows, or deletes, of the sorted buckets.
 

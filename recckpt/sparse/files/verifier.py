@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.catalog import Batch, Held, Part
+from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.id_check import IdCheck
@@ -29,7 +29,9 @@ class PartCheck:
 
     path: str
     errors: list[CorruptCheckpointError] = field(default_factory=list)
-    ids: dict[tuple[Held, str], IdCheck] = field(default_factory=dict)  # by kind and table: what the next has to fit to
+    ids: dict[tuple[PartKind, str], IdCheck] = field(
+        default_factory=dict
+    )  # by kind and table: what the next has to fit to
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _checked(storage: Files, directory: str, tables: Iterable[TableEntry], part:
 
 def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError]:
     """Yield what is wrong where a table goes on in the next part; takes the parts of a shard in their order."""
-    before: dict[tuple[Held, str], IdCheck] = {}
+    before: dict[tuple[PartKind, str], IdCheck] = {}
     for part in parts:
         for key, ids in part.ids.items():
             if key in before:
@@ -116,7 +118,7 @@ def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError
 
 
 def _batch_errors(
-    reader: PartReader, part: Part, number: int, values: pa.RecordBatch, ids: dict[tuple[Held, str], IdCheck]
+    reader: PartReader, part: Part, number: int, values: pa.RecordBatch, ids: dict[tuple[PartKind, str], IdCheck]
 ) -> Iterator[CorruptCheckpointError]:
     batch = part.batches[number]
     problems = {name: reader.column_problem(number, values, name) for name in values.schema.names}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
-from recckpt.sparse.sharded.routing import Asked, Route, asked, route
+from recckpt.sparse.sharded.routing import Requests, Route, requests_in, route
 from recckpt.sparse.table.anchor import captured, is_reached
 from recckpt.sparse.table.checks import asked_ids
 from recckpt.sparse.table.differentiable import add_gradients, of_present
@@ -48,7 +48,7 @@ class RoundTrip:
         self._inserts, self._counted = inserts, any(map(counts_occurrences, compress(tables, inserts)))
         self._n_trailer = -(-len(tables) // math.prod(self._shape))
         self._route: Route
-        self._asked: Asked
+        self._requests: Requests
         self._present: list[Int64s | None] = []  # by table: which of the ids asked for have rows, None for all
 
     def rows(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -59,7 +59,7 @@ class RoundTrip:
         """
         self._ask(ids)
         message, problem = self._answer()
-        owned, asked_for = self._lengths(self._asked), self._lengths(self._route)
+        owned, asked_for = self._lengths(self._requests), self._lengths(self._route)
         rows = self._exchange.all_to_all(message, owned, asked_for)
         if bool(rows[self._trailers(asked_for)].any()):
             remedy = "rows may have been inserted already: mend the cause on that rank"
@@ -74,7 +74,7 @@ class RoundTrip:
         Raises:
             LookupFailedError: a rank is at something else, such as its next lookup; all ranks raise it.
         """
-        owned, asked_for = self._lengths(self._asked), self._lengths(self._route)
+        owned, asked_for = self._lengths(self._requests), self._lengths(self._route)
         options = {"dtype": torch.promote_types(self._like["dtype"], torch.float32), "device": self._like["device"]}
         sums = torch.zeros((sum(asked_for), *self._shape), **options)
         flags = torch.zeros((self._n_trailer, *self._shape), **options)
@@ -96,11 +96,11 @@ class RoundTrip:
 
     def _contributions(self, number: int, grads: Tensor) -> Iterator[tuple[Int64s, Tensor]]:
         """Yield ids of a table and their gradients: rank by rank where they are squared, else of all ranks at once."""
-        ids, present = self._asked.ids[number], self._present[number]
+        ids, present = self._requests.ids[number], self._present[number]
         if not self._tables[number].pending_gradients.keeps_squares:
             yield of_present(ids, grads, present)
             return
-        ranks = np.repeat(np.arange(self._exchange.size), self._asked.counts[:, number])
+        ranks = np.repeat(np.arange(self._exchange.size), self._requests.counts[:, number])
         places = np.arange(len(ids)) if present is None else present
         for rank in range(self._exchange.size):
             yield of_present(ids, grads, places[ranks[places] == rank])
@@ -117,23 +117,25 @@ class RoundTrip:
             message, lengths, problem = np.empty(0, np.int64), [0] * self._exchange.size, error
         coming = agree(self._exchange, f"looking up {self._what}", lengths, problem)
         received = self._exchange.all_to_all(torch.from_numpy(message), lengths, coming)
-        self._asked = asked(received.numpy(), coming, len(self._tables), counted=self._counted)
+        self._requests = requests_in(received.numpy(), coming, len(self._tables), counted=self._counted)
 
     def _answer(self) -> tuple[Tensor, Exception | None]:
         """Return the rows that the ranks ask for; where they cannot be had, others, and the reason."""
         problem = None
         try:
-            batches = zip(self._tables, self._asked.ids, self._asked.occurrences, self._inserts, strict=True)
+            batches = zip(self._tables, self._requests.ids, self._requests.occurrences, self._inserts, strict=True)
             fetched = [fetch(table, ids, occurrences, admit=inserts) for table, ids, occurrences, inserts in batches]
             rows, self._present = [some.rows for some in fetched], [some.present for some in fetched]
         except Exception as error:
             problem = error
-            rows = [torch.zeros((len(ids), *self._shape), **self._like) for ids in self._asked.ids]
+            rows = [torch.zeros((len(ids), *self._shape), **self._like) for ids in self._requests.ids]
         trailer = torch.full((self._n_trailer, *self._shape), int(problem is not None), **self._like)
-        by_table = [torch.split(some, counts) for some, counts in zip(rows, self._asked.counts.T.tolist(), strict=True)]
+        by_table = [
+            torch.split(some, counts) for some, counts in zip(rows, self._requests.counts.T.tolist(), strict=True)
+        ]
         return torch.cat([piece for by_rank in zip(*by_table, strict=True) for piece in (*by_rank, trailer)]), problem
 
-    def _lengths(self, ids: Route | Asked) -> list[int]:
+    def _lengths(self, ids: Route | Requests) -> list[int]:
         """Return how many rows go to or come from each rank."""
         lengths: list[int] = (ids.counts.sum(1) + self._n_trailer).tolist()
         return lengths
@@ -145,7 +147,7 @@ class RoundTrip:
 
     def _cut(self, rows: Tensor, rank: int) -> Sequence[Tensor]:
         """Return what a rank sent, table by table."""
-        return torch.split(rows, [*self._asked.counts[rank].tolist(), self._n_trailer])
+        return torch.split(rows, [*self._requests.counts[rank].tolist(), self._n_trailer])
 
 
 class _RoundTrip(torch.autograd.Function):

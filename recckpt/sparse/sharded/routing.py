@@ -34,8 +34,8 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What all ranks ask this one for; different ranks may ask for the same."""
+class Requests:
+    """The ids of which all ranks request rows from this one; several ranks may request the same."""
 
     ids: tuple[Int64s, ...]  # by table, in the order of the ranks that ask
     counts: Int64s  # shape (ranks, tables): how many ids they are
@@ -67,14 +67,14 @@ def route(batches: Sequence[Int64s], n_owners: int, spacing: int, *, counted: bo
     )
 
 
-def asked(message: Int64s, lengths: Sequence[int], n_tables: int, *, counted: bool) -> Asked:
-    """Return what came from all ranks, of whose messages these are the lengths."""
+def requests_in(message: Int64s, lengths: Sequence[int], n_tables: int, *, counted: bool) -> Requests:
+    """Return the requests in a message that joins those of all ranks, whose lengths are given."""
     parts = np.split(message, np.cumsum(lengths)[:-1])
     counts = np.stack([part[:n_tables] for part in parts])
     n_ids = counts.sum(1)
     ids = [part[n_tables : n_tables + n] for part, n in zip(parts, n_ids, strict=True)]
     occurrences = [part[n_tables + n :] for part, n in zip(parts, n_ids, strict=True)]
-    return Asked(_by_table(ids, counts), counts, _by_table(occurrences, counts) if counted else (None,) * n_tables)
+    return Requests(_by_table(ids, counts), counts, _by_table(occurrences, counts) if counted else (None,) * n_tables)
 
 
 def _by_table(parts: Sequence[Int64s], counts: Int64s) -> tuple[Int64s, ...]:

@@ -17,7 +17,7 @@ from recckpt.policies.admit import MinCount, Probability
 from recckpt.policies.bloom import Bloom
 from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, gen_slice
 from recckpt.sparse.sharded.all_to_all import carrier_of
-from recckpt.sparse.sharded.routing import asked, route
+from recckpt.sparse.sharded.routing import requests_in, route
 
 START = Normal(0.0, 0.1, seed=3)
 
@@ -74,7 +74,7 @@ def test_every_id_is_sent_once_to_the_one_rank_whose_slice_owns_it_and_found_aga
     message, lengths = sent.message()
     came_back = []
     for rank, part in enumerate(np.split(message, np.cumsum(lengths)[:-1])):
-        got = asked(part, [len(part)], len(ids), counted=False)
+        got = requests_in(part, [len(part)], len(ids), counted=False)
         for batch, own in zip(ids, got.ids, strict=True):
             assert sorted(own) == sorted({*batch[gen_slice(rank, n_ranks).owns(batch)]})
         came_back += [*np.concatenate(got.ids), *[None] * spacing]
@@ -84,7 +84,7 @@ def test_every_id_is_sent_once_to_the_one_rank_whose_slice_owns_it_and_found_aga
 
 def test_what_several_ranks_ask_for_stands_in_their_order_table_by_table():
     messages = [np.array(m, np.int64) for m in ([2, 1, 10, 11, 20], [0, 0], [1, 0, 12])]
-    got = asked(np.concatenate(messages), [5, 2, 3], 2, counted=False)
+    got = requests_in(np.concatenate(messages), [5, 2, 3], 2, counted=False)
     assert [ids.tolist() for ids in got.ids] == [[10, 11, 12], [20]]
     assert got.counts.tolist() == [[2, 1], [0, 0], [1, 0]]
 

@@ -1,4 +1,4 @@
-"""Which of some ids each checkpoint of an output dir holds in a table, as rows and as deletes (no torch here)."""
+"""Which of some ids the files of each checkpoint contain, as rows and as deletes of a table (no torch here)."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ _Flags = npt.NDArray[np.bool_]  # one an id
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOfTable:
-    """What the files of one checkpoint hold of the ids in a table, what it stands on apart."""
+class IdsInTable:
+    """Which of the ids a table has in the checkpoint's own files, not counting its parents."""
 
-    rows: _Flags  # of which ids there are rows
-    n_deletes: int  # deletes of them, each counted as often as it is there
-    deletes: _Flags  # of which ids there are deletes
-    parts: frozenset[str]  # the files in which they are
+    rows: _Flags  # the ids that have a row
+    n_deletes: int  # deletes of the ids, each counted as often as the files have it
+    deletes: _Flags  # the ids that have a delete
+    parts: frozenset[str]  # the files that contain any of the ids
 
     def find(self, places: Ids) -> Ids:
-        """Say of ids, by their places among all, which have a row, as 0, and which are deleted."""
+        """Return, for ids given by their places among all: 0 for a row, ``DELETED`` for a delete, else ``ABSENT``."""
         return np.where(self.rows[places], 0, np.where(self.deletes[places], DELETED, ABSENT))
 
 
 @dataclass(frozen=True)
-class Held:
-    """What they hold in several tables."""
+class IdsInFiles:
+    """The same for several tables."""
 
-    tables: dict[str, HeldOfTable]
+    tables: dict[str, IdsInTable]
 
     @property
     def parts(self) -> frozenset[str]:
-        """The files in which any of the ids are."""
-        return frozenset[str]().union(*(held.parts for held in self.tables.values()))
+        """The files that contain any of the ids."""
+        return frozenset[str]().union(*(table.parts for table in self.tables.values()))
 
     @property
     def is_any(self) -> bool:
-        """Whether any of the ids is there, be it as a delete."""
+        """Whether the files contain any of the ids, as a row or as a delete."""
         return bool(self.parts)
 
 
-def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> Held:
+def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
     """Look for ids of a table, and of its counts, in the files of one checkpoint; only batches that can hold them.
 
     Raises:
@@ -62,10 +62,10 @@ def held_in(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> H
     link = OpenLink.of(storage, checkpoint)
     meant = meant_in(checkpoint.manifest, table)
     entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
-    return Held({name: _of_table(link, entry, ids) for name, entry in entries.items()})
+    return IdsInFiles({name: _of_table(link, entry, ids) for name, entry in entries.items()})
 
 
-def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> HeldOfTable:
+def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
     rows, deletes = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
     n_deletes, parts = 0, set[str]()
     if entry is not None:
@@ -75,22 +75,22 @@ def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> HeldOfTable
             for part, _, batch in reader.batches(catalog, "rows", buckets):
                 parts.update([part.file] if _mark(rows, ids, ids_in(batch)) else ())
             for part, _, batch in reader.batches(catalog, "deletes", buckets):
-                n_found = _mark(deletes, ids, ids_in(batch))
-                n_deletes += n_found
-                parts.update([part.file] if n_found else ())
-    return HeldOfTable(rows, n_deletes, deletes, frozenset(parts))
+                n_common = _mark(deletes, ids, ids_in(batch))
+                n_deletes += n_common
+                parts.update([part.file] if n_common else ())
+    return IdsInTable(rows, n_deletes, deletes, frozenset(parts))
 
 
 def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
     """Mark the ids that are there, and return how many."""
-    found = there[is_among(there, ids)]
-    flags[np.searchsorted(ids, found)] = True
-    return len(found)
+    common = there[is_among(there, ids)]
+    flags[np.searchsorted(ids, common)] = True
+    return len(common)
 
 
-def rows_in_chain(links: Sequence[tuple[Checkpoint, Held]], table: str) -> int:
+def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) -> int:
     """Return how many of the ids have a row in the checkpoint whose links these are, newest first; pure."""
-    of_table: list[HeldOfTable] = []
+    of_table: list[IdsInTable] = []
     for checkpoint, of_link in links:
         entry = checkpoint.manifest.table(table)
         of_table += [] if entry is None else [of_link.tables[table]]
