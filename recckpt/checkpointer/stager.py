@@ -89,7 +89,7 @@ class SharedMemoryStager(CheckpointStager):
         return self._copy(list(zip(targets, packed.pieces, strict=True)), staged)
 
     def close(self) -> None:
-        """Wait for the devices and let go of the memory; a write that still needs it keeps it."""
+        """Wait for the devices and release the memory; a write that still needs it keeps it."""
         self._waits.finish()
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -85,8 +85,9 @@ class StoredState:
         except Exception as error:  # zipfile raises many kinds for other bytes
             if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a place before the file gives
                 raise
-            found = f"not such a file ({type(error).__name__}: {error!s:.200})"
-            raise self._corrupt("", found, "a zip file of torch.save") from error
+            raise self._corrupt(
+                "", f"not such a file ({type(error).__name__}: {error!s:.200})", "a zip file of torch.save"
+            ) from error
         if len(entries) != n_entries or byteorder != b"little":
             raise self._corrupt("", "a name twice, or another byte order", "a little-endian zip file of torch.save")
         alone = io.BytesIO()

@@ -40,9 +40,9 @@ def get(args: argparse.Namespace) -> CommandResult:
         columns = _columns(reader, args)
         return columns, {row[ID]: row for row in _rows(reader, args.table, columns, ids)}
 
-    columns, found = _read(args.checkpoint, by_id)
-    missing = [number for number in ids if number not in found]
-    rows = [found[number] for number in ids if number in found]
+    columns, by_number = _read(args.checkpoint, by_id)
+    missing = [number for number in ids if number not in by_number]
+    rows = [by_number[number] for number in ids if number in by_number]
     listed = ", ".join(map(str, missing))
     problems = [f"table {args.table!r} has no row of id {listed}"] if missing else []
     data = {"table": args.table, "rows": rows, "missing": missing}

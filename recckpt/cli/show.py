@@ -128,10 +128,10 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
     lines += section("links", _link_lines(checkpoint.links) if checkpoint.below else [])
     lines += section("tables", _lines_of_tables(manifest) if manifest.tables else [])
     reduced = {table.name: table.reduced for table in manifest.tables if table.reduced is not None}
-    lines += section("not as they were", [one_line(said) for said in descriptions_of(reduced)])
+    lines += section("not as they were", [one_line(text) for text in descriptions_of(reduced)])
     lines += section("dense tensors", [Table(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",))] if dense else [])
     lines += section("registered objects", _lines_of_registered(manifest))
-    lines += section("lacks", [one_line(said) for said in manifest.training.unsaved.descriptions])
+    lines += section("lacks", [one_line(text) for text in manifest.training.unsaved.descriptions])
     return lines + section("training state", pairs(state))
 
 
@@ -152,13 +152,13 @@ def _registered(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _lines_of_registered(manifest: Manifest) -> list[Line]:
-    """Return a table of the registered objects, and of the positions in the data, which are such too."""
+    """Return a table of the registered objects, and of the positions in the data, which are registered too."""
     rows = []
-    for found in _registered(manifest):
-        said = ["one state a rank"] if found["per_rank"] else []
-        said += [escaped(found["class"])] if found["class"] else []
-        said += [f"state of {plural(found['parameters'], 'parameter')}"] if found["parameters"] else []
-        rows.append((escaped(found["name"]), ", ".join(said)))
+    for entry in _registered(manifest):
+        parts = ["one state a rank"] if entry["per_rank"] else []
+        parts += [escaped(entry["class"])] if entry["class"] else []
+        parts += [f"state of {plural(entry['parameters'], 'parameter')}"] if entry["parameters"] else []
+        rows.append((escaped(entry["name"]), ", ".join(parts)))
     rows += [(escaped(name), "position in the data") for name in manifest.names.io_state]
     return [Table(("NAME", "WHAT"), rows)] if rows else []
 
@@ -175,8 +175,8 @@ def _link_lines(links: Sequence[Checkpoint]) -> list[Line]:
     rows = []
     for link in links:
         manifest = link.manifest
-        held = sum(table.own_rows for table in manifest.tables)
-        rows.append((f"{escaped(link.directory)}/", manifest.kind, count(held), size(manifest.n_bytes)))
+        n_rows = sum(table.own_rows for table in manifest.tables)
+        rows.append((f"{escaped(link.directory)}/", manifest.kind, count(n_rows), size(manifest.n_bytes)))
     return [Table(("DIRECTORY", "KIND", "ROWS", "SIZE"), rows, ("ROWS", "SIZE"))]
 
 
@@ -202,11 +202,11 @@ def _slot(slot: SlotSpec) -> str:
 
 def _files_of_tables(storage: Storage, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Return table -> the files that have rows of it, by the catalogs."""
-    found: dict[str, list[str]] = {table.name: [] for table in checkpoint.manifest.tables}
+    files: dict[str, list[str]] = {table.name: [] for table in checkpoint.manifest.tables}
     for part in read_parts(checkpoint, storage):
         for name in dict.fromkeys(batch.table for batch in part.batches):
-            found[name].append(part.file)
-    return found
+            files[name].append(part.file)
+    return files
 
 
 def _file_data(file: FileEntry) -> dict[str, Any]:

@@ -28,9 +28,9 @@ class Adopted:
 
 
 def adopt(path: str | os.PathLike[str]) -> Adopted:
-    """Take an output dir over, adopt the offers in it, and remove the deltas that a form takes the place of.
+    """Take an output dir over, adopt the offers in it, and remove the deltas that a form replaces.
 
-    A trainer that still saves there is told so at its next save, and saves no more.
+    The next save of a trainer that still writes there raises WriterFencedError, and it saves no more.
 
     Raises:
         CheckpointNotFoundError: it is not an output dir.

@@ -95,9 +95,9 @@ def compact(
         storage = open_storage(url)
         return storage, locate_id(storage, ckpt_id)
 
-    def write(found: tuple[Storage, Checkpoint]) -> Compacted:
-        check_none_pending(found[0], FORGET_FIRST)
-        return make_offer(*found, means) if to is None else write_to(*found, to, means)
+    def write(located: tuple[Storage, Checkpoint]) -> Compacted:
+        check_none_pending(located[0], FORGET_FIRST)
+        return make_offer(*located, means) if to is None else write_to(*located, to, means)
 
     return first_whole(find, write)
 
@@ -144,8 +144,8 @@ def _waiting(storage: Storage, record: Manifest, now: float | None) -> str | Non
     of_this = [
         name for name in listing.uncommitted if layout.is_offer_dir(name) and layout.is_attempt(name, record.ckpt_id)
     ]
-    found = (look_at(storage, name, now) for name in of_this)
-    return next((f.directory for f in found if f.offer and adoptable(f, listing) is None), None)
+    states = (look_at(storage, name, now) for name in of_this)
+    return next((each.directory for each in states if each.offer and adoptable(each, listing) is None), None)
 
 
 def _nothing(storage: Storage, checkpoint: Checkpoint, reason: str) -> Compacted:

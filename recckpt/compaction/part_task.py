@@ -36,7 +36,7 @@ class CompactionTask:
         chain: what is read.
         url: the output dir that is written to.
         directory: of the new checkpoint in it, where nobody else writes.
-        part: what of the chain.
+        part: the part of the chain that is written.
         budget_bytes: memory for merging, about.
     """
 

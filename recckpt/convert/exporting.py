@@ -103,14 +103,14 @@ def export_checkpoint(
     choice = _Choice(tables, slots, RowFilter() if where is None else parse_row_filter(where), dtype, since)
     path, url = os.fspath(checkpoint), os.fspath(target)
 
-    def write(found: tuple[Storage, Checkpoint]) -> Exported:
+    def write(located: tuple[Storage, Checkpoint]) -> Exported:
         with TargetFiles(url) as files:
-            export = _opened(*found, choice, module.ALL_SLOTS)
+            export = _opened(*located, choice, module.ALL_SLOTS)
             n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
-            with Progress(f"exporting {found[1].ckpt_id}", n_bytes) as progress:
-                left = [*_not_saved(found[1], export), *module.write(export, files, progress)]
-            left += _states_left(found[1], export, with_states=to == "recis")
-        return Exported(found[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
+            with Progress(f"exporting {located[1].ckpt_id}", n_bytes) as progress:
+                left = [*_not_saved(located[1], export), *module.write(export, files, progress)]
+            left += _states_left(located[1], export, with_states=to == "recis")
+        return Exported(located[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
 
     return first_whole(lambda: locate_path(path), write)
 
@@ -124,9 +124,9 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
             path, found = checkpoint.directory, f"no table {name!r}"
             raise ConversionError(path, "", found=found, expected=f"one of {names}", remedy=remedy)
     count = None if choice.since is None else links_since(storage, checkpoint, choice.since)
-    wanted = [table for table in manifest.tables if choice.tables is None or table.name in choice.tables]
+    chosen = [table for table in manifest.tables if choice.tables is None or table.name in choice.tables]
     newer = None if count is None else chain.newest(count)
-    views = [_view(table, chain, newer, choice, all_slots) for table in wanted]
+    views = [_view(table, chain, newer, choice, all_slots) for table in chosen]
     _check_narrowed(views, choice.dtype, checkpoint.directory)
     metadata: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
     metadata["source"] = layout.join(storage.url, checkpoint.directory)
@@ -201,7 +201,9 @@ def _asked(table: TableEntry, choice: _Choice, all_slots: bool) -> list[str]:
 def _not_saved(checkpoint: Checkpoint, export: Export) -> list[LeftOut]:
     """List the tables that were not saved as they were: no target has what the checkpoint lacks."""
     reduced = {view.name: checkpoint.manifest.named_table(view.name).reduced for view in export.tables}
-    return [LeftOut(f"table {name}", f"was saved {said}") for name, said in reduced.items() if said and str(said)]
+    return [
+        LeftOut(f"table {name}", f"was saved {text}") for name, each in reduced.items() if each and (text := str(each))
+    ]
 
 
 def _states_left(checkpoint: Checkpoint, export: Export, *, with_states: bool) -> list[LeftOut]:

@@ -67,7 +67,7 @@ def _state(contents: SourceContents) -> dict[str, Any]:
     return {**tensors, **portable("the state", dict(contents.values))}
 
 
-def _names(held: SourceContents) -> Names:
-    positions = dict.fromkeys(name for each in held.io_state for name in each)
-    dense = (*(tensor.name for tensor in held.dense), *held.values)
-    return Names(dense=dense, extra=tuple(held.extra), io_state=tuple(positions))
+def _names(contents: SourceContents) -> Names:
+    positions = dict.fromkeys(name for each in contents.io_state for name in each)
+    dense = (*(tensor.name for tensor in contents.dense), *contents.values)
+    return Names(dense=dense, extra=tuple(contents.extra), io_state=tuple(positions))

@@ -120,10 +120,10 @@ class RowRuns:
         """Return the rows of buckets [begin, end) in their order: the ids, and one array of bytes a slot."""
         places = [(run, slice(run.at(begin), run.at(end))) for run in self._runs]
         order = np.argsort(np.concatenate([run.hashes[place] for run, place in places]), kind="stable")
-        found = [
+        columns = [
             np.concatenate([run.columns[n][place] for run, place in places])[order] for n in range(len(self._specs))
         ]
-        return found[0].view(np.int64), found[1:]
+        return columns[0].view(np.int64), columns[1:]
 
     def _ranges(self, begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         n_bytes = self._rows_in(begin, end) * row_bytes

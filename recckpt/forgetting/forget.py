@@ -28,8 +28,8 @@ def forget(
 ) -> list[Forgotten]:
     """Remove ids from a table in all that lies in an output dir, and note that in ``forgotten.jsonl``.
 
-    The output dir is taken over: a trainer that still saves there is told so at its next save, and saves no more. What
-    an earlier call has begun and not ended is ended first. All rows of other ids keep their bytes.
+    The output dir is taken over: the next save of a trainer that still writes there raises WriterFencedError, and it
+    saves no more. What an earlier call has begun and not ended is ended first. All rows of other ids keep their bytes.
 
     Args:
         path: an output dir; a path or any fsspec URL.
@@ -42,20 +42,20 @@ def forget(
 
     Raises:
         CheckpointNotFoundError: it is not an output dir.
-        TypeError, ValueError: there is no such table, or the ids are none; nothing was changed.
+        TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
         CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds.
         WriterFencedError: another writer took the output dir over meanwhile; it ends what was begun.
         OSError: the storage failed; call it again.
     """
-    wanted, storage = checked_ids(ids), open_storage(os.fspath(path))
+    checked, storage = checked_ids(ids), open_storage(os.fspath(path))
     listing = _listing(storage)
     check_readable(listing)
     check_table(listing, table, storage.url)
-    scan(storage, listing, table, wanted)  # so that damage is found before anything is changed
+    scan(storage, listing, table, checked)  # so that damage is found before anything is changed
     audit(storage)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
-    return forget_as_owner(storage, fence, table, wanted, by)
+    return forget_as_owner(storage, fence, table, checked, by)
 
 
 def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
@@ -69,10 +69,10 @@ def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
 
 def checked_ids(ids: Any) -> Ids:
     """Return ids in order, each once; TypeError or ValueError where they are not int64, none, or too many."""
-    given = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
-    if isinstance(given, list) and bool in set(map(type, given)):  # which numpy takes for 1 beside other numbers
+    values = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
+    if isinstance(values, list) and bool in set(map(type, values)):  # which numpy takes for 1 beside other numbers
         raise TypeError("expected ids that are int64, found bool")
-    found = np.asarray(given)
+    found = np.asarray(values)
     if found.ndim != 1 or not found.size:
         raise ValueError(f"expected ids to forget, one at least, found {'none' if not found.size else found.shape}")
     if found.dtype == np.dtype(object) or (found.dtype.kind == "u" and int(found.max()) >= 2**63):

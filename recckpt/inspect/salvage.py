@@ -144,13 +144,13 @@ def _links_of(storage: Storage, newest: Checkpoint, table: str) -> Iterator[Chec
         if entry.is_whole:
             return
         place, record, problem = _find(storage, hint, above.parent)
-        found = None if record is None else record.table(table)
-        if record is None or found is None or found.slots != slots:
+        table_there = None if record is None else record.table(table)
+        if record is None or table_there is None or table_there.slots != slots:
             path = layout.join(place, layout.MANIFEST)
             yield Lost(path, (0, N_BUCKETS), None, problem or f"has no table {table!r} with these slots")
             above = newest.manifest if record is None else record
             continue
-        entry, above = found, record
+        entry, above = table_there, record
         yield Checkpoint(place, record)
 
 

@@ -54,11 +54,11 @@ class LinkRemains:
             catalog, problem = self._catalog(number)
             if catalog is not None:
                 for part in catalog.parts:
-                    found = self._part(part, trusted=not problem)
+                    batches = self._part(part, trusted=not problem)
                     if part.holds == "rows":
-                        yield from self._counted((self._without_repeats(*each) for each in found), vouched=True)
+                        yield from self._counted((self._without_repeats(*each) for each in batches), vouched=True)
                     else:
-                        self._deleted += [ids_in(batch) for batch, *_ in found]
+                        self._deleted += [ids_in(batch) for batch, *_ in batches]
             elif shard.buckets != (0, 0):  # or it has no rows
                 self._lost.append(Lost(self._path(shard.catalog), shard.buckets, None, problem))
                 if unverified:
@@ -112,17 +112,17 @@ class LinkRemains:
         remains = self._remains(part) if numbers else "no rows of the table"
         lost: dict[int, str] = {}
         for number in numbers:
-            found: pa.RecordBatch | str = remains if isinstance(remains, str) else remains.batch(number)
-            if not isinstance(found, str) and not trusted:
+            rows: pa.RecordBatch | str = remains if isinstance(remains, str) else remains.batch(number)
+            if not isinstance(rows, str) and not trusted:
                 named = remains.table(number) if isinstance(remains, Remains) else None
                 if named != self._entry.name:
-                    found = f"rows of {named!r} by the file, of {self._entry.name!r} by a damaged catalog"
-            if not isinstance(found, str) and not _lies_in(found, part.batches[number]):
-                found = "ids of other buckets than its catalog says"
-            if isinstance(found, str):
-                lost[number] = found
+                    rows = f"rows of {named!r} by the file, of {self._entry.name!r} by a damaged catalog"
+            if not isinstance(rows, str) and not _lies_in(rows, part.batches[number]):
+                rows = "ids of other buckets than its catalog says"
+            if isinstance(rows, str):
+                lost[number] = rows
             else:
-                yield found, part.file, part.batches[number].buckets
+                yield rows, part.file, part.batches[number].buckets
         ranges = _ranges(self._path(part.file), part, numbers, lost)
         if part.holds == "deletes":
             self._lost += (replace(lost, rows=0, reason=f"deletes: {lost.reason}") for lost in ranges)

@@ -133,7 +133,7 @@ def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> p
 def _opened(path: str | os.PathLike[str]) -> OpenChain:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
-    return first_whole(lambda: locate_path(os.fspath(path)), lambda found: OpenChain.open(*found))
+    return first_whole(lambda: locate_path(os.fspath(path)), lambda located: OpenChain.open(*located))
 
 
 def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
@@ -146,15 +146,15 @@ def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
 
 def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
     """Return names that SQL tells apart: each as it is, or with a number where its own is taken."""
-    found, others = dict[str, str](), {name.casefold() for name in taken}
+    names_in_sql, others = dict[str, str](), {name.casefold() for name in taken}
     for name in names:
         number, free = 1, name
         while free.casefold() in others:
             number += 1
             free = f"{name}_{number}"
-        found[name] = free
+        names_in_sql[name] = free
         others.add(free.casefold())
-    return found
+    return names_in_sql
 
 
 def _checkpoints(storage: Storage) -> pa.Table:
@@ -199,9 +199,9 @@ _TIMELINE = pa.schema(
 
 
 def _column(name: str, values: list[Any]) -> pa.Array:
-    wanted = _TIMELINE.field(name).type if name in _TIMELINE.names else None
+    kind = _TIMELINE.field(name).type if name in _TIMELINE.names else None
     try:
-        found = pa.array(values, wanted)
+        column = pa.array(values, kind)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # of a line that somebody has written by hand
         return pa.array([None if value is None else json.dumps(value) for value in values])
-    return found.cast(pa.string()) if pa.types.is_null(found.type) else found
+    return column.cast(pa.string()) if pa.types.is_null(column.type) else column

@@ -275,7 +275,7 @@ class CheckpointManager(Resumable):
             What was done, for each request that was carried out; that of this call is the last.
 
         Raises:
-            TypeError, ValueError: there is no such table, or the ids are none; nothing was changed.
+            TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
             CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds.
             WriterFencedError: another process has taken the output dir over.
             RecckptError, OSError: the storage failed, or a rank; the next save goes on with it.

@@ -45,8 +45,8 @@ class SignalWatch:
         self._give_back = weakref.finalize(self, note.give_back)
         self._give_back.atexit = False
         try:
-            given = [signals] if isinstance(signals, str | int) else signals
-            for number in dict.fromkeys(map(_number, given)):
+            chosen = [signals] if isinstance(signals, str | int) else signals
+            for number in dict.fromkeys(map(_number, chosen)):
                 note.before[number] = signal.signal(number, note)
         except (OSError, TypeError, ValueError) as error:
             self._give_back()
@@ -82,16 +82,16 @@ class SignalWatch:
             self.follow(number)
 
 
-def _number(given: int | str) -> int:
-    """Return the number of a signal, of which the name may be given, such as SIGTERM or term."""
-    if isinstance(given, bool):  # which is an int, 1 for SIGHUP
-        raise ValueError(f"{given!r} is not a signal")
-    if not isinstance(given, str):
-        return given
-    name = f"SIG{given.upper().removeprefix('SIG')}"
+def _number(value: int | str) -> int:
+    """Return the number of a signal, which may be a name, such as SIGTERM or term."""
+    if isinstance(value, bool):  # which is an int, 1 for SIGHUP
+        raise ValueError(f"{value!r} is not a signal")
+    if not isinstance(value, str):
+        return value
+    name = f"SIG{value.upper().removeprefix('SIG')}"
     number = getattr(signal, name, None)
     if not isinstance(number, signal.Signals):
-        raise ValueError(f"{given!r} is not the name of a signal{nearest(name, signal.Signals.__members__)}")
+        raise ValueError(f"{value!r} is not the name of a signal{nearest(name, signal.Signals.__members__)}")
     return number
 
 

@@ -53,7 +53,7 @@ def checked_event_time(event_time: float | None) -> float | None:
 
 def _check_names(state: State, metrics: Metrics) -> None:
     """Refuse entries that would take the place of what the manager counts; ValueError names the first."""
-    for what, given in (("state", state or {}), ("metrics", metrics or {})):
-        name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS) if name in given), None)
+    for what, values in (("state", state or {}), ("metrics", metrics or {})):
+        name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS) if name in values), None)
         if name is not None:
             raise ValueError(f"{what}[{name!r}]: this is what the manager counts and resumes from: use another name")

@@ -164,7 +164,7 @@ class Fence:
     def leftovers(self, listing: Listing, epoch: int) -> list[Intent]:
         """Return the attempts of writers up to an epoch that never committed or are half removed.
 
-        What cannot be told from its ``INTENT`` is logged once, and stays.
+        An attempt whose ``INTENT`` does not say whose it is stays, and is logged once.
         """
         return rotation.leftovers(self._storage, listing, epoch, self._passed_over)
 

@@ -53,13 +53,13 @@ class OpenFiles:
         """Open files of the checkpoint, by their names in it, unless they are open."""
         paths = dict.fromkeys(layout.join(self._directory, name) for name in names)
         for path in islice((path for path in paths if path not in self._maps), self._most_maps - len(self._maps)):
-            found = self._reached(path, self._storage.map)
-            if found is None:
+            mapped = self._reached(path, self._storage.map)
+            if mapped is None:
                 break
-            self._maps[path] = found
+            self._maps[path] = mapped
 
     def close(self) -> None:
-        """Let go of all files; a map ends once nobody has a view of it."""
+        """Release all files; a map ends once nobody has a view of it."""
         self._maps = {}
 
     def open(self, name: str) -> BinaryIO:
@@ -102,8 +102,8 @@ class OpenFiles:
 
         Raises OSError where one cannot be read or the download dir has no room for them all.
         """
-        wanted = [name for name in names if name not in self._maps]
-        download_dir.check_room(sum(self._sizes[name] for name in wanted))
+        absent = [name for name in names if name not in self._maps]
+        download_dir.check_room(sum(self._sizes[name] for name in absent))
 
         def fetch_one(name: str) -> memoryview:
             with self.open(name) as source, download_dir.new_file() as copy:
@@ -113,8 +113,8 @@ class OpenFiles:
                 raise CorruptCheckpointError(name, "its size", found=f"{len(found)} bytes", expected=expected)
             return found
 
-        copies = run_all(fetch_one, wanted, self.threads(concurrency))
-        self._maps.update(zip(wanted, copies, strict=True))
+        copies = run_all(fetch_one, absent, self.threads(concurrency))
+        self._maps.update(zip(absent, copies, strict=True))
 
     def _reached(self, path: str, reach: Callable[[str], _T]) -> _T:
         try:

@@ -43,14 +43,14 @@ class RollCall:
 
         The other ranks call this too: at once if they were waiting, else when they have finished their own work. This
         rank waits for them until the timeout is up, counted from ``waited_since`` (``time.monotonic``); those that have
-        not come by then are missing. ``timed_out`` tells a timeout from a closed connection.
+        not come by then are missing. ``timed_out`` distinguishes a timeout from a closed connection.
         """
         with self._lock:
             if self._lost is None:
                 end = GRACE_SEC + max(time.monotonic(), 0.0 if timed_out else waited_since + self._timeout_sec)
-                found = within(end - time.monotonic() + GRACE_SEC, lambda: self._agree(end, timed_out, cause))
+                verdict = within(end - time.monotonic() + GRACE_SEC, lambda: self._agree(end, timed_out, cause))
                 silent = [0], f"{cause}; the store by which ranks find each other, mostly held by rank 0, is silent too"
-                ranks, text = found or silent
+                ranks, text = verdict or silent
                 self._lost = RankLostError(ranks, text)
         return RankLostError(self._lost.ranks, self._lost.cause)
 
@@ -61,8 +61,8 @@ class RollCall:
             missing = self._ranks.missing()
             if len(missing) <= 1 or self._store.check(["missing"]):
                 break
-        said = f"it did not answer within {self._timeout_sec:g} s" if timed_out else "its connection was closed"
-        verdict = (missing, f"{said} ({cause})") if missing else ([self._rank], f"all ranks are there, but {cause}")
+        reason = f"it did not answer within {self._timeout_sec:g} s" if timed_out else "its connection was closed"
+        verdict = (missing, f"{reason} ({cause})") if missing else ([self._rank], f"all ranks are there, but {cause}")
         ranks, text = json.loads(self._store.compare_set("missing", "", json.dumps(verdict)))
         self._ranks.leave(0.75 * GRACE_SEC, lost=ranks)
         return list(ranks), str(text)

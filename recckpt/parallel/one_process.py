@@ -42,7 +42,7 @@ class OneProcess(ABC):
             ForkedError: this process is not the one that made it.
         """
         self._check_process()
-        return self._lock  # itself: an interrupt between a lock and a wrapper of ours would leave it locked for good
+        return self._lock  # the lock itself: an interrupt between it and a wrapper of ours would leave it locked
 
     def _check_process(self) -> None:
         if os.getpid() != self._made_by:

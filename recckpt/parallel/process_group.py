@@ -162,7 +162,7 @@ class ProcessGroup:
             raise lost from error
 
     def _close(self) -> None:
-        """Close the connections: whoever still waits for this rank is told so."""
+        """Close the connections, so that ranks that still wait for this one get an error."""
         self._group = None
         self._disconnected()
 
@@ -192,10 +192,10 @@ def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
             "such as init_process_group('gloo') under torchrun; a process that saves for itself, to an output dir of "
             "its own, says so by shard_id=0, shard_num=1"
         )
-    found = (dist.get_rank(), dist.get_world_size())
-    if found != (shard_id, shard_num):
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    if (rank, n_ranks) != (shard_id, shard_num):
         raise ValueError(
-            f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {found[0]} of {found[1]}"
+            f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {rank} of {n_ranks}"
         )
     return ProcessGroup(timeout_sec)
 

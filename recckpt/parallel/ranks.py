@@ -120,9 +120,9 @@ class Ranks:
         Raises:
             RecckptError: as :meth:`on_all`.
         """
-        found: list[_T] = []
-        self.on_all(lambda: found.append(work()))
-        return found[0]
+        results: list[_T] = []
+        self.on_all(lambda: results.append(work()))
+        return results[0]
 
     def on_first(self, work: Callable[[], _T]) -> _T:
         """Do work on rank 0, and return its result on all ranks. Collective.
@@ -132,10 +132,10 @@ class Ranks:
         """
 
         def act(group: Group) -> _T:
-            result, failure = _outcome(work) if group.rank == 0 else (None, None)
-            found, reason = group.broadcast((result, _sendable(failure)))
+            own, failure = _outcome(work) if group.rank == 0 else (None, None)
+            result, reason = group.broadcast((own, _sendable(failure)))
             self._raise_alike(0, reason, failure)
-            return cast(_T, found)
+            return cast(_T, result)
 
         return self._act(act)
 

@@ -1,4 +1,4 @@
-"""How the files of saves and loads travel between this host and a storage, as a saver is told."""
+"""How the files of saves and loads travel between this host and a storage, by the options of a saver."""
 
 from __future__ import annotations
 

@@ -83,14 +83,14 @@ class BucketDiff:
         return TableDiff(before.name, "same" if is_same else "changed", n_before, n_after, *counts, slots, moved)
 
 
-def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], found: BucketDiff | None) -> tuple[SlotDiff, ...]:
-    """Return the slots of both sides, with what was found of those that could be compared."""
+def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], diff: BucketDiff | None) -> tuple[SlotDiff, ...]:
+    """Return the slots of both sides, with the differences of those that could be compared."""
     one, other = ({slot.name: slot for slot in slots} for slots in (before, after))
-    return tuple(_slot(name, one.get(name), other.get(name), found) for name in {**one, **other})
+    return tuple(_slot(name, one.get(name), other.get(name), diff) for name in {**one, **other})
 
 
-def _slot(name: str, before: SlotSpec | None, after: SlotSpec | None, found: BucketDiff | None) -> SlotDiff:
+def _slot(name: str, before: SlotSpec | None, after: SlotSpec | None, diff: BucketDiff | None) -> SlotDiff:
     kinds = (None if before is None else before.kind, None if after is None else after.kind)
-    if found is None or name not in found.changed:
+    if diff is None or name not in diff.changed:
         return SlotDiff(name, *kinds, None, None, None)
-    return SlotDiff(name, *kinds, found.changed[name], found.l2[name].spread(), found.cosine[name].spread())
+    return SlotDiff(name, *kinds, diff.changed[name], diff.l2[name].spread(), diff.cosine[name].spread())

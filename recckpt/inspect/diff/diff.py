@@ -29,7 +29,7 @@ _BUDGET_BYTES = 256 << 20
 def diff(
     before: str | os.PathLike[str], after: str | os.PathLike[str], *, tolerance: float = 0.0, top: int = 10
 ) -> CheckpointDiff:
-    """Compare two checkpoints, and say what of them differs and by how much.
+    """Compare two checkpoints, and return what differs and by how much.
 
     Every byte that is compared has been checked. Both are read once, side by side in bucket order, in bounded memory:
     256 MiB and the largest row of a dense tensor, whatever the tables hold. Two NaN at one place are equal; a NaN
@@ -61,7 +61,7 @@ def diff(
 
 
 def _opened(path: str) -> OpenChain:
-    return first_whole(lambda: locate_path(path), lambda found: OpenChain.open(*found))
+    return first_whole(lambda: locate_path(path), lambda located: OpenChain.open(*located))
 
 
 def _compared(before: OpenChain, after: OpenChain, tolerance: float, top: int) -> CheckpointDiff:
@@ -107,5 +107,5 @@ def _side(opened: OpenChain) -> Side:
     checkpoint, manifest = opened.checkpoint, opened.manifest
     path = layout.join(opened.storage.url.removesuffix("/"), checkpoint.directory)
     reduced = descriptions_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})
-    said = manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, len(checkpoint.links)
-    return Side(path, *said, tuple(reduced))
+    facts = manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, len(checkpoint.links)
+    return Side(path, *facts, tuple(reduced))

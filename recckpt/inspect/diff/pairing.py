@@ -46,9 +46,9 @@ def _same_places(before: Hashes, after: Hashes) -> Int64s:
 
 
 def _searched(before: Hashes, rows: Int64s, after: Hashes, rows_after: Int64s) -> tuple[Int64s, Int64s]:
-    """Return which of some rows are among some of the other side, of which there is at least one, and where."""
+    """Return the rows that are also among ``rows_after``, which has at least one, and their counterparts there."""
     rows_after = rows_after[np.argsort(after[rows_after])]
-    ordered, wanted = after[rows_after], before[rows]
-    places = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-    found = np.flatnonzero(ordered[places] == wanted)
-    return rows[found], rows_after[places[found]]
+    ordered, sought = after[rows_after], before[rows]
+    places = np.minimum(np.searchsorted(ordered, sought), len(ordered) - 1)
+    matches = np.flatnonzero(ordered[places] == sought)
+    return rows[matches], rows_after[places[matches]]

@@ -83,7 +83,7 @@ def _compare_slice(
     advance: Advance,
     buckets: tuple[int, int],
 ) -> BucketDiff:
-    found = BucketDiff(pairs, options.top)
+    diff = BucketDiff(pairs, options.top)
     comparers = [SlotComparer(*pair, options.tolerance) for pair in pairs]
     cursors = [[LinkCursor(link, buckets) for link in chain] for chain in chains]
     columns = [(ID_SPEC, *chain[0].specs) for chain in chains]
@@ -94,14 +94,14 @@ def _compare_slice(
     for part in bucket_ranges([link for chain in chains for link in chain], buckets, options.budget_bytes):
         sides = [RangeRows(cursor, part, lambda piece, rows: None) for cursor in cursors]
         at = paired(sides[0].hashes, sides[1].hashes)
-        found.n_both += len(at[0])
+        diff.n_both += len(at[0])
         for number, side in enumerate(sides):
-            found.n_rows[number] += len(side.hashes)
+            diff.n_rows[number] += len(side.hashes)
             advance(len(side.hashes) * sum(slot.row_bytes for slot in columns[number]))
         for chunk in _chunks(sides, at, chunk_rows):
             before, after = (side.take(rows[chunk], own) for side, rows, own in zip(sides, at, room, strict=True))
-            _compare_rows(before, [after[column] for column in in_order], pairs, comparers, found)
-    return found
+            _compare_rows(before, [after[column] for column in in_order], pairs, comparers, diff)
+    return diff
 
 
 def _compare_rows(
@@ -109,15 +109,15 @@ def _compare_rows(
     after: Sequence[npt.NDArray[np.void]],
     pairs: Sequence[Pair],
     comparers: Sequence[SlotComparer],
-    found: BucketDiff,
+    diff: BucketDiff,
 ) -> None:
     ids = ids_of([list(before)])
     changed = np.zeros(len(ids), np.bool_)
     for column, (pair, comparer) in enumerate(zip(pairs, comparers, strict=True), start=1):
         moves = comparer.moves(before[column], after[column])
         changed[moves.rows] = True
-        found.add(pair[0].name, ids, moves)
-    found.add_changed(int(np.count_nonzero(changed)))
+        diff.add(pair[0].name, ids, moves)
+    diff.add_changed(int(np.count_nonzero(changed)))
 
 
 def _chunks(sides: Sequence[RangeRows], at: Sequence[Int64s], chunk_rows: int) -> Iterator[slice]:

@@ -31,7 +31,7 @@ _THREADS = 8
 def report(
     path: str | os.PathLike[str], *, deep: bool = True, threads: int | None = None, overdue_sec: float | None = None
 ) -> RunReport:
-    """Look at a run, and say how it is: its checkpoints, its saves, its tables, and what of these is unhealthy.
+    """Look at a run and return its checkpoints, saves and tables, with a finding for each that is unhealthy.
 
     The newest checkpoint is read once, in bounded memory, and every byte of its files is checked; what is damaged is
     said, and left out of the figures. Of older ones, that their files are there with their sizes is checked. Nothing is
@@ -60,8 +60,8 @@ def report(
     storage = open_storage(os.fspath(path))
 
     def look(listing: Listing) -> RunReport:
-        found = _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0)
-        return replace(found, findings=tuple(findings_of(found, datetime.now(timezone.utc), overdue_sec)))
+        run = _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0)
+        return replace(run, findings=tuple(findings_of(run, datetime.now(timezone.utc), overdue_sec)))
 
     return first_whole(lambda: look_around(storage), look)
 
