@@ -42,13 +42,7 @@ GONE_PHRASES = {
     r"\bcannot be told\b": "is not known",
 }
 # Rooms and files that still have some of these; nothing is to be added.
-NOT_YET = (
-    *(
-        "load/",
-        "save/",
-        "sparse/",
-    ),
-)
+NOT_YET = (*("sparse/",),)
 
 
 def modules() -> Iterator[tuple[str, str]]:

@@ -200,7 +200,7 @@ def _table_loads(
             with_rows=ID in pairs,
             clear=source.at.entry.hashtable_clear,
             where=source.at.entry.where,
-            is_update=there in source.held,
+            is_update=there in source.updates,
             ages=targets[name].ages(source.at.checkpoint.manifest, step, entries[there].clock),
         )
         for (name, there), pairs in slots.items()

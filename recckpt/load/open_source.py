@@ -54,7 +54,7 @@ class OpenSource:
         self._n_bytes = 0
         self._states: dict[str, dict[str, Any]] = {}
         self._batches: Sequence[LinkBatches] = ()
-        self.held: Collection[str] = ()  # the tables of which only the links are read that are new to the model
+        self.updates: Collection[str] = ()  # tables of which only the links that are new to the model are read
         self._chain = OpenChain.of(at.storage, at.checkpoint)
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
             closed_on_error.callback(self._chain.close)
@@ -82,7 +82,7 @@ class OpenSource:
         self._chain.files.keep_open(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
         if slices:
-            self._batches, self.held = self._chain.batches(slices, self.at.held)
+            self._batches, self.updates = self._chain.batches(slices, self.at.loaded_save_id)
             read = self._chain.links[: len(self._batches)]
             self._n_bytes += sum(entry.n_bytes for link in read for entry in link.catalog_files(slices))
 
@@ -105,12 +105,12 @@ class OpenSource:
         """
         from recckpt.sparse.files.load_target import LinkLoad  # torch, which a plan does without
 
-        found = []
+        loads = []
         for link, batches in zip(self._chain.links, self._batches, strict=False):
-            found.append(LinkLoad([load for load in tables if load.entry.name in batches.tables], batches))
+            loads.append(LinkLoad([load for load in tables if load.entry.name in batches.tables], batches))
             if download_dir is not None:
-                link.files.fetch(found[-1].wanted_files(), download_dir, concurrency)
-        return found
+                link.files.fetch(loads[-1].files(), download_dir, concurrency)
+        return loads
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
@@ -141,11 +141,11 @@ class OpenSource:
         if name in own:
             return own[name]
         for other in range(self.at.shards):
-            found = self.state(file_of(other))
-            if name in found:
-                said = self.at.label, shard, name, other
-                log.warning("%s: rank %d had no state of %r, it takes that of rank %d", *said)
-                return found[name]
+            states = self.state(file_of(other))
+            if name in states:
+                label = self.at.label
+                log.warning("%s: rank %d had no state of %r, it takes that of rank %d", label, shard, name, other)
+                return states[name]
         return self.value(file_of(shard), name)  # an error: the manifest says that a rank has one
 
     def corrupt(self, name: str, where: str, *, found: object, expected: object) -> CorruptCheckpointError:
@@ -156,16 +156,16 @@ class OpenSource:
         """Return the dense state under the model's names; of sharded tensors, where their values lie."""
         from recckpt.dense.loader import check_indexed  # torch, which a plan does without
 
-        found = dict(self.state(layout.MODEL))
+        values = dict(self.state(layout.MODEL))
         path = layout.join(self._directory, layout.MODEL)
-        check_indexed(found, self.tensors.model, self._manifest.names.dense, path)
-        found |= {name: tensor for name, tensor in self.tensors.model.items() if tensor.is_sharded}
-        return self.under_names_of(live, found)
+        check_indexed(values, self.tensors.model, self._manifest.names.dense, path)
+        values |= {name: tensor for name, tensor in self.tensors.model.items() if tensor.is_sharded}
+        return self.under_names_of(live, values)
 
-    def under_names_of(self, live: Iterable[str], found: Mapping[str, _T]) -> dict[str, _T]:
-        """Return what is known by names of tensors there by those of a model, where one of the two was wrapped."""
+    def under_names_of(self, live: Iterable[str], values: Mapping[str, _T]) -> dict[str, _T]:
+        """Return values under the model's names, which differ from those of the checkpoint where one was wrapped."""
         here = names_here(self._manifest.names.dense, live)
-        return {here.get(name, name): value for name, value in found.items()}
+        return {here.get(name, name): value for name, value in values.items()}
 
 
 @contextmanager

@@ -180,7 +180,7 @@ class LoadPlan:
         if not numbers:
             return text
         paths = "|".join(map(re.escape, sorted(numbers, key=len, reverse=True)))
-        return re.sub(rf"({paths})(?![\w/])", lambda found: f"[{numbers[found[1]]}]", text)
+        return re.sub(rf"({paths})(?![\w/])", lambda match: f"[{numbers[match[1]]}]", text)
 
     def _fresh_lines(self) -> list[str]:
         """Say what starts from scratch, one line a reason."""

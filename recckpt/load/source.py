@@ -22,7 +22,7 @@ class LocatedCheckpoint:
     entry: Entry  # what is to be loaded
     storage: Storage  # the output dir that it lies in
     checkpoint: Checkpoint  # the newest link, with those below
-    held: str = ""  # save id of the link whose rows the model's tables hold as they were loaded; "" for none
+    loaded_save_id: str = ""  # of the link whose rows the model's tables still have as they were loaded; "" for none
 
     @property
     def label(self) -> str:

@@ -50,7 +50,7 @@ class Followed:
         origin, tables = self._taken.checkpoint.manifest.origin, self._tables(live)
         stands_on_it = any(link.manifest.origin == origin for link in newer.checkpoint.links)
         if stands_on_it and tables and all(self._tracker.is_unchanged(table, origin) for table in tables):
-            return replace(newer, held=origin)
+            return replace(newer, loaded_save_id=origin)
         return newer
 
     def _tables(self, live: LiveState) -> list[HashTable] | None:

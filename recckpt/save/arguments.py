@@ -223,9 +223,9 @@ def _is_number_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
-def _mapping(what: str, given: Any) -> Mapping[Any, Any]:
-    if given is None:
+def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
+    if value is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{what} must be a mapping of names to values, or None, found {given!r:.200}")
-    return given
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what} must be a mapping of names to values, or None, found {value!r:.200}")
+    return value

@@ -1,4 +1,4 @@
-"""What of the tables a saver saves: ``save_slots``, ``save_where`` and ``store``, by patterns as in a ``load_conf``."""
+"""Which slots and rows a saver saves: ``save_slots``, ``save_where``, ``store``, by patterns as in a ``load_conf``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from recckpt.format.names import GROUPS, ID, Pattern, slot_name, wildcards
 from recckpt.format.reduced import FLOATS, Narrowed, Reduced, is_narrower
-from recckpt.sparse.files.reduced_rows import Wanted, file_order
+from recckpt.sparse.files.reduced_rows import TableChoice, file_order
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.table.table import HashTable
@@ -46,17 +46,17 @@ class Choice:
         return self.slots == () or Pattern("sparse_opt") in self.without
 
     def of_table(self, table: SavableTable) -> Choice:
-        """Return what is said of a table: of one of counts, which belongs to another one, what is said by its name.
+        """Return the choice for a table; for a table of counts, only entries that name it in full apply.
 
-        Patterns mean the tables that people make: one of counts has no slots, and in a Bloom filter other ids.
+        Patterns apply to the tables that users make: a table of counts has no slots, and in a Bloom filter other ids.
         """
         if self.is_everything or getattr(table, "is_trained", True):
             return self
-        where = tuple((pattern, said) for pattern, said in self.where if pattern.is_explicit)
-        store = tuple((pattern, said) for pattern, said in self.store if pattern.is_explicit)
+        where = tuple((pattern, rows) for pattern, rows in self.where if pattern.is_explicit)
+        store = tuple((pattern, dtype) for pattern, dtype in self.store if pattern.is_explicit)
         return replace(self, where=where, store=store)
 
-    def of(self, table: str, slots: Iterable[SlotSpec]) -> Wanted | None:
+    def of(self, table: str, slots: Iterable[SlotSpec]) -> TableChoice | None:
         """Return what is to be saved of a table with these slots, None for all of it as it is."""
         if self.is_everything:
             return None
@@ -68,8 +68,8 @@ class Choice:
         if not left_out and not narrowed and where is None:
             return None
         stored = [SlotSpec(slot.name, dtypes[slot.name], slot.shape) for slot in kept]
-        said = None if where is None else where.said
-        return Wanted(file_order(stored), where, Reduced(left_out, said, 0, tuple(sorted(narrowed, key=str))))
+        record = None if where is None else where.record
+        return TableChoice(file_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
 
     def check(self, tables: Mapping[str, SavableTable]) -> None:
         """Refuse what tables cannot be saved as.
@@ -98,11 +98,11 @@ class Choice:
             raise ValueError("; ".join(problems))
 
     def unmatched(self, tables: Mapping[str, SavableTable]) -> frozenset[str]:
-        """Return what is said of nothing that there is, each with the nearest name that there is."""
+        """Return a message for each option that matches no table or slot, with the nearest name that there is."""
         if self.is_everything:
             return frozenset()
         slots = {name: slots_of_table(table) for name, table in tables.items()}
-        names = [slot_name(table, slot.name) for table, found in slots.items() for slot in found]
+        names = [slot_name(table, slot.name) for table, specs in slots.items() for slot in specs]
         known = [*slots, *(name.text for name in names)]
         lost = [("save_slots", p) for p in (*(self.slots or ()), *self.without) if not any(map(p.matches, names))]
         choices = {name: self.of_table(table) for name, table in tables.items()}
@@ -114,17 +114,17 @@ class Choice:
 
     def _keeps(self, table: str, slot: str) -> bool:
         name = slot_name(table, slot)
-        is_asked = self.slots is None or any(pattern.matches(name) for pattern in self.slots)
-        return is_asked and not any(pattern.matches(name) for pattern in self.without)
+        is_chosen = self.slots is None or any(pattern.matches(name) for pattern in self.slots)
+        return is_chosen and not any(pattern.matches(name) for pattern in self.without)
 
     def _where(self, table: str) -> RowFilter | None:
-        found = [(not p.is_explicit, where) for p, where in self.where if _is_of(p, table)]
-        return min(found, key=lambda said: said[0])[1] if found else None
+        matches = [(not p.is_explicit, where) for p, where in self.where if _is_of(p, table)]
+        return min(matches, key=lambda match: match[0])[1] if matches else None
 
     def _stored(self, table: str, slot: SlotSpec) -> str:
         name = slot_name(table, slot.name)
-        found = [(not p.is_explicit, dtype) for p, dtype in self.store if p.matches(name)]
-        return min(found, key=lambda said: said[0])[1] if found else slot.dtype
+        matches = [(not p.is_explicit, dtype) for p, dtype in self.store if p.matches(name)]
+        return min(matches, key=lambda match: match[0])[1] if matches else slot.dtype
 
     def _problems(self, table: str, slots: Sequence[SlotSpec]) -> Iterator[str]:
         yield from self._store_problems(table, slots)
@@ -153,8 +153,8 @@ def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
     """
     kept, without = _parse_slots(save_slots)
     rows, dtypes = _pairs("save_where", save_where), _pairs("store", store)
-    where = tuple((_pattern("save_where", name), _row_filter(name, said)) for name, said in rows)
-    return Choice(kept, without, where, tuple((_pattern("store", name), _dtype(name, said)) for name, said in dtypes))
+    where = tuple((_pattern("save_where", name), _row_filter(name, value)) for name, value in rows)
+    return Choice(kept, without, where, tuple((_pattern("store", name), _dtype(name, value)) for name, value in dtypes))
 
 
 def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
@@ -194,9 +194,9 @@ def _pattern(what: str, text: str) -> Pattern:
     return Pattern(text)
 
 
-def _row_filter(name: str, said: Any) -> RowFilter:
+def _row_filter(name: str, value: Any) -> RowFilter:
     try:
-        return parse_row_filter(said)
+        return parse_row_filter(value)
     except ValueError as error:
         raise ValueError(f"save_where[{name!r}]: {error}") from error
 

@@ -34,10 +34,10 @@ class CountedRun:
         now, counted = self._now()
         if step not in (None, now) or not isinstance(state, Mapping | None):  # another kind is refused where it is read
             return step, state
-        given = state or {}
-        name = next((name for name in counted if name in given and given[name] != counted[name]), None)
+        own = state or {}
+        name = next((name for name in counted if name in own and own[name] != counted[name]), None)
         if name is not None:
             raise ValueError(
-                f"state[{name!r}]: found {given[name]!r}, but the manager counts {counted[name]!r}: use another name"
+                f"state[{name!r}]: found {own[name]!r}, but the manager counts {counted[name]!r}: use another name"
             )
-        return now, {**counted, **given}
+        return now, {**counted, **own}

@@ -51,7 +51,7 @@ class Proposal:
     writes_deltas: bool
     failure: RankFailure | None = None
     owned: Owned = field(default_factory=dict)
-    unmatched: frozenset[str] = frozenset()  # what its options say of no table that it has
+    unmatched: frozenset[str] = frozenset()  # messages: its options that match no table that it has
     n_bytes: int = 0  # about what it writes in a full save
     room: Room | None = None
     delta: DeltaProposal | None = None
@@ -129,7 +129,7 @@ def decide(proposals: Sequence[Proposal]) -> SavePlan:
 
 
 def as_text(error: Exception) -> str:
-    """Return an error as it is told to other ranks."""
+    """Return an error as text for the other ranks."""
     return f"{type(error).__name__}: {error}"
 
 

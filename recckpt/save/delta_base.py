@@ -56,18 +56,18 @@ class Changes:
         return self.base is not None and self.base.is_candidate
 
     def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[SavableTable]) -> None:
-        """Count from a checkpoint of the own output dir, which the rows of these tables are exactly those of.
+        """Count changes from a checkpoint of the own output dir, whose rows are exactly those of these tables.
 
-        Not where the tables cannot tell which of their rows were saved: rows that are not touched would be otherwise.
+        Not if the checkpoint lacks the slots that say which rows are saved: rows could differ without being touched.
         """
-        found = _origin(checkpoint.manifest)
-        if any(reduced.forgets_why for reduced in found.reduced.values()):
+        restored = _origin(checkpoint.manifest)
+        if any(reduced.forgets_why for reduced in restored.reduced.values()):
             return
-        if self.base is None or self.base.save_id != found.save_id:
-            self.base = replace(found, is_candidate=True)
+        if self.base is None or self.base.save_id != restored.save_id:
+            self.base = replace(restored, is_candidate=True)
         for table in tables:
             if isinstance(table, HashTable):
-                self.tracker.begin(table, found.save_id)
+                self.tracker.begin(table, restored.save_id)
 
     def is_base_gone(self, storage: Storage, fence: Fence) -> bool:
         """Say whether somebody has removed what a delta would stand on, where asking costs no request."""

@@ -38,9 +38,9 @@ class Forgetting:
         Raises:
             RecckptError: a request is not ended, so that what is read may have its ids.
         """
-        found = requests(self._to.storage)
+        known = requests(self._to.storage)
         check_none_pending(self._to.storage, "run `recckpt forget DIR`, or call manager.restore(), which ends it")
-        self._to.fence.note_requests(found)
+        self._to.fence.note_requests(known)
 
     def before_restore(self, ranks: Ranks) -> Left:
         """End what is pending before all ranks read the output dir; return what could not be. Collective."""
@@ -65,17 +65,17 @@ class Forgetting:
     def forget(self, ranks: Ranks, model: nn.Module, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
         """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save is under way."""
         ranks = _with_errors(ranks)
-        wanted = ranks.on_each(lambda: checked_ids(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids))
-        asked = ranks.gather((table, hashlib.sha256(wanted.tobytes()).hexdigest()))
-        others = [rank for rank, each in enumerate(asked) if each != asked[0]]
+        checked = ranks.on_each(lambda: checked_ids(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids))
+        digests = ranks.gather((table, hashlib.sha256(checked.tobytes()).hexdigest()))
+        others = [rank for rank, each in enumerate(digests) if each != digests[0]]
         if others:
             raise RecckptError(f"forgetting failed on rank {others[0]}: it was given other ids, or another table")
         live = _live(model, table)
         ranks.on_each(lambda: _check_erasable(live, table))
         is_live = any(ranks.gather(live is not None))
-        ranks.on_first(lambda: self._check(table, wanted, is_live=is_live))
-        self._erase(live, wanted)  # first: what fails from here on, the next save does not hold them
-        return ranks.on_first(lambda: self._forget_here(table, wanted))
+        ranks.on_first(lambda: self._check(table, checked, is_live=is_live))
+        self._erase(live, checked)  # first: whatever fails from here on, the next save does not contain the ids
+        return ranks.on_first(lambda: self._forget_here(table, checked))
 
     def _forget_here(self, table: str, ids: Ids) -> list[Forgotten]:
         storage, fence = self._to.storage, self._to.fence

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas
 from recckpt.save.delta_base import Changes
-from recckpt.sparse.files.reduced_rows import Wanted
+from recckpt.sparse.files.reduced_rows import TableChoice
 from recckpt.sparse.files.table_rows import TableSource
 from recckpt.sparse.table.marks import Frozen
 
@@ -60,16 +60,16 @@ def delta_proposal(
     chain: Chain | None,
     tables: Sequence[TableSource],
     frozen: Mapping[str, Frozen],
-    wanted: Mapping[str, Wanted],
+    choices: Mapping[str, TableChoice],
 ) -> DeltaProposal:
-    """Return what a rank would write; ``wanted`` says, by name, what is saved of tables of which not all is."""
+    """Return what a rank would write; ``choices`` has, by name, the tables that are not saved whole."""
     base = changes.base
 
     def changes_of(table: TableSource) -> TableChanges:
         slots, reduced, is_filtered = table.slots, None, False
-        if table.name in wanted:
-            asked = wanted[table.name]
-            slots, reduced, is_filtered = asked.slots, asked.reduced, asked.where is not None
+        if table.name in choices:
+            choice = choices[table.name]
+            slots, reduced, is_filtered = choice.slots, choice.reduced, choice.where is not None
         row_bytes = 0 if is_filtered else 8 + sum(slot.row_bytes for slot in slots)
         is_otherwise = base is not None and table.name in base.slots and base.reduced.get(table.name) != reduced
         marks = frozen.get(table.name)  # a table of the user's own has none

@@ -32,7 +32,7 @@ OnSave = Callable[[SaveInfo], object]
 
 @dataclass(frozen=True)
 class Live:
-    """What is saved: a model, the optimizer of its tables, what is registered beside them; and what of the tables.
+    """What is saved: a model, the optimizer of its tables, registered objects; and which part of the tables.
 
     ``trainers`` knows who trains the model.
     """

@@ -133,4 +133,4 @@ def _staged(live: Live, checked: Checked, job: Job, to: Destination) -> Staged:
 def _delta_proposal(staged: Staged, to: Destination) -> DeltaProposal | None:
     if to.changes is None:
         return None
-    return delta_proposal(to.changes, to.changes.chain(to.fence), staged.tables, staged.frozen, staged.wanted)
+    return delta_proposal(to.changes, to.changes.chain(to.fence), staged.tables, staged.frozen, staged.choices)

@@ -89,10 +89,10 @@ def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
 def _rows_bytes(table: SavableTable, choice: Choice) -> int:
     """Return the bytes of the rows of a table; 0 where conditions choose them, and a save finds out how many it has."""
     slots = slots_of_table(table)
-    wanted = choice.of_table(table).of(table.name, slots)
-    if wanted is not None and wanted.where is not None:
+    chosen = choice.of_table(table).of(table.name, slots)
+    if chosen is not None and chosen.where is not None:
         return 0
-    row_bytes = 8 + sum(slot.row_bytes for slot in slots) if wanted is None else wanted.row_bytes
+    row_bytes = 8 + sum(slot.row_bytes for slot in slots) if chosen is None else chosen.row_bytes
     return source_of(table).n_rows * row_bytes
 
 

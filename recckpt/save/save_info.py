@@ -13,7 +13,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.parallel.ranks import Ranks
 from recckpt.text import one_line
 
-_UNSAID = frozenset({"path", "metrics"})  # in the file, which lies beside the checkpoints
+_LEFT_OUT = frozenset({"path", "metrics"})  # in the file, which lies beside the checkpoints
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 
 
@@ -47,7 +47,7 @@ class CommitState:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What a rank tells of its part of a save; ``blocked_sec`` up to where it had written, of a blocking one."""
+    """Times and bytes of a rank's part of a save; ``blocked_sec`` of a blocking one ends when it has written."""
 
     stage_sec: float
     blocked_sec: float
@@ -237,7 +237,9 @@ class SaveInfo:
 
     def to_json(self) -> str:
         """Return one line for the timeline; ``error`` is in those of saves that failed."""
-        values = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _UNSAID}
+        values = {
+            name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _LEFT_OUT
+        }
         seconds = self.seconds
         values |= {"blocked_sec": min(self.blocked_sec, seconds), "total_sec": seconds}
         values["max_blocked_sec"] = max(values["blocked_sec"], self._others_blocked_sec)

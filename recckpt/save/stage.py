@@ -25,7 +25,7 @@ from recckpt.save.arguments import as_scalars
 from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.full_or_delta import FULL, Kind
 from recckpt.save.job import Live
-from recckpt.sparse.files.reduced_rows import ReducedSource, Wanted
+from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
 from recckpt.sparse.table.table import HashTable
@@ -47,8 +47,8 @@ class Staged:
     digest: RankDigest | None = None  # what other ranks compare with theirs; None where there are none
     frozen: dict[str, Frozen] = field(default_factory=dict)  # tables by name whose changes are counted
     kind: Kind = FULL  # whether it is written as a delta
-    wanted: dict[str, Wanted] = field(default_factory=dict)  # of tables by name that are not saved as they are
-    training: Training = field(default_factory=Training)  # the optimizers, and what of them is not saved
+    choices: dict[str, TableChoice] = field(default_factory=dict)  # by name, of tables that are not saved whole
+    training: Training = field(default_factory=Training)  # the optimizers, and which of their state is not saved
     n_evicted: int = 0  # rows that tables of ours have evicted by then
     evicted_to: dict[str, int | None] = field(default_factory=dict)  # tables of ours by name: up to which step
     clock: dict[str, ClockDates | None] = field(default_factory=dict)  # the same: when the clock has dated rows
@@ -69,9 +69,9 @@ class Staged:
         """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
         for table in tables.values():
             with table.store.lock if isinstance(table, HashTable) else nullcontext():  # slots and rows of one moment
-                asked = choice.of_table(table)
-                wanted = None if asked.is_everything else asked.of(table.name, slots_of_table(table))
-                slots = None if wanted is None else wanted.read
+                of_table = choice.of_table(table)
+                chosen = None if of_table.is_everything else of_table.of(table.name, slots_of_table(table))
+                slots = None if chosen is None else chosen.read
                 if isinstance(table, HashTable):
                     self.evicted_to[table.name] = table.eviction.evicted_to(table.store)
                     self.clock[table.name] = table.tracking.clock_dates
@@ -80,20 +80,20 @@ class Staged:
                     self.tables.append(self.frozen[table.name].snapshot)
                 else:
                     self.tables.append(source_to_save(table, slots, detached=detached))
-            if wanted is not None:
-                self.wanted[table.name] = wanted
+            if chosen is not None:
+                self.choices[table.name] = chosen
 
     def written_as(self, kind: Kind) -> Staged:
-        """Return what is to be written: of a delta, only the rows that have changed; the others are let go."""
+        """Return what is to be written; a delta keeps only the rows that have changed, and releases the others."""
         return replace(self, kind=kind, tables=[self._written(table, kind) for table in self.tables])
 
     def _written(self, table: TableSource, kind: Kind) -> TableSource:
-        wanted = self.wanted.get(table.name)
+        chosen = self.choices.get(table.name)
         if kind.base is not None and table.name not in kind.replaced:
             frozen = self.frozen[table.name]
-            is_filtered = wanted is not None and wanted.where is not None  # then other rows are counted, and let go
+            is_filtered = chosen is not None and chosen.where is not None  # then it counts all rows first
             table = frozen.changes(kind.base) if is_filtered else frozen.delta(kind.base)
-        return table if wanted is None else ReducedSource(table, wanted)
+        return table if chosen is None else ReducedSource(table, chosen)
 
     def release(self) -> None:
         """Release the tables: training need not copy rows aside for them."""
@@ -149,7 +149,7 @@ def stage(
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
         copy_common = copy if rank == 0 else without_values
-        with live.trainers.noting_states() as asked:
+        with live.trainers.noting_states() as noted:
             common = _common(live, dense, sharded, digest.noting(copy_common) if digest else copy_common)
             own_extra = live.extra.dump(sharded.from_extra(copy), of_ranks=True)
         tensors, extras = common if rank == 0 else ({}, {})
@@ -163,7 +163,7 @@ def stage(
             own_extra=own_extra,
             sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
-            training=Training(_classes(live.extra), live.trainers.unsaved(tables, asked, is_logged=rank == 0)),
+            training=Training(_classes(live.extra), live.trainers.unsaved(tables, noted, is_logged=rank == 0)),
             n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, HashTable)),
         )
     staged.take_tables(tables, tracker, live.choice, detached=buffers is not None)

@@ -37,7 +37,7 @@ _savers: weakref.WeakValueDictionary[int, Trainers] = weakref.WeakValueDictionar
 
 
 class Trainers:
-    """The optimizers that train the model of a saver. What is not saved of them is said in the log, each once.
+    """The optimizers that train the model of a saver. Logs a warning, once, for each whose state is not saved.
 
     Optimizers are seen when they step. None is missing that another saver of this process saves, nor where the saver
     leaves the slots of optimizers out on purpose.
@@ -46,13 +46,13 @@ class Trainers:
         model: its parameters and tables are looked up anew at each save.
         sparse_optim: the optimizer of the tables that the saver has.
         extra: the registered objects.
-        choice: what of the tables is saved.
+        choice: which slots and rows of the tables are saved.
     """
 
     def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, extra: Registry, choice: Choice) -> None:
         self._model, self._sparse_optim, self._extra = model, sparse_optim, extra
         self._is_for_serving = choice.leaves_out_optimizers and sparse_optim is None
-        self._told: set[Hashable] = set()
+        self._logged: set[Hashable] = set()
         self._stepped: _Optimizers = weakref.WeakValueDictionary()
         _savers[id(self)] = self
         _note_steps()
@@ -66,34 +66,34 @@ class Trainers:
     def noting_states(self) -> Iterator[set[int]]:
         """Note the optimizers whose ``state_dict()`` is called in the block, which takes that of registered objects.
 
-        Such a one belongs to an object that is no optimizer itself.
+        These belong to registered objects that are not optimizers themselves.
         """
-        asked = set[int]()
+        noted = set[int]()
         with ExitStack() as hooked:
             for optimizer, _ in self._left():
-                handle = optimizer.register_state_dict_pre_hook(lambda one: asked.add(id(one)))
+                handle = optimizer.register_state_dict_pre_hook(lambda one: noted.add(id(one)))
                 hooked.callback(handle.remove)
-            yield asked
+            yield noted
 
-    def unsaved(self, tables: Mapping[str, SavableTable], asked: Container[int], *, is_logged: bool) -> Unsaved:
-        """Return what a save leaves out, which has asked these optimizers for their state; where wanted, say it."""
+    def unsaved(self, tables: Mapping[str, SavableTable], noted: Container[int], *, is_logged: bool) -> Unsaved:
+        """Return what a save lacks that has taken the state of the ``noted`` optimizers; log it if ``is_logged``."""
         if self._is_for_serving:
             return Unsaved()
         dense = defaultdict[str, list[str]](list)  # class -> parameters: each may have an optimizer of its own
         for one, names in self._left():
-            if id(one) not in asked:
+            if id(one) not in noted:
                 dense[lineage_of(one)[0]] += names
         trained, piled = self._tables_left(tables)
         if is_logged:
             for kind, names in dense.items():
-                self._say_of_dense(kind, names)
-            self._say_of_tables(trained, piled)
+                self._warn_of_dense(kind, names)
+            self._warn_of_tables(trained, piled)
         return Unsaved(tuple(dense), trained, piled)
 
     def check_restore(self, *, is_logged: bool) -> None:
-        """Say before a restore what can be known by then: optimizers of dense parameters are seen when they step."""
+        """Warn before a restore of tables alone: optimizers of dense parameters are seen when they step."""
         if is_logged and not self._is_for_serving:
-            self._say_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
+            self._warn_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
 
     def _left(self) -> list[tuple[Optimizer, list[str]]]:
         """Return the optimizers of dense parameters that are not registered, and the names of what they train here."""
@@ -141,37 +141,37 @@ class Trainers:
         own = {id(parameter) for parameter in self._model.parameters()} if idle else set()
         return list(dict.fromkeys(lineage_of(one)[0] for one in idle if own & set(map(id, _parameters(one)))))
 
-    def _say_of_dense(self, kind: str, names: Sequence[str]) -> None:
-        new = [name for name in dict.fromkeys(names) if (kind, name) not in self._told]
-        self._told.update((kind, name) for name in new)
+    def _warn_of_dense(self, kind: str, names: Sequence[str]) -> None:
+        new = [name for name in dict.fromkeys(names) if (kind, name) not in self._logged]
+        self._logged.update((kind, name) for name in new)
         if new:
-            log.warning("%s", _said_of_dense(kind, new))
+            log.warning("%s", _dense_text(kind, new))
 
-    def _say_of_tables(self, trained: Sequence[str], piled: Sequence[str]) -> None:
+    def _warn_of_tables(self, trained: Sequence[str], piled: Sequence[str]) -> None:
         idle = self._idle()
         for kind in idle:
-            self._say(
+            self._warn(
                 ("idle", kind),
                 f"{kind} trains nothing: all its parameters are empty, since model.parameters() has no rows of tables; "
                 f"{_TRAIN_TABLES} Saver(model, sparse_optim)",
             )
         for name in () if idle else piled:
-            self._say(
+            self._warn(
                 ("piled", name),
                 f"no optimizer trains table {name!r}, whose gradients wait for one: {_TRAIN_TABLES} "
                 "Saver(model, sparse_optim), and call its step()",
             )
         if trained:
-            self._say(
+            self._warn(
                 ("trained", *trained),
                 f"a sparse optimizer trains {', '.join(map(repr, trained))}, and the Saver was not given it: its steps "
                 "and hyper-parameters are not saved; make the saver by Saver(model, sparse_optim), with one optimizer "
                 "of all tables",
             )
 
-    def _say(self, key: Hashable, text: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
+    def _warn(self, key: Hashable, text: str) -> None:
+        if key not in self._logged:
+            self._logged.add(key)
             log.warning("%s", text)
 
 
@@ -208,7 +208,7 @@ def _is_idle(optimizer: Optimizer) -> bool:
     return is_dense and any(True for _ in _parameters(optimizer)) and not any(True for _ in _values_of(optimizer))
 
 
-def _said_of_dense(kind: str, names: Sequence[str]) -> str:
+def _dense_text(kind: str, names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
     return (
         f"{kind} trains {plural(len(names), 'parameter')} of the model ({shown}), and no registered object has its "

@@ -119,7 +119,7 @@ def _entries(staged: Staged, catalog: Catalog) -> tuple[TableEntry, ...]:
             t.name,
             t.n_all,
             alike[t.slots],
-            _held(t, staged, catalog),
+            _delta_rows(t, staged, catalog),
             _reduced(t),
             staged.evicted_to.get(t.name),
             staged.clock.get(t.name),
@@ -132,8 +132,8 @@ def _reduced(table: TableSource) -> Reduced | None:
     return table.reduced if isinstance(table, ReducedSource) else None
 
 
-def _held(table: TableSource, staged: Staged, catalog: Catalog) -> DeltaRows | None:
-    """Return what a delta holds of a table, None of a full checkpoint."""
+def _delta_rows(table: TableSource, staged: Staged, catalog: Catalog) -> DeltaRows | None:
+    """Return the counts of a table in a delta, None for a full checkpoint."""
     if staged.kind.base is None:
         return None
     return DeltaRows(table.n_rows, catalog.deletes.get(table.name, 0), table.name in staged.kind.replaced)

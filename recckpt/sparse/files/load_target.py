@@ -100,7 +100,7 @@ class LinkLoad:
         """Return the loads that may take something of a batch."""
         return [load for load in self.tables if load.entry.name == batch.table and load.wants(batch)]
 
-    def wanted_files(self) -> Iterator[str]:
+    def files(self) -> Iterator[str]:
         """Yield the files that have something for the tables, by their slices."""
         for part in self._parts():
             if any(map(self.takers, part.batches)):

@@ -26,8 +26,8 @@ _PIECE_ROWS = 1 << 17
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be saved of a table.
+class TableChoice:
+    """The slots and rows of a table that are to be saved.
 
     Attributes:
         slots: as they are stored, in the order of their columns: ``embedding`` first, the others by name.
@@ -51,28 +51,28 @@ class Wanted:
 
 
 class ReducedSource:
-    """What is wanted of a source, as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
+    """The chosen slots and rows of a source, as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
 
-    Which rows those are is found when somebody asks, as with those that have changed: the conditions are looked at for
-    all rows of the table then, since a checkpoint says how many rows it has. A changed row that does not meet them is
-    a deleted id of a delta: the checkpoint below may have it. A row that has not changed meets them as it did then.
+    The rows are chosen at the first access. The conditions are then tested on all rows of the table, also for a delta,
+    since a checkpoint says how many rows it has. A changed row that does not meet them is a deleted id of a delta: the
+    checkpoint below may have it. A row that has not changed meets them as it did before.
     """
 
-    def __init__(self, source: TableSource, wanted: Wanted) -> None:
-        self.name, self.slots = source.name, wanted.slots
-        self._source, self._wanted = source, wanted
-        self._errors = dict.fromkeys(wanted.reduced.dtypes, 0.0)
+    def __init__(self, source: TableSource, choice: TableChoice) -> None:
+        self.name, self.slots = source.name, choice.slots
+        self._source, self._choice = source, choice
+        self._errors = dict.fromkeys(choice.reduced.dtypes, 0.0)
         self._lock, self._scratch = threading.Lock(), threading.local()
 
     @cached_property
     def _rows(self) -> _Rows | None:
-        """The rows of the source that are wanted; None for all."""
-        if self._wanted.where is None:
+        """The rows of the source that are chosen; None for all."""
+        if self._choice.where is None:
             return None
         changed = self._source if isinstance(self._source, DeltaSource) else None
         whole = self._source if changed is None else changed.snapshot
         assert isinstance(whole, Snapshot | StillTable)
-        mask = _mask(whole, self._wanted.where)
+        mask = _mask(whole, self._choice.where)
         n_all, kind = int(np.count_nonzero(mask)), np.uint32 if len(mask) < 1 << 32 else np.int64
         if changed is None:
             pieces = range(0, len(mask), _PIECE_ROWS)
@@ -106,13 +106,13 @@ class ReducedSource:
     @property
     def reduced(self) -> Reduced:
         """What was left out, as far as rows have been read."""
-        dtypes = self._wanted.reduced.dtypes
+        dtypes = self._choice.reduced.dtypes
         narrowed = tuple(Narrowed(slot, dtype, self._errors[slot]) for slot, dtype in dtypes.items())
         n_left_out = 0 if self._rows is None else self._rows.n_left_out
-        return replace(self._wanted.reduced, rows=n_left_out, narrowed=narrowed)
+        return replace(self._choice.reduced, rows=n_left_out, narrowed=narrowed)
 
     def deletes(self) -> Int64s:
-        """Return the ids, all different, that a delta deletes: those of changed rows that are not wanted are among."""
+        """Return the ids, all different, that a delta deletes: also those of changed rows that are not chosen."""
         deleted = self._source.deletes()
         return deleted if self._rows is None else np.concatenate([deleted, self._rows.gone])
 
@@ -138,7 +138,7 @@ class ReducedSource:
             self._errors[slot.name] = max(self._errors[slot.name], error)
 
     def close(self) -> None:
-        """Let the table go."""
+        """Release the table."""
         self._source.close()
 
     def _of_source(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -55,7 +55,7 @@ class RowFilter:
         return kept
 
     @property
-    def said(self) -> Where:
+    def record(self) -> Where:
         """What a manifest says of the rows that were saved."""
         if self.ids is None:
             return Where(tuple(sorted(self.minimum)), sample=self.sample)
