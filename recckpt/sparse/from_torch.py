@@ -56,14 +56,14 @@ def replace_embeddings(
     }
     if "" in found:
         raise ValueError(f"found a {type(model).__name__}, expected a model that holds one: HashTable.from_embedding")
-    wanted = list(found) if modules is None else [modules] if isinstance(modules, str) else list(modules)
-    for name in (*wanted, *(ids or {})):
-        if name not in found or name not in wanted:
+    chosen = list(found) if modules is None else [modules] if isinstance(modules, str) else list(modules)
+    for name in (*chosen, *(ids or {})):
+        if name not in found or name not in chosen:
             hint = nearest(name, found)
-            raise ValueError(f"found the name {name!r}, expected one of the embeddings to replace, {wanted}{hint}")
-    _check_ties(model, {name: found[name] for name in wanted})
-    made = {name: _in_place_of(found[name], name, (ids or {}).get(name), options) for name in wanted}
-    places = [(path, made[name]) for name in wanted for path in _paths(model, found[name])]
+            raise ValueError(f"found the name {name!r}, expected one of the embeddings to replace, {chosen}{hint}")
+    _check_ties(model, {name: found[name] for name in chosen})
+    made = {name: _in_place_of(found[name], name, (ids or {}).get(name), options) for name in chosen}
+    places = [(path, made[name]) for name in chosen for path in _paths(model, found[name])]
     for path, module in places:
         parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, module)

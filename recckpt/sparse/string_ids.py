@@ -42,12 +42,12 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
 def _of_arrow(column: Any) -> npt.NDArray[np.int64]:
     encoded = column.dictionary_encode()
     chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
-    found = [np.empty(0, np.int64)]
+    hashes = [np.empty(0, np.int64)]
     for chunk in chunks:
         if chunk.null_count:
             raise TypeError(f"strings must be str or bytes, found {chunk.null_count} nulls: fill or drop them")
-        found.append(_hashed(chunk.dictionary.to_pylist())[chunk.indices.to_numpy()])
-    return np.concatenate(found)
+        hashes.append(_hashed(chunk.dictionary.to_pylist())[chunk.indices.to_numpy()])
+    return np.concatenate(hashes)
 
 
 def _hashed(strings: list[Any]) -> npt.NDArray[np.int64]:

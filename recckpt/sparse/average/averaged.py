@@ -119,7 +119,7 @@ def as_average(table: Any) -> AverageTable:
 
 
 def average_class(kind: type) -> Any:
-    """Return the class of averages of such tables, as ``torch.nn.utils.parametrize`` makes one of a module."""
+    """Return the class of averages of tables of a kind, as ``torch.nn.utils.parametrize`` makes one of a module."""
     if kind not in _CLASSES:
         own = {"__module__": __name__, "__doc__": kind.__doc__}
         _CLASSES[kind] = type(f"Average{kind.__name__}", (AverageTable, kind), own)

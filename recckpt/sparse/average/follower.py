@@ -69,30 +69,30 @@ class Follower:
             changes = frozen.changes(_BASE)
             rows, gone = changes.rows, changes.erased  # one that is there again begins anew
         average.drop(gone)
-        given = self._given(table, average)
+        inserted = self._inserted_ids(table, average)
         for begin in range(0, len(rows), _PIECE):
             some = rows[begin : begin + _PIECE]
             ids, values = store.ids.gather(some).numpy(), store.columns[EMBEDDING].gather(some)
 
             def first(new_ids: Int64s) -> Tensor:
-                return self._first(table, new_ids, given)
+                return self._first(table, new_ids, inserted)
 
             average.update(ids, values, kept, first)
 
-    def _given(self, table: RowTable, average: AverageStore) -> Int64s | None:
+    def _inserted_ids(self, table: RowTable, average: AverageStore) -> Int64s | None:
         """Return the ids whose rows do not begin at their first embeddings; None for all."""
         eras = (table.store.era, average.era)
         if self._eras is not None and eras[0] is not self._eras[0] and eras[1] is self._eras[1]:
             return None  # the table was loaded or cleared, and the average was not: then what it has is not resumed
         return distinct(_NO_IDS, *self._inserted)
 
-    def _first(self, table: RowTable, new_ids: Int64s, given: Int64s | None) -> Tensor:
+    def _first(self, table: RowTable, new_ids: Int64s, inserted: Int64s | None) -> Tensor:
         """Return what new ids begin at."""
-        if given is None or np.isin(new_ids, given).any():
+        if inserted is None or np.isin(new_ids, inserted).any():
             current: Tensor = table.store.look_up(new_ids, embedding_reader(table)).cpu()
-            if given is None:
+            if inserted is None:
                 return current
-            is_begun = ~np.isin(new_ids, given)
+            is_begun = ~np.isin(new_ids, inserted)
             if is_begun.any():
                 current[is_begun] = first_embeddings(table, new_ids[is_begun])
             return current

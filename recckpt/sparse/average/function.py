@@ -26,14 +26,14 @@ def share_kept(model: AveragedModel, n_averaged: Tensor) -> float:
         model.multi_avg_fn([averaged], [current], n_averaged.cpu())
     else:
         averaged = average(averaged, current, n_averaged.cpu())
-    kept, given, mixed = averaged.tolist()
-    is_average = abs(kept + given - 1) <= _CLOSE and abs(mixed - (2 * kept - 3 * given)) <= 3 * _CLOSE
+    kept, added, mixed = averaged.tolist()
+    is_average = abs(kept + added - 1) <= _CLOSE and abs(mixed - (2 * kept - 3 * added)) <= 3 * _CLOSE
     if not (is_average and -_CLOSE <= kept <= 1 + _CLOSE):
         function = model.multi_avg_fn or average
         name = getattr(function, "__qualname__", repr(function))
         pairs = ", ".join(f"({a:g}, {b:g})" for a, b in zip(_AVERAGED, _CURRENT, strict=True))
         raise ValueError(
-            f"AveragedModel: {name} gives {kept:g}, {given:g}, {mixed:g} for {pairs}, which is not an average of an "
+            f"AveragedModel: {name} gives {kept:g}, {added:g}, {mixed:g} for {pairs}, which is not an average of an "
             f"averaged and a current value, and the rows of tables follow nothing else: {_INSTEAD}"
         )
     return float(min(max(kept, 0.0), 1.0))

@@ -38,12 +38,12 @@ class AverageSnapshot(Snapshot):
         """Rows that were copied aside so far."""
         return self._rows.n_kept
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, for_good: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; those read for good are not read again, in any slot."""
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot."""
         if column == 0:
             self.read_ids(rows, target)
         else:
-            self._read(rows, {self.slots[column - 1].name: target}, for_good=for_good)
+            self._read(rows, {self.slots[column - 1].name: target}, is_last=is_last)
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows."""
@@ -51,7 +51,7 @@ class AverageSnapshot(Snapshot):
 
     def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
         """Copy rows of some slots into a target each."""
-        self._read(rows, targets, for_good=False)
+        self._read(rows, targets, is_last=False)
 
     def narrow(self, bits: Bytes) -> None:
         """Protect from now on, and let be read, only rows whose bit is 1."""
@@ -61,10 +61,10 @@ class AverageSnapshot(Snapshot):
         """Let the average go."""
         self._rows.close()
 
-    def _read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, for_good: bool) -> None:
+    def _read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         needed = self._specs if EMBEDDING in targets else [_COLUMNS[name] for name in targets]
         read = {name: np.empty(len(rows) * self._specs[name].row_bytes, np.uint8) for name in needed}
-        self._rows.read_slots(rows, read, for_good=for_good)
+        self._rows.read_slots(rows, read, is_last=is_last)
         for name, target in targets.items():
             if name == EMBEDDING:
                 averages, of = self._tensor(read, EMBEDDING), self._tensor(read, OF)

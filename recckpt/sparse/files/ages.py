@@ -16,15 +16,15 @@ from recckpt.sparse.table.table import HashTable
 
 @dataclass(frozen=True)
 class Ages:
-    """What becomes of the dates of rows; of steps that another run has counted, the distance to its last one counts.
+    """How a load converts dates of rows; a step of another run becomes its distance to the last step of that run.
 
     Attributes:
         added_steps: is added to each ``last_step`` of the checkpoint.
-        missing: tracked slots, and what rows get of which the checkpoint has no such slot: its own age, and the count
-            with which a row stays.
+        missing: value by tracked slot, for slots that the checkpoint lacks: its own age, and the count with which a
+            row stays.
         is_resumed: whether the run goes on at the step of the checkpoint.
         clock: when the clock has dated rows of the checkpoint.
-        event_time: takes the place of such dates; None where there is none yet.
+        event_time: takes the place of dates of the clock; None where there is none yet.
     """
 
     added_steps: int = 0

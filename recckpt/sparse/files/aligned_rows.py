@@ -54,10 +54,10 @@ def as_ids(ids: Any) -> Int64s:
     if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:
         return ids
     try:
-        given = ids if isinstance(ids, list) else list(ids)
-        if bool in set(map(type, given)) or str(getattr(ids, "dtype", "")) in ("bool", "torch.bool"):
+        numbers = ids if isinstance(ids, list) else list(ids)
+        if bool in set(map(type, numbers)) or str(getattr(ids, "dtype", "")) in ("bool", "torch.bool"):
             raise TypeError("True and False are no ids")
-        return np.fromiter(map(index, given), np.int64, len(given))
+        return np.fromiter(map(index, numbers), np.int64, len(numbers))
     except (TypeError, OverflowError) as error:
         raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error
 
@@ -68,10 +68,10 @@ def _filled(table: str, slot: SlotSpec, default: Any, n_rows: int, dtype: np.dty
         if row.dtype.kind not in "iuf" or (dtype.kind in "iu" and not _is_whole(row, dtype)):
             raise ValueError(f"not of {slot.dtype}")
         with np.errstate(over="ignore"):  # refused below
-            given = row.astype(dtype)
-        if dtype.kind == "f" and (np.isinf(given) & np.isfinite(row)).any():
+            converted = row.astype(dtype)
+        if dtype.kind == "f" and (np.isinf(converted) & np.isfinite(row)).any():
             raise ValueError(f"beyond {slot.dtype}")
-        values: npt.NDArray[Any] = np.broadcast_to(given, (n_rows, *slot.shape)).copy()
+        values: npt.NDArray[Any] = np.broadcast_to(converted, (n_rows, *slot.shape)).copy()
         return values
     except (TypeError, ValueError) as error:
         raise ValueError(

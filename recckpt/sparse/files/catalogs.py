@@ -73,9 +73,9 @@ def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]
         counts = [("rows", table.own_rows, rows)]
         if table.delta is not None:
             counts = [("upserts", table.own_rows, rows), ("deletes", table.delta.deletes, deletes)]
-        for what, said, counted in counts:
-            if said != counted[table.name]:
-                found, expected = f"{said} {what}", f"{counted[table.name]}, as in the catalogs"
+        for what, recorded, counted in counts:
+            if recorded != counted[table.name]:
+                found, expected = f"{recorded} {what}", f"{counted[table.name]}, as in the catalogs"
                 yield CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected=expected)
 
 

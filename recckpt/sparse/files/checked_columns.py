@@ -49,10 +49,10 @@ class CheckedColumns:
         def read(at: tuple[Part, int]) -> pa.RecordBatch:
             part, number = at
             with readers.of(part) as reader:
-                found = self._checked_batch(reader, number, [each for each in names if each != TABLE])
-            columns = dict(zip(found.schema.names, found.columns, strict=True))
+                batch = self._checked_batch(reader, number, [each for each in names if each != TABLE])
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             if TABLE in names:  # the catalog, which is checked, says whose rows these are
-                columns[TABLE] = table_column(table.entry.name, len(found))
+                columns[TABLE] = table_column(table.entry.name, len(batch))
             return pa.RecordBatch.from_arrays([columns[each] for each in names], schema=schema)
 
         every = [(part, number) for part, numbers in self._batches() for number in numbers]
@@ -65,10 +65,10 @@ class CheckedColumns:
     def _checked_batch(self, reader: PartReader, number: int, names: Collection[str]) -> pa.RecordBatch:
         """Return a batch whose columns are checked, now or before."""
         new = [name for name in names if (reader.part.file, number, name) not in self._checked]
-        found = reader.checked(number, new)
+        batch = reader.checked(number, new)
         if reader.mapped is not None:
             self._checked.update((reader.part.file, number, name) for name in new)
-        return found
+        return batch
 
 
 def columns_schema(slots: Sequence[SlotSpec], names: Iterable[str]) -> pa.Schema:

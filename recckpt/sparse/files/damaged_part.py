@@ -45,29 +45,29 @@ class Remains:
 
     def batch(self, number: int) -> pa.RecordBatch | str:
         """Return ids and slots of a batch that is whole, else what is wrong with it."""
-        found = _read(self._arrow, number)
-        wrong = found if isinstance(found, str) else _wrong(found, self._part.batches[number], self._names)
+        batch = _read(self._arrow, number)
+        wrong = batch if isinstance(batch, str) else _wrong(batch, self._part.batches[number], self._names)
         if wrong and number in self._scattered:
-            found, wrong = self._scattered[number], ""
-        return wrong or _values_of(found, self._specs)
+            batch, wrong = self._scattered[number], ""
+        return wrong or _values_of(batch, self._specs)
 
     def table(self, number: int) -> str | None:
         """Return the table that a batch belongs to by the file itself, None where that is damaged."""
-        found = _read(self._arrow, number)
-        return None if isinstance(found, str) else _table_of(found)
+        batch = _read(self._arrow, number)
+        return None if isinstance(batch, str) else _table_of(batch)
 
     @cached_property
     def _scattered(self) -> Mapping[int, pa.RecordBatch]:
         """The batches that are found without the footer, the schema and the dictionary; all of their columns whole."""
         fields = [pa.field(TABLE, pa.int16(), nullable=False), *(self._schema.field(name) for name in self._names)]
         numbers = {_key(batch.xxh3, batch.rows): number for number, batch in enumerate(self._part.batches)}
-        found: dict[int, pa.RecordBatch] = {}
+        batches: dict[int, pa.RecordBatch] = {}
         for batch in _messages(self._data, pa.schema(fields)):
             digests = {name: _digest(batch, name) for name in batch.schema.names}
             number = numbers.get(_key(digests, batch.num_rows))
             if number is not None:
-                found[number] = batch
-        return found
+                batches[number] = batch
+        return batches
 
 
 def unverified_batches(
@@ -79,12 +79,12 @@ def unverified_batches(
     """
     reader = _opened(pa.py_buffer(data), part_schema(slots))
     for number in range(0 if isinstance(reader, str) else reader.num_record_batches):
-        found = _read(reader, number)
-        if not isinstance(found, str) and _table_of(found) == table:
-            ids = ids_in(found)
+        batch = _read(reader, number)
+        if not isinstance(batch, str) and _table_of(batch) == table:
+            ids = ids_in(batch)
             order = bucket_of(ids).astype(np.int64)
             if len(ids) and buckets[0] <= order[0] and order[-1] < buckets[1] and (np.diff(order) >= 0).all():
-                yield _values_of(found, [ID_SPEC, *slots])
+                yield _values_of(batch, [ID_SPEC, *slots])
 
 
 def _opened(data: pa.Buffer, schema: pa.Schema) -> Any:
@@ -120,11 +120,11 @@ def _read(reader: Any, number: int) -> pa.RecordBatch | str:
     if isinstance(reader, str):
         return reader
     try:
-        found = reader.get_batch(number)
-        found.validate()
+        batch = reader.get_batch(number)
+        batch.validate()
     except _UNREADABLE as error:
         return f"an unreadable batch ({error})"
-    return found
+    return batch
 
 
 def _wrong(found: pa.RecordBatch, expected: Batch, names: Sequence[str]) -> str:

@@ -36,12 +36,12 @@ def _of_parts(table: TableReader) -> ds.Dataset:
     table.check_shards()
     name, file_format = table.entry.name, ds.IpcFileFormat()
     fragments, is_shared = [], False
-    for part, numbers in (found for catalog in table.catalogs for found in catalog.parts_of(name, "rows")):
+    for part, numbers in (each for catalog in table.catalogs for each in catalog.parts_of(name, "rows")):
         reader = PartReader(table.storage, table.directory, part, table.entry.slots)
         fragments.append(file_format.make_fragment(reader.source()))
         is_shared |= len(numbers) < len(part.batches)
-    found = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
-    return found.filter(ds.field(TABLE) == name) if is_shared else found  # a filter copies what it lets through
+    dataset = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
+    return dataset.filter(ds.field(TABLE) == name) if is_shared else dataset  # a filter copies what it lets through
 
 
 class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types

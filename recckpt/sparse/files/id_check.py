@@ -88,8 +88,8 @@ def repeated_between_shards(
 def _shards_overlap(catalogs: Sequence[Catalog], table: TableEntry) -> bool:
     spans = []
     for catalog in catalogs:
-        found = catalog.parts_of(table.name, "rows")
-        ranges = [part.batches[number].buckets for part, numbers in found for number in numbers]
+        parts = catalog.parts_of(table.name, "rows")
+        ranges = [part.batches[number].buckets for part, numbers in parts for number in numbers]
         if ranges:
             spans.append((min(begin for begin, _ in ranges), max(end for _, end in ranges)))
     return overlap(spans)
@@ -109,7 +109,7 @@ def _windows(rows: int) -> list[tuple[int, int]]:
 def _ids_in(window: tuple[int, int], storage: Files, directory: str, table: TableEntry, catalog: Catalog) -> Int64s:
     """Return the ids that one shard has of a table in a range of buckets."""
     begin, end = window
-    found: list[Int64s] = [np.empty(0, np.int64)]
+    pieces: list[Int64s] = [np.empty(0, np.int64)]
     for part, numbers in catalog.parts_of(table.name, "rows"):
         spans = [(number, part.batches[number].buckets) for number in numbers]
         met = [number for number, span in spans if span[0] < end and begin < span[1]]
@@ -118,5 +118,5 @@ def _ids_in(window: tuple[int, int], storage: Files, directory: str, table: Tabl
             for number in met:
                 ids = ids_in(reader.read(number))
                 buckets = bucket_of(ids)
-                found.append(ids[(begin <= buckets) & (buckets < end)])
-    return np.concatenate(found)
+                pieces.append(ids[(begin <= buckets) & (buckets < end)])
+    return np.concatenate(pieces)

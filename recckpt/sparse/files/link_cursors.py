@@ -51,7 +51,7 @@ def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[n
     steps = np.zeros(N_BUCKETS + 1, np.int64)
     for link in links:
         row_bytes = 8 + sum(slot.row_bytes for slot in link.specs)
-        for batch, n_bytes in ((batch, row_bytes if held == "rows" else 8) for batch, held in _batches(link)):
+        for batch, n_bytes in ((batch, row_bytes if kind == "rows" else 8) for batch, kind in _batches(link)):
             begin, end = batch.buckets
             bytes_there = batch.rows * (n_bytes + extra_bytes) * N_BUCKETS // (end - begin) + 1
             steps[begin] += bytes_there
@@ -84,7 +84,7 @@ class LinkCursor:
 
     def __init__(self, link: TableReader, within: tuple[int, int]) -> None:
         self.link = link
-        self._shards = [[_Cursor(link, shard, held, within) for held in ("rows", "deletes")] for shard in link.catalogs]
+        self._shards = [[_Cursor(link, shard, kind, within) for kind in ("rows", "deletes")] for shard in link.catalogs]
 
     def between(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
         """Return the rows and the deletes of buckets [begin, end), which are behind all that were asked for before.
@@ -106,32 +106,32 @@ class LinkCursor:
 class _Cursor:
     """The batches that one shard has of a table in a range of buckets."""
 
-    def __init__(self, link: TableReader, catalog: Catalog, held: PartKind, within: tuple[int, int]) -> None:
-        self._link, self._held_rows = link, held == "rows"
-        parts = catalog.parts_of(link.entry.name, held)
+    def __init__(self, link: TableReader, catalog: Catalog, kind: PartKind, within: tuple[int, int]) -> None:
+        self._link, self._has_rows = link, kind == "rows"
+        parts = catalog.parts_of(link.entry.name, kind)
         every = ((part, number, part.batches[number].buckets) for part, numbers in parts for number in numbers)
         met = ((part, number) for part, number, (begin, end) in every if begin < within[1] and within[0] < end)
         self._batches = list(met)
         self._at = 0  # of the first batch that is not behind us
         self._order = IdCheck()
-        self._held: _Batch | None = None  # the one at ``_at``, where some of it was given out and it costs no memory
+        self._current: _Batch | None = None  # at ``_at``, if a part of it was returned and it is mapped: no memory
         self._open: tuple[Part, PartReader] | None = None
         spans = [part.batches[number].buckets for part, number in self._batches]
         for before, after in pairwise(spans):
             if after[0] < before[1] - 1:
-                found = f"a batch of buckets {list(after)} behind one of {list(before)}"
-                raise table_damage(link, "", found, "their order")
+                order = f"a batch of buckets {list(after)} behind one of {list(before)}"
+                raise table_damage(link, "", order, "their order")
 
     def between(self, begin: int, end: int) -> Iterator[Piece]:
-        if self._held is None:
+        if self._current is None:
             self._order = IdCheck()  # a batch that was read before is read again
         while self._at < len(self._batches):
             part, number = self._batches[self._at]
             first_bucket, end_bucket = part.batches[number].buckets
             if first_bucket >= end:
                 return
-            batch = self._held or self._read(part, number)
-            self._held = batch if end_bucket > end and batch.is_mapped else None
+            batch = self._current or self._read(part, number)
+            self._current = batch if end_bucket > end and batch.is_mapped else None
             if begin <= first_bucket and end_bucket <= end:
                 yield batch.columns
             else:
@@ -142,12 +142,12 @@ class _Cursor:
 
     def _read(self, part: Part, number: int) -> _Batch:
         link = self._link
-        slots, wanted = (link.entry.slots, link.specs) if self._held_rows else ((), ())
+        slots, specs = (link.entry.slots, link.specs) if self._has_rows else ((), ())
         if self._open is None or self._open[0] is not part:
-            reader = PartReader(link.storage, link.directory, part, slots, [slot.name for slot in wanted])
+            reader = PartReader(link.storage, link.directory, part, slots, [slot.name for slot in specs])
             self._open = part, reader
-        found = self._order.read(self._open[1], number)
-        columns = [np.frombuffer(column_buffer(found[spec.name]), row_of(spec)) for spec in (ID_SPEC, *wanted)]
+        arrays = self._order.read(self._open[1], number)
+        columns = [np.frombuffer(column_buffer(arrays[spec.name]), row_of(spec)) for spec in (ID_SPEC, *specs)]
         return _Batch(columns, is_mapped=self._open[1].mapped is not None)
 
 

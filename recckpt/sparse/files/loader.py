@@ -204,20 +204,20 @@ class LinkPass:
 
     def _runs(self, shard: int, parts: Sequence[Part]) -> Iterator[_BatchRun]:
         for part in parts:
-            wanted: dict[frozenset[str], list[int]] = {}
+            by_columns: dict[frozenset[str], list[int]] = {}
             for number, batch in enumerate(part.batches):
                 takers = self._takers(batch)
                 if takers:
                     columns = frozenset[str]().union(*(filler.load.columns for filler in takers))
-                    wanted.setdefault(columns, []).append(number)
-            for columns, numbers in wanted.items():
+                    by_columns.setdefault(columns, []).append(number)
+            for columns, numbers in by_columns.items():
                 for begin in range(0, len(numbers), _RUN_BATCHES):
                     yield _BatchRun(shard, part, columns, numbers[begin : begin + _RUN_BATCHES])
 
 
 @dataclass(frozen=True)
 class _BatchRun:
-    """Some wanted batches of one part, read by one thread."""
+    """Some batches of one part, read by one thread."""
 
     shard: int
     part: Part
@@ -236,8 +236,8 @@ def _check_buckets(ids: npt.NDArray[np.int64], reader: PartReader, number: int) 
     buckets = reader.part.batches[number].buckets
     at = first_outside(ids, *buckets)
     if at >= 0:
-        found = f"id {ids[at]} of bucket {bucket_of(ids[at : at + 1])[0]}"
-        raise reader.damage(number, found, f"ids of buckets {list(buckets)}")
+        stray = f"id {ids[at]} of bucket {bucket_of(ids[at : at + 1])[0]}"
+        raise reader.damage(number, stray, f"ids of buckets {list(buckets)}")
 
 
 def _refuse(repeated: Iterator[int], batch: Batch, path: str) -> None:

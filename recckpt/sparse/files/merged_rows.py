@@ -45,7 +45,7 @@ def merged_range(
     Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
     ``budget_bytes``, and a batch of the files, however many links there are: the fewer bytes there are for each of
     them, the more often batches that lie on both sides of a border between ranges of buckets are read again, of files
-    that are not mapped. ``used`` is told the rows of each piece that come, before they do.
+    that are not mapped. ``used`` is called with the rows of each piece before they are yielded.
 
     Raises:
         CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.
@@ -80,14 +80,14 @@ class RangeRows:
         for cursor in chain:
             pieces, deleted = cursor.between(*buckets)
             is_oldest = cursor is chain[-1]
-            found = pieces if is_oldest else _as_one(pieces)
-            of_link = [_hashes([piece]) for piece in found]
-            for piece, hashed in zip(found, of_link, strict=True):
+            own = pieces if is_oldest else _as_one(pieces)
+            of_link = [_hashes([piece]) for piece in own]
+            for piece, hashed in zip(own, of_link, strict=True):
                 rows = newer.new(hashed)
                 used(piece, rows)
                 kept.append(rows)
                 hashes.append(hashed[rows])
-            self._pieces += found
+            self._pieces += own
             if not is_oldest:
                 newer.add(*of_link, _hashes(deleted))
         all_hashes = np.concatenate([np.empty(0, np.uint64), *hashes])
@@ -155,9 +155,9 @@ class _RowCopy:
 def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_RowCopy]:
     """Yield what fills a batch, first the pieces that have most of the rows where they are: they go in one by one."""
     by_piece = np.argsort(of_piece, kind="stable")
-    found = np.split(by_piece, np.flatnonzero(np.diff(of_piece[by_piece])) + 1)
+    places = np.split(by_piece, np.flatnonzero(np.diff(of_piece[by_piece])) + 1)
     few, end = [], 0
-    for at in sorted(found, key=lambda at: int(at[0])):
+    for at in sorted(places, key=lambda at: int(at[0])):
         first, last = int(at[0]), int(at[-1]) + 1
         if first >= end and 2 * len(at) > last - first:
             every = np.full(last - first, rows[first])

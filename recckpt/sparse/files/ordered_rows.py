@@ -85,7 +85,7 @@ class OrderedRows:
                 for first in range(0, len(ordered), self._batch_rows):
                     rows = ordered[first : first + self._batch_rows]
                     ids = np.empty(len(rows), np.int64)
-                    self._source.read(0, rows, ids.view(np.uint8), for_good=False)
+                    self._source.read(0, rows, ids.view(np.uint8), is_last=False)
                     self._check_ids(ids, repeats)
                     yield RowBatch(self._source.name, ids, self._slots(rows, buffer))
 
@@ -114,5 +114,5 @@ class OrderedRows:
         for begin in range(0, len(rows), piece_rows):
             some = rows[begin : begin + piece_rows]
             piece = buffer[: len(some) * row_bytes]
-            self._source.read(column, some, piece, for_good=is_last)
+            self._source.read(column, some, piece, is_last=is_last)
             yield piece

@@ -84,24 +84,24 @@ class PartReader:
         mapped: memoryview | None = None,
     ) -> None:
         self.path, self.part = f"{directory}/{part.file}", part
-        wanted = None if columns is None else set(columns)
-        self._specs = {spec.name: spec for spec in slots if wanted is None or spec.name in wanted}
-        self._storage, self._slots, self._given = storage, slots, mapped
+        chosen = None if columns is None else set(columns)
+        self._specs = {spec.name: spec for spec in slots if chosen is None or spec.name in chosen}
+        self._storage, self._slots, self._own_map = storage, slots, mapped
         self._twice(self._open)
 
     def _twice(self, read: Callable[[], _T], reopen: Callable[[], object] = lambda: None) -> _T:
         """Read, and once more where a file that is not local is damaged; bytes of the caller are for it to read."""
-        return read() if self._given is not None else read_twice(self._storage, self.path, read, reopen)
+        return read() if self._own_map is not None else read_twice(self._storage, self.path, read, reopen)
 
     def _open(self) -> None:
         storage, part = self._storage, self.part
         try:
-            mapped = storage.map(self.path) if self._given is None else self._given
-            found = len(mapped) if mapped is not None else storage.size(self.path)
+            mapped = storage.map(self.path) if self._own_map is None else self._own_map
+            n_bytes = len(mapped) if mapped is not None else storage.size(self.path)
         except NOT_READABLE as error:
             raise missing(self.path, error, f"{part.n_bytes} bytes") from error
-        if found != part.n_bytes:
-            raise self._corrupt("its size", f"{found} bytes", f"{part.n_bytes} bytes")
+        if n_bytes != part.n_bytes:
+            raise self._corrupt("its size", f"{n_bytes} bytes", f"{part.n_bytes} bytes")
         self.mapped = mapped
         self._watched = None if mapped is not None else _WatchedFile(storage.open(self.path))
         self._file = None if mapped is not None else pa.PythonFile(self._watched, "r")
@@ -124,39 +124,39 @@ class PartReader:
 
     def read(self, number: int) -> Mapping[str, pa.Array]:
         """Return id and slots of a batch, each checked: name -> Arrow array."""
-        found = self.checked(number, (TABLE, ID, *self._specs))
-        return {name: found.column(name) for name in (ID, *self._specs)}
+        batch = self.checked(number, (TABLE, ID, *self._specs))
+        return {name: batch.column(name) for name in (ID, *self._specs)}
 
     def checked(self, number: int, names: Iterable[str]) -> pa.RecordBatch:
         """Return a batch, of which these columns are checked."""
         return self._twice(partial(self._checked, number, tuple(names)), self._open)
 
     def _checked(self, number: int, names: Iterable[str]) -> pa.RecordBatch:
-        found = self.unchecked(number)
+        batch = self.unchecked(number)
         for name in names:
-            problem = self.column_problem(number, found, name)
+            problem = self.column_problem(number, batch, name)
             if problem:
                 raise problem
-        return found
+        return batch
 
     def unchecked(self, number: int) -> pa.RecordBatch:
         """Return a batch of the right number of rows whose values are not checked yet."""
         try:
             if self._messages is not None:
                 self._messages.check_batch(number)
-            found = self._arrow.get_batch(number)
-            found.validate()
+            batch = self._arrow.get_batch(number)
+            batch.validate()
         except (pa.ArrowException, OSError, ValueError) as error:
             self._raise_storage_error()
             raise self.damage(number, f"invalid Arrow ({error})", "a record batch") from error
         rows = self.part.batches[number].rows
-        if found.num_rows != rows:
-            raise self.damage(number, f"{found.num_rows} rows", f"{rows} rows")
-        return found
+        if batch.num_rows != rows:
+            raise self.damage(number, f"{batch.num_rows} rows", f"{rows} rows")
+        return batch
 
-    def column_problem(self, number: int, found: pa.RecordBatch, name: str) -> CorruptCheckpointError | None:
+    def column_problem(self, number: int, batch: pa.RecordBatch, name: str) -> CorruptCheckpointError | None:
         """Return what is wrong with a column of a batch: nulls, rows of another table, values of another checksum."""
-        array, where = found.column(name), f"{self._place(number)}, column {name!r}"
+        array, where = batch.column(name), f"{self._place(number)}, column {name!r}"
         nulls = array.null_count or column_items(array).null_count
         if nulls:
             return self._corrupt(where, f"{nulls} nulls", "no nulls")
@@ -187,9 +187,9 @@ class PartReader:
         frame, done = xxhash.xxh3_64(), 0
         whole = pa.py_buffer(self.mapped)
         for number in range(len(self.part.batches)):
-            found = self.unchecked(number)
-            for name in found.schema.names:
-                values = column_buffer(found.column(name))
+            batch = self.unchecked(number)
+            for name in batch.schema.names:
+                values = column_buffer(batch.column(name))
                 begin = values.address - whole.address
                 if not done <= begin <= begin + values.size <= whole.size:
                     where = f"{self._place(number)}, column {name!r}"

@@ -116,23 +116,23 @@ class ReducedSource:
         deleted = self._source.deletes()
         return deleted if self._rows is None else np.concatenate([deleted, self._rows.gone])
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, for_good: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; those read for good are not read again, in any slot.
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot.
 
         Raises:
             ValueError: a number is beyond the dtype that it is stored in.
         """
         rows = self._of_source(rows)
         if column == 0:
-            self._source.read(0, rows, target, for_good=for_good)
+            self._source.read(0, rows, target, is_last=is_last)
             return
         stored = self.slots[column - 1]
         number, slot = next((n, s) for n, s in enumerate(self._source.slots, start=1) if s.name == stored.name)
         if slot.name not in self._errors:
-            self._source.read(number, rows, target, for_good=for_good)
+            self._source.read(number, rows, target, is_last=is_last)
             return
         values = self._memory(len(rows) * slot.row_bytes)
-        self._source.read(number, rows, values, for_good=for_good)
+        self._source.read(number, rows, values, is_last=is_last)
         error = narrow(self.name, values, slot, target, stored)
         with self._lock:
             self._errors[slot.name] = max(self._errors[slot.name], error)

@@ -70,8 +70,8 @@ class RowFilter:
 def numbers(values: Tensor) -> npt.NDArray[Any]:
     """Return the values of a slot of one number a row as float64 or int64, which hold each of them exactly."""
     exact = values.double() if values.is_floating_point() else values.long()
-    found: npt.NDArray[Any] = exact.view(-1).numpy()
-    return found
+    column: npt.NDArray[Any] = exact.view(-1).numpy()
+    return column
 
 
 def _at_least(values: npt.NDArray[Any], least: int | float) -> npt.NDArray[np.bool_]:

@@ -82,15 +82,15 @@ class RowIndex:
         return np.concatenate(rows), np.concatenate(deletes)
 
     def _column(self, batch: _StoredBatch, slot: SlotSpec) -> npt.NDArray[Any]:
-        found = batch.checked.get(slot.name)
-        if found is None:
+        values = batch.checked.get(slot.name)
+        if values is None:
             with self._lock:  # a reader of a part is for one thread
                 reader = self._reader(batch.part, slot.name)
                 array = reader.read(batch.number)[slot.name]
-                found = np.frombuffer(column_buffer(array), _dtype(slot)).reshape(-1, *slot.shape)
+                values = np.frombuffer(column_buffer(array), _dtype(slot)).reshape(-1, *slot.shape)
                 if reader.mapped is not None:
-                    batch.checked[slot.name] = found
-        return found
+                    batch.checked[slot.name] = values
+        return values
 
     def _reader(self, part: Part, slot: str) -> PartReader:
         key = part.file, slot

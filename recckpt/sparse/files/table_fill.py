@@ -27,7 +27,7 @@ Int64s = npt.NDArray[np.int64]
 class TableFiller:
     """Fills one table from the links of a chain, newest first; ``check`` and ``fill`` from several threads.
 
-    It is told first what to ``expect`` of each link. Between ``begin_link`` and ``end_link`` it gets the rows of one
+    ``expect`` is called first, for each link. Between ``begin_link`` and ``end_link`` it gets the rows of one
     link, either to ``check`` or, after ``start``, to ``fill`` the table.
     """
 
@@ -115,13 +115,13 @@ class TableFiller:
         Refuse the batch where an id comes twice.
         """
         ids = ids_in(columns)
-        found = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
-        ids, found = self._owned(ids, found)
+        rows = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
+        ids, rows = self._owned(ids, rows)
         if not self._is_set and (self.load.with_rows or self._n_links > 1):
-            ids, found = self._new_rows(ids, found, path)
-        ids, found = self._kept(ids, found)
+            ids, rows = self._new_rows(ids, rows, path)
+        ids, rows = self._kept(ids, rows)
         self._touched = True
-        values = self.load.ages.of_rows({slot: found[there] for slot, there in self.load.slots.items()})
+        values = self.load.ages.of_rows({slot: rows[there] for slot, there in self.load.slots.items()})
         if not self.load.with_rows:
             self._count(self._target.write_present(ids, values))
         elif self._target.aside is not None:
@@ -135,28 +135,28 @@ class TableFiller:
         with self._lock:
             self.n_rows += n_rows
 
-    def _owned(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
+    def _owned(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the table owns."""
         if self._slice is None or self._slice.is_everything:
-            return ids, found
-        return _rows_of(ids, found, np.flatnonzero(self._slice.owns(ids)))
+            return ids, rows
+        return _rows_of(ids, rows, np.flatnonzero(self._slice.owns(ids)))
 
-    def _new_rows(self, ids: Int64s, found: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
+    def _new_rows(self, ids: Int64s, rows: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that no newer link has named."""
         with self._lock, self._refusing(path):
             new = self._known.new_rows(ids)
-        return _rows_of(ids, found, new)
+        return _rows_of(ids, rows, new)
 
-    def _kept(self, ids: Int64s, found: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
+    def _kept(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the filter keeps."""
         if self._where == RowFilter():
-            return ids, found
-        looked_at = {slot: numbers(found[slot]) for slot in self._where.slots}
+            return ids, rows
+        looked_at = {slot: numbers(rows[slot]) for slot in self._where.slots}
         kept = np.flatnonzero(self._where.keeps(ids, looked_at))
         with self._lock:
             self.n_filtered += len(ids) - len(kept)
         self._erase(np.delete(ids, kept))
-        return _rows_of(ids, found, kept)
+        return _rows_of(ids, rows, kept)
 
     def _erase(self, ids: Int64s) -> None:
         """Drop rows that older links gave, if there are any."""

@@ -89,12 +89,12 @@ class TableReader:
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a shard.
         """
-        buckets, found = distinct(bucket_of(ids)), [np.empty(0, np.int64)]
+        buckets, deletes = distinct(bucket_of(ids)), [np.empty(0, np.int64)]
         for catalog in self.catalogs:
             for _, _, batch in self.batches(catalog, "deletes", buckets):
                 deleted = batch.column(ID).to_numpy()
-                found.append(deleted[is_among(deleted, ids)])
-        return np.sort(np.concatenate(found))
+                deletes.append(deleted[is_among(deleted, ids)])
+        return np.sort(np.concatenate(deletes))
 
     def check_shards(self) -> None:
         """Check that no id is in two shards; reads ids only where shards overlap, which those of recckpt never do.
@@ -106,16 +106,16 @@ class TableReader:
             raise problem
 
     def batches(
-        self, catalog: Catalog, held: PartKind, buckets: Int64s | None
+        self, catalog: Catalog, kind: PartKind, buckets: Int64s | None
     ) -> Iterator[tuple[Part, int, pa.RecordBatch]]:
         """Yield (part, number, rows) of the batches of one shard that may have rows, or deletes, of the sorted buckets.
 
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a part.
         """
-        order, specs = IdCheck(), self.entry.slots if held == "rows" else ()
-        schema, names = (self.schema, self.slots) if held == "rows" else (table_schema(()), ())
-        for part, numbers in catalog.parts_of(self.entry.name, held):
+        order, specs = IdCheck(), self.entry.slots if kind == "rows" else ()
+        schema, names = (self.schema, self.slots) if kind == "rows" else (table_schema(()), ())
+        for part, numbers in catalog.parts_of(self.entry.name, kind):
             met = [number for number in numbers if _meets(part.batches[number], buckets)]
             if not met:
                 continue

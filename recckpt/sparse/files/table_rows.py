@@ -135,10 +135,10 @@ class TableSource(Protocol):
     def deletes(self) -> npt.NDArray[np.int64]:
         """Return the ids, all different, that were deleted since that other checkpoint."""
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, for_good: bool) -> None:
+    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, is_last: bool) -> None:
         """Copy the bytes of rows of the id, column 0, or of a slot. Thread-safe.
 
-        Rows that are read for good, their last slot last, may change from then on, and are not read again.
+        After ``is_last``, which comes with their last slot, the rows may change, and are not read again.
         """
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class StillTable:
         """Return nothing: who has all rows knows what is not there."""
         return np.empty(0, np.int64)
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, for_good: bool) -> None:
+    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, is_last: bool) -> None:
         """Copy rows of the id, column 0, or of a slot; all stay as they are."""
         source = [self.ids, *self.columns.values()][column]
         source.gather_into(rows, target)

@@ -55,12 +55,12 @@ def check_part_anywhere(task: VerifyTask) -> PartCheck:
 
 
 def check_part(storage: Files, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
-    """Hold every byte of a part against its catalog entry; ``seen`` is told each batch whose columns are whole."""
-    path, told = layout.join(directory, part.file), set[int]()
+    """Hold every byte of a part against its catalog entry; ``seen`` is called once with each whole batch."""
+    path, passed = layout.join(directory, part.file), set[int]()
 
     def see_once(batch: Batch, values: pa.RecordBatch) -> None:
-        if id(batch) not in told:
-            told.add(id(batch))
+        if id(batch) not in passed:
+            passed.add(id(batch))
             seen(batch, values)
 
     tables = list(tables)

@@ -34,10 +34,10 @@ def clip_grad_norm_(
         ValueError: a table of the model has gradients and is in none of the optimizers, or an optimizer accumulates
             them (``set_grad_accum_steps``) and will not use them in its next step. Nothing has been changed.
     """
-    given = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    trained = [p for optimizer in given for group in optimizer.param_groups for p in group["params"]]
+    chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    trained = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]
     _refuse_untrained(model, {id(p.table) for p in trained if isinstance(p, TableParameter)})
-    for optimizer in parts_of(*given):
+    for optimizer in parts_of(*chosen):
         if isinstance(optimizer, SparseOptimizer) and not optimizer.is_due:
             raise ValueError(
                 f"{type(optimizer).__name__} accumulates gradients, set_grad_accum_steps("

@@ -48,10 +48,10 @@ class SparseOptimizer(Optimizer):
         self._mark = object()  # on its tables; copied with them
         self._accumulation = Accumulation(1)
         self._under_way: dict[TableParameter, tuple[int, Int64s]] = {}  # steps begun, and whether they are done
-        given = as_list(tables)
-        if not given:
+        items = as_list(tables)
+        if not items:
             raise ValueError(f"a sparse optimizer needs a table, found none: {REMEDY}")
-        super().__init__(given if isinstance(given[0], dict) else [{"tables": given}], options(defaults))
+        super().__init__(items if isinstance(items[0], dict) else [{"tables": items}], options(defaults))
         made[id(self)] = self
 
     @property
@@ -71,8 +71,8 @@ class SparseOptimizer(Optimizer):
             ValueError: a table is here already, or of integers; a hyper-parameter is out of range.
         """
         if not isinstance(param_group, dict) or "tables" not in param_group:
-            given = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
-            raise TypeError(f"a group is a dict with the key 'tables', found {given}: {REMEDY}")
+            keys = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
+            raise TypeError(f"a group is a dict with the key 'tables', found {keys}: {REMEDY}")
         tables = as_list(param_group["tables"])
         self._check_tables(tables)
         group = {**self.defaults, **options(param_group, "tables")}

@@ -27,15 +27,15 @@ class EmbeddingCollection(nn.Module):
 
     def __init__(self, tables: Iterable[ShardedHashTable]) -> None:
         super().__init__()
-        given = list(tables)
-        others: list[Any] = [table for table in given if not isinstance(table, ShardedHashTable)]
+        members = list(tables)
+        others: list[Any] = [table for table in members if not isinstance(table, ShardedHashTable)]
         if others:
             kind = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
             raise TypeError(
                 f"a collection takes recckpt.sparse.ShardedHashTable, found {kind}: make it one, which with one rank "
                 "is a plain table; several plain ones go into an nn.ModuleDict, and are called one by one"
             )
-        self.tables = nn.ModuleList(given)
+        self.tables = nn.ModuleList(members)
         names = [table.name for table in self._sharded]
         if len({*names}) < len(names):
             raise ValueError(f"tables need names of their own, found {names}")
@@ -58,12 +58,12 @@ class EmbeddingCollection(nn.Module):
         for table in self._sharded:
             key = (table.embedding_shape, table.dtype, table.device, table.exchange)
             groups.setdefault(key, []).append(table)
-        given = ids if isinstance(ids, Mapping) else {}  # an error on all ranks, as ids that do not fit
-        unknown = given.keys() - {table.name for table in self._sharded}
+        by_name = ids if isinstance(ids, Mapping) else {}  # an error on all ranks, as ids that do not fit
+        unknown = by_name.keys() - {table.name for table in self._sharded}
         rows: dict[str, Tensor] = {}
         for tables in groups.values():
             names = [table.name for table in tables]
-            own = {name: given[name] for name in (*names, *unknown) if name in given}
+            own = {name: by_name[name] for name in (*names, *unknown) if name in by_name}
             rows |= zip(names, look_up_together(tables, own, admit=admit), strict=True)
         return rows
 
@@ -95,24 +95,24 @@ class EmbeddingCollection(nn.Module):
             LookupFailedError: the ids, weights or mode of a rank do not fit, or it is at another lookup; all ranks
                 raise it.
         """
-        given = ids if hasattr(ids, "keys") else {}
-        names = {*given.keys()}
-        asked: dict[str, Any] = {name: given[name] for name in names}
+        by_name = ids if hasattr(ids, "keys") else {}
+        names = {*by_name.keys()}
+        batches: dict[str, Any] = {name: by_name[name] for name in names}
         bags: dict[str, Bags] = {}
         own_weights = dict(weights or {})
         for table in (table for table in self._sharded if table.name in names):
             try:
-                given_weights = own_weights.pop(table.name, None)
-                of_table = bags_of(table, asked[table.name], Ends(), given_weights, padding_id)
+                weights_of_table = own_weights.pop(table.name, None)
+                of_table = bags_of(table, batches[table.name], Ends(), weights_of_table, padding_id)
                 check_mode(table, mode, of_table.weights)
-                bags[table.name], asked[table.name] = of_table, of_table.ids
+                bags[table.name], batches[table.name] = of_table, of_table.ids
             except (TypeError, ValueError) as error:
-                asked[table.name] = error
+                batches[table.name] = error
         if own_weights:
-            asked[self._sharded[0].name] = ValueError(
+            batches[self._sharded[0].name] = ValueError(
                 f"found weights for {sorted(own_weights)}, expected for the tables"
             )
-        rows = self(asked, admit=admit)
+        rows = self(batches, admit=admit)
         return {table.name: pool(rows[table.name], bags[table.name], mode) for table in self._sharded}
 
     @property

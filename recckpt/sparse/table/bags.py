@@ -81,18 +81,18 @@ def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
 
 def _bags_of(table: str, ids: Any, ends: Ends, weights: Any) -> Bags:
     """Return bags by one of the ways to say where they end."""
-    given = [name for name in ("offsets", "lengths") if getattr(ends, name) is not None]
+    named = [name for name in ("offsets", "lengths") if getattr(ends, name) is not None]
     if ends.include_last_offset and ends.offsets is None:
         raise ValueError(f"table {table!r}: found include_last_offset without offsets, expected it with them only")
     if not isinstance(ids, Tensor) or ids.is_nested:
-        if given:
-            raise ValueError(f"table {table!r}: found {' and '.join(given)} with ragged ids, expected those alone")
+        if named:
+            raise ValueError(f"table {table!r}: found {' and '.join(named)} with ragged ids, expected those alone")
         return _of_ragged(table, ids, weights)
     flat = _checked_ids(table, ids).reshape(-1)
-    if ids.dim() == 2 and not given:
+    if ids.dim() == 2 and not named:
         starts = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
-    elif ids.dim() != 1 or len(given) != 1:
-        kind = f"ids of shape {tuple(ids.shape)} with {' and '.join(given) or 'neither offsets nor lengths'}"
+    elif ids.dim() != 1 or len(named) != 1:
+        kind = f"ids of shape {tuple(ids.shape)} with {' and '.join(named) or 'neither offsets nor lengths'}"
         raise ValueError(f"table {table!r}: found {kind}, expected two dimensions alone, or one with either of them")
     elif ends.lengths is not None:
         starts = _starts(table, ends.lengths, len(flat))
@@ -134,9 +134,9 @@ def _checked_ids(table: str, ids: Tensor) -> Tensor:
     return ids.long()
 
 
-def _starts(table: str, given: Any, n_ids: int) -> Tensor:
+def _starts(table: str, values: Any, n_ids: int) -> Tensor:
     """Return where bags of these lengths begin."""
-    lengths = _counts(table, "lengths", given)
+    lengths = _counts(table, "lengths", values)
     if bool((lengths < 0).any()) or int(lengths.sum()) != n_ids:
         raise ValueError(
             f"table {table!r}: found lengths {lengths[:3].tolist()}..., {int(lengths.sum())} in all, expected {n_ids} "
@@ -158,13 +158,13 @@ def _checked_offsets(table: str, ends: Ends, n_ids: int) -> Tensor:
     return starts[:-1] if ends.include_last_offset else starts
 
 
-def _counts(table: str, name: str, given: Any) -> Tensor:
-    if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in (torch.int64, torch.int32):
-        is_tensor = isinstance(given, Tensor)
-        kind = f"{given.dtype} {tuple(given.shape)}" if is_tensor else type(given).__name__
+def _counts(table: str, name: str, values: Any) -> Tensor:
+    if not isinstance(values, Tensor) or values.dim() != 1 or values.dtype not in (torch.int64, torch.int32):
+        is_tensor = isinstance(values, Tensor)
+        kind = f"{values.dtype} {tuple(values.shape)}" if is_tensor else type(values).__name__
         expected = "an int64 or int32 tensor of one dimension"
         raise ValueError(f"table {table!r}: found {name} of {kind}, expected {expected}")
-    return given.long()
+    return values.long()
 
 
 def _checked_weights(table: str, weights: Any, shape: tuple[int, ...]) -> Tensor | None:

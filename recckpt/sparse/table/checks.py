@@ -42,10 +42,12 @@ def asked_ids(ids: Tensor) -> Int64s:
 
 def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[int, ...]:
     """Return ``shape`` as a tuple; ``()`` is a shape where it may be ``scalar``."""
-    given: tuple[object, ...] = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
-    if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in given):
+    values: tuple[object, ...] = (
+        tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
+    )
+    if not all(isinstance(size, int | np.integer) and not isinstance(size, bool) for size in values):
         raise ValueError(f"a shape is an int or a sequence of ints, found {shape!r}")
-    sizes = tuple(int(cast(int, size)) for size in given)
+    sizes = tuple(int(cast(int, size)) for size in values)
     if (not sizes and not scalar) or math.prod(sizes) < 1 or any(size < 1 for size in sizes):
         raise ValueError(f"a shape needs dimensions of at least 1, found {sizes}")
     if math.prod(sizes) > MAX_VALUES:

@@ -216,7 +216,7 @@ class Column:
         return twin
 
     def shrink(self, n_blocks: int) -> None:
-        """Let go of all blocks but the first ones."""
+        """Drop all blocks but the first ones."""
         self._memory = ColumnMemory.of(self.blocks[:n_blocks])
 
     def to(self, device: torch.device) -> Column:

@@ -1,4 +1,4 @@
-"""Rows that a table lets go while it is trained: a part of its ids at a time, so that no step stands for all of them.
+"""Eviction while a table is trained: a part of its ids at a time, so that no step has to wait for all of them.
 
 What goes at a step follows from the rows, the step and nothing else: no clock cuts the work, and nothing is remembered
 from one step to the next. So a run on other ranks, and one that was resumed, evict the same rows at the same steps.
@@ -44,7 +44,7 @@ _CROWDED = (
 
 
 class EvictionScan(NamedTuple):
-    """What of a part goes by the rules, and the others: their ids, and what a capacity orders them by."""
+    """The ids of a part that the rules evict; the other ids, and the values by which a capacity orders them."""
 
     gone: Int64s
     ids: Int64s

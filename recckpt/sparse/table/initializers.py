@@ -186,7 +186,7 @@ def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializ
 
 
 def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
-    """Return the initializer that stands for what a user gave, None for the default of such rows.
+    """Return an initializer for the argument of a user; None is the default for this dtype and shape.
 
     Raises:
         TypeError: it is no initializer.

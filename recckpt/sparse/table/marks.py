@@ -197,9 +197,9 @@ class DeltaSource:
             erased = erased[upserts.find(erased) < 0]
         return erased[np.argsort(bucket_of(erased), kind="stable")]
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, for_good: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; those read for good are not read again, in any column."""
-        self.snapshot.read(column, self.rows[rows], target, for_good=for_good)
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any column."""
+        self.snapshot.read(column, self.rows[rows], target, is_last=is_last)
 
     def close(self) -> None:
         """Let the table go."""

@@ -205,7 +205,7 @@ class RowStore:
     def erase(self, ids: Int64s) -> int:
         """Drop the rows of ``ids`` that are present and return how many; the last rows move into the gaps.
 
-        Memory goes back once half of the rows are gone, at the latest when snapshots and look-ups let go of it.
+        Memory is released once half of the rows are gone and no snapshot or look-up reads them any more.
         """
         with self.lock:
             rows = self._settled()
@@ -218,7 +218,7 @@ class RowStore:
                 marks.move(erasure)
             if rows.is_half_empty:
                 fitted = rows.fitted()
-                rows.index.begin_renumbering()  # for good: look-ups that still read these are repeated
+                rows.index.begin_renumbering()  # look-ups that still read these rows are repeated
                 self._rows = fitted
             return len(erasure.ids)
 
@@ -254,8 +254,8 @@ class RowStore:
         self._rows.index.settle()
         return self._rows
 
-    def _claim(self, ids: Int64s, given: frozenset[str], embeddings: FirstValues | None) -> tuple[Int64s, int]:
-        """Return the row of each id, and how many are new: at initial values but for ``given`` slots, unpublished."""
+    def _claim(self, ids: Int64s, preset: frozenset[str], embeddings: FirstValues | None) -> tuple[Int64s, int]:
+        """Return the row of each id, and how many are new: at initial values but for ``preset`` slots, unpublished."""
         rows = self._settled()
         first = len(rows)
         at, new_ids = rows.claim(ids)
@@ -266,7 +266,7 @@ class RowStore:
         # A snapshot may still need the erased rows whose places these new rows take.
         self._announce(np.arange(first, end), with_ids=True)
         rows.ids.write(first, torch.from_numpy(new_ids))
-        rows.initialize(first, end, without=given | ({EMBEDDING} if made is not None else set()))
+        rows.initialize(first, end, without=preset | ({EMBEDDING} if made is not None else set()))
         if made is not None:
             rows.columns[EMBEDDING].write(first, made)
         return at, len(new_ids)

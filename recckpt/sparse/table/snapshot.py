@@ -67,7 +67,7 @@ class PreImages:
         self.n_kept = 0
         self._n_rows = n_rows
         self._open: tuple[dict[str, Column], Log] | None = {n: c.frozen() for n, c in columns.items()}, log
-        self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for good
+        self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for the last time
         self._needed = np.zeros(0, np.uint8)  # a bit a row, once not all are
         self._failure: MemoryError | None = None
         self._lock = threading.Lock()
@@ -88,19 +88,20 @@ class PreImages:
                 self._failure, self._open = error, None
             self.n_kept = len(log.places)
 
-    def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, for_good: bool) -> None:
-        """Copy rows of columns into a target each; those read for good may change from now on, and are not read again.
+    def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        """Copy rows of columns into a target each; after ``is_last`` they may change, and are not read again.
 
-        Raises RuntimeError where they were read for good, or this is closed; MemoryError where keeping rows failed.
+        Raises RuntimeError where they were read for the last time before, or this is closed; MemoryError where keeping
+        rows failed.
         """
         columns, _ = self._opened()
         for name, target in targets.items():
             columns[name].gather_into(rows, target)
         with self._lock:  # what is not copied aside by now has not been written either
             _, log = self._opened()
-            if not (for_good or len(log.places)):
+            if not (is_last or len(log.places)):
                 return
-            at = pick_marked(rows, self._marks, self._needed, for_good)
+            at = pick_marked(rows, self._marks, self._needed, is_last)
             if len(at) == 0:  # as nearly always, where few rows change meanwhile
                 return
             places = log.places.find(rows[at].astype(np.int64))
@@ -117,7 +118,7 @@ class PreImages:
             self._needed = bits
 
     def close(self) -> None:
-        """Let go of all memory; nothing is copied aside any more, and nothing can be read."""
+        """Release all memory; nothing is copied aside any more, and nothing can be read."""
         with self._lock:
             self._open = None
 
@@ -190,24 +191,24 @@ class Snapshot:
         """Copy aside the ids of ``rows``, all different, which are about to belong to others."""
         self._ids.keep(rows)
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, for_good: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; those read for good are not read again, in any slot."""
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot."""
         if column == 0:
             self.read_ids(rows, target)
         else:
-            self.read_slots(rows, {self.slots[column - 1].name: target}, for_good=for_good)
+            self.read_slots(rows, {self.slots[column - 1].name: target}, is_last=is_last)
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows; as often as one likes."""
-        self._ids.read(rows, {self._id_name: target}, for_good=False)
+        self._ids.read(rows, {self._id_name: target}, is_last=False)
 
     def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
-        """Copy rows of some slots into a target each; as often as one likes, as long as none is read for good."""
-        self.read_slots(rows, targets, for_good=False)
+        """Copy rows of some slots into a target each; as often as one likes, before they are read for the last time."""
+        self.read_slots(rows, targets, is_last=False)
 
-    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, for_good: bool) -> None:
-        """Copy rows of some slots into a target each; those read for good are not read again."""
-        self._slots.read(rows, targets, for_good=for_good)
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
+        self._slots.read(rows, targets, is_last=is_last)
 
     def narrow(self, bits: Bytes) -> None:
         """Protect from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""

@@ -64,13 +64,13 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
             raise ValueError(f"table {name!r}: found {value}, which a table does not have: keep this module as it is")
     _check_plain(module, name)
     weight = module.weight.detach()
-    given = torch.arange(len(weight)) if ids is None else torch.from_numpy(flat_ids(ids).copy())
-    n_different = len(distinct(given.numpy()))
-    if len(given) != len(weight) or n_different != len(given):
-        counts = f"{len(given)} ids, {n_different} of them different"
+    numbers = torch.arange(len(weight)) if ids is None else torch.from_numpy(flat_ids(ids).copy())
+    n_different = len(distinct(numbers.numpy()))
+    if len(numbers) != len(weight) or n_different != len(numbers):
+        counts = f"{len(numbers)} ids, {n_different} of them different"
         raise ValueError(f"table {name!r}: found {counts}, expected a different one for each of {len(weight)} rows")
     padding = module.padding_idx
-    return TorchRows(given, weight, None if padding is None else int(given[padding]), module.weight.requires_grad)
+    return TorchRows(numbers, weight, None if padding is None else int(numbers[padding]), module.weight.requires_grad)
 
 
 def _check_plain(module: Embedding, name: str) -> None:

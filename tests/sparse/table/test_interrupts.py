@@ -175,7 +175,7 @@ def check_snapshot(snapshot, expected, where):
     try:
         for column, some in enumerate((ids, *values)):
             snapshot.read(
-                column, np.arange(snapshot.n_rows), some.reshape(-1).view(np.uint8), for_good=column == len(values)
+                column, np.arange(snapshot.n_rows), some.reshape(-1).view(np.uint8), is_last=column == len(values)
             )
     except MemoryError:
         return

@@ -149,7 +149,7 @@ def test_a_snapshot_is_of_its_moment_though_the_memory_of_its_rows_has_gone_back
     insert(store, np.arange(5000, 6000))
     ids, embeddings, twice = np.empty(1000, np.int64), np.empty((1000, 2), np.float32), np.empty(1000, np.float32)
     for column, some in enumerate((ids, embeddings, twice)):
-        snapshot.read(column, np.arange(1000), some.reshape(-1).view(np.uint8), for_good=column == 2)
+        snapshot.read(column, np.arange(1000), some.reshape(-1).view(np.uint8), is_last=column == 2)
     assert sorted(ids.tolist()) == [*range(1000)]
     assert (embeddings[:, 1] == ids).all()
     assert (twice == 2 * ids).all()

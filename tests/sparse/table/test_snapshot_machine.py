@@ -271,10 +271,10 @@ def test_every_snapshot_is_of_its_moment_in_many_interleavings(machine):
     run(machine, 3000 // SWEEP_STRIDE)
 
 
-def marked_before_gathered(images, rows, targets, *, for_good):
+def marked_before_gathered(images, rows, targets, *, is_last):
     columns, log = images._opened()
     with images._lock:
-        at = pick_marked(rows, images._marks, images._wanted, for_good)
+        at = pick_marked(rows, images._marks, images._needed, is_last)
         places = log.places.find(rows[at].astype(np.int64))
     for name, target in targets.items():
         columns[name].gather_into(rows, target)
@@ -282,18 +282,18 @@ def marked_before_gathered(images, rows, targets, *, for_good):
         log.columns[name].lay_over(places, at, target)
 
 
-def laid_over_before_gathered(images, rows, targets, *, for_good):
+def laid_over_before_gathered(images, rows, targets, *, is_last):
     """Mark at the end, as is right, but look at the log at the beginning."""
     columns, log = images._opened()
     with images._lock:
-        at = pick_marked(rows, images._marks, images._wanted, False)
+        at = pick_marked(rows, images._marks, images._needed, False)
         places = log.places.find(rows[at].astype(np.int64))
     for name, target in targets.items():
         columns[name].gather_into(rows, target)
     for name, target in targets.items():
         log.columns[name].lay_over(places, at, target)
     with images._lock:
-        pick_marked(rows, images._marks, images._wanted, for_good)
+        pick_marked(rows, images._marks, images._needed, is_last)
 
 
 def without_telling(method):

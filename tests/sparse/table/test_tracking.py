@@ -166,7 +166,7 @@ def counts_in(snapshot):
     targets = [np.empty(snapshot.n_rows * spec.row_bytes, np.uint8) for spec in snapshot.slots]
     ids = np.empty(snapshot.n_rows, np.int64)
     for column, target in enumerate((ids.view(np.uint8), *targets)):
-        snapshot.read(column, np.arange(snapshot.n_rows), target, for_good=column == len(targets))
+        snapshot.read(column, np.arange(snapshot.n_rows), target, is_last=column == len(targets))
     names = [spec.name for spec in snapshot.slots]
     return dict(zip(ids.tolist(), targets[names.index("count")].view(np.int64).tolist(), strict=True))
 
