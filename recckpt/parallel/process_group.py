@@ -113,12 +113,12 @@ class ProcessGroup:
         import torch
 
         own = bytearray(pickle.dumps(value)) if self.rank else bytearray()  # that of rank 0 stays where it is
-        longest = torch.tensor([len(own)])
+        longest = torch.tensor([len(own)], device="cpu")  # whatever device is the default
 
         def gather() -> list[Any] | None:
             self._dist.all_reduce(longest, op=self._dist.ReduceOp.MAX, group=self._group)
             size = max(1, int(longest))
-            sent = torch.zeros(size, dtype=torch.uint8)
+            sent = torch.zeros(size, dtype=torch.uint8, device="cpu")
             sent[: len(own)] = torch.frombuffer(own, dtype=torch.uint8) if own else 0
             received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
             self._dist.gather(sent, received, dst=0, group=self._group)
