@@ -179,3 +179,48 @@ def test_a_load_conf_that_is_wrong_on_one_rank_fails_the_restore_of_all(tmp_path
         return manager.restore()
 
     assert managers(tmp_path, work) == [1] * SIZE
+
+
+def saved_once_the_storage_is_back(tmp_path, registered):
+    """Let rank 1 not reach the output dir at the first of two saves; return what the first raised on each rank."""
+
+    def on_rank(rank, connect):
+        model = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(1)
+            model.bias.fill_(1)
+        saver = connect(Saver(model, output_dir=str(tmp_path)))
+        saver.register_for_checkpointing("o", registered())
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(saver.storage, "check_there", lambda: (_ for _ in ()).throw(OSError(116, "stale handle")))
+            with pytest.raises(SaveFailedError) as caught:
+                saver.save("a", rank, SIZE)
+        saver.save("b", rank, SIZE)
+        return caught.value.cause
+
+    return on_ranks(SIZE, on_rank)
+
+
+class Registered:
+    def state_dict(self):
+        return {"large": torch.ones(1 << 19)}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_ranks_look_at_what_is_large_in_the_same_saves_though_one_could_not_take_its_state(tmp_path, caplog):
+    assert saved_once_the_storage_is_back(tmp_path, Registered) == ["OSError: [Errno 116] stale handle"] * SIZE
+    assert not caplog.records
+
+
+def test_a_state_that_all_ranks_ask_for_together_waits_for_no_rank_that_has_failed(tmp_path):
+    everybody = threading.Barrier(SIZE, timeout=20)
+
+    class Collective(Registered):
+        def state_dict(self):
+            everybody.wait()
+            return {"n": 1}
+
+    assert saved_once_the_storage_is_back(tmp_path, Collective) == ["OSError: [Errno 116] stale handle"] * SIZE

@@ -10,7 +10,6 @@ from recckpt.format.buckets import Slice
 from recckpt.save.arguments import check_trained
 from recckpt.save.job import Live
 from recckpt.save.room import estimated_bytes
-from recckpt.sparse.split import state_of
 from recckpt.types import SavableTable
 
 Owned = Mapping[Slice | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
@@ -18,29 +17,26 @@ Owned = Mapping[Slice | None, Sequence[str]]  # names of tables, by the ids that
 
 @dataclass(frozen=True)
 class Checked:
-    """The tables of a model, its dense state, and what other ranks have to know of them.
+    """What other ranks have to know of a model.
 
     ``unmatched`` names the options that match no table of this rank.
     """
 
-    tables: Mapping[str, SavableTable]
-    dense: Mapping[str, Any]
     owned: Owned
     unmatched: frozenset[str]
     n_bytes: int  # about what this rank writes in a full save
 
 
-def check(live: Live, rank: int) -> Checked:
-    """Check the model of this rank, and return what is to be saved of it.
+def check(live: Live, tables: Mapping[str, SavableTable], dense: Mapping[str, Any], rank: int) -> Checked:
+    """Check the tables and the dense state of the model of this rank.
 
     Raises:
-        ValueError: two tables share a name, the optimizer trains others, or an option cannot apply to what it matches.
+        ValueError: the optimizer trains other tables, or an option cannot apply to what it matches.
     """
-    tables, dense = state_of(live.model)
     check_trained(live.sparse_optim, tables)  # tables may be others than when the saver was made
     live.choice.check(tables)
     n_bytes = estimated_bytes(tables, dense, rank, live.choice)
-    return Checked(tables, dense, _owned(tables), live.choice.unmatched(tables), n_bytes)
+    return Checked(_owned(tables), live.choice.unmatched(tables), n_bytes)
 
 
 def _owned(tables: Mapping[str, SavableTable]) -> Owned:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+from recckpt.dense.rank_digests import RankDigest
 from recckpt.errors import RecckptError
-from recckpt.save.check import Checked, check
+from recckpt.save.check import check
 from recckpt.save.decide import Phase, Proposal, RankFailure, SavePlan, as_text
 from recckpt.save.full_or_delta import DeltaProposal, delta_proposal
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.room import measured_room
 from recckpt.save.stage import Staged, stage
+from recckpt.sparse.split import state_of
+from recckpt.types import SavableTable
+
+State = tuple[Mapping[str, SavableTable], Mapping[str, Any]]  # the tables of a model, and its dense state
 
 
 @dataclass(frozen=True)
@@ -80,25 +86,24 @@ def propose(
         settle()
     if errors.first is not None and (ranks.size == 1 or ranks.has_lost):
         raise errors.first[1]
-    # Also where the save before has failed: the state of a model may be one that all ranks have to ask for together.
+    digest = to.digests.begin() if ranks.size > 1 else None  # on all ranks: which saves look at what is large
     proposal = Proposal(job.info.ckpt_id, job.info.step, live.choice, writes_deltas=to.changes is not None)
-    checked = room = staged = delta = None
+    parts = room = staged = None
     with errors.kept(Phase.CHECK):
-        checked = check(live, ranks.rank)
+        parts = state_of(live.model)
+        checked = check(live, *parts, ranks.rank)
         proposal = replace(proposal, owned=checked.owned, unmatched=checked.unmatched, n_bytes=checked.n_bytes)
-    if checked is not None:
         with errors.kept(Phase.CONFIRM):
             _confirm_base(job, to)
             with errors.kept(Phase.ROOM):
                 room = measured_room(to)
-    if checked is not None and room is not None:
+    # Also where this rank has failed: what is saved may be a state that all ranks have to ask for together.
+    if parts is not None and (errors.first is None or ranks.size > 1):
         with errors.kept(Phase.STAGE):
-            staged = closed_on_error.enter_context(closing(_staged(live, checked, job, to)))
-            delta = _delta_proposal(staged, to)
+            staged = closed_on_error.enter_context(closing(_staged(live, parts, digest, job, to)))
             proposal = replace(
                 proposal,
-                room=room,
-                delta=delta,
+                delta=_delta_proposal(staged, to),
                 sharded=staged.sharded.summary,
                 digest=staged.digest.summary if staged.digest else 0,
                 own_extra=tuple(staged.own_extra),
@@ -116,16 +121,15 @@ def _confirm_base(job: Job, to: Destination) -> None:
         changes.confirm(to.storage, to.fence, is_resumed=job.is_resumed)
 
 
-def _staged(live: Live, checked: Checked, job: Job, to: Destination) -> Staged:
+def _staged(live: Live, parts: State, digest: RankDigest | None, job: Job, to: Destination) -> Staged:
     with job.info.timed("stage"):
         return stage(
             live,
-            checked.tables,
-            checked.dense,
+            *parts,
             state=job.state,
             buffers=to.buffers if job.info.background else None,
             rank=job.ranks.rank,
-            digest=to.digests.begin() if job.ranks.size > 1 else None,
+            digest=digest,
             tracker=to.changes.tracker if to.changes else None,
         )
 
