@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointRemovedError,
+    CorruptCheckpointError,
+    FormatVersionError,
+)
 from recckpt.format import layout
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.verify_checkpoint import Checkup, newer, unreadable
@@ -58,7 +63,7 @@ def _as_damage(directory: str, error: Exception) -> CorruptCheckpointError:
         return error
     if isinstance(error, FormatVersionError):
         return newer(error)
-    assert isinstance(error, OSError)
+    assert isinstance(error, OSError | CheckpointRemovedError)
     return unreadable(layout.join(directory, layout.MANIFEST), error, "a manifest")
 
 

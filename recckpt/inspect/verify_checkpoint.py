@@ -290,7 +290,7 @@ def _read(path: str, check: Job) -> Errors:
         yield unreadable(path, error, "a file that can be read")
 
 
-def unreadable(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
+def unreadable(path: str, error: Exception, expected: str) -> CorruptCheckpointError:
     """Return the error for a file that the storage refuses to read."""
     return CorruptCheckpointError(path, "", found=f"an error: {error}", expected=expected)
 

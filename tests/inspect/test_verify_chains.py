@@ -19,7 +19,9 @@ from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Deltas
 from recckpt.format.offer import encode_first
+from recckpt.inspect import verify_chains
 from recckpt.inspect.verify import find_checkpoints, verify, verify_found
+from recckpt.sparse.files.chain_counts import count_rows
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
 
@@ -96,6 +98,16 @@ def test_each_link_is_read_once_for_all_that_stand_on_it_but_for_its_ids(tmp_pat
     reads.clear()
     assert verify(str(delta.directory)) == []
     assert reads == before
+
+
+def test_a_link_that_is_removed_before_its_rows_are_counted_is_no_problem(tmp_path, base, delta, monkeypatch):
+    def removing(*args):
+        shutil.rmtree(delta.directory)
+        return count_rows(*args)
+
+    monkeypatch.setattr(verify_chains, "count_rows", removing)
+    reports = verify_found(find_checkpoints(str(tmp_path / "runs")))
+    assert [(report.directory, report.problems) for report in reports] == [(base.directory.name, ())]
 
 
 def test_deletes_of_ids_that_are_not_there_are_counted(tmp_path, base, delta):

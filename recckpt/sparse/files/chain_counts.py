@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of
 from recckpt.sparse.files.once import Int64s, LinkIds, newest
 from recckpt.sparse.files.table_reader import TableReader
+
+Unreadable = CorruptCheckpointError | CheckpointRemovedError | OSError
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,10 @@ class Counted:
 
     rows: int = 0
     absent: int = 0  # deletes of ids that are in no row at that link or below
-    error: CorruptCheckpointError | OSError | None = None  # why it cannot be counted
+    error: Unreadable | None = None  # why it cannot be counted
     is_known: bool = True  # whether it was counted
 
-    def fail(self, error: CorruptCheckpointError | OSError | None) -> None:
+    def fail(self, error: Unreadable | None) -> None:
         """Note that it cannot be counted, as what it stands on, or by an error of its own."""
         self.error, self.is_known = error, False
 
@@ -54,7 +56,7 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
             if count.is_known:
                 try:
                     own = _ids_of(*cursor.between(*buckets))
-                except (CorruptCheckpointError, OSError) as error:
+                except (CorruptCheckpointError, CheckpointRemovedError, OSError) as error:
                     count.fail(error)
             below = [] if node.below is None else named[node.below]
             named.append([own, *below])
