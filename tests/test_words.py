@@ -1,4 +1,4 @@
-"""Words that are gone stay gone: one list of them for names, comments, docstrings and messages."""
+"""Words that are gone stay gone: one list of them for names, comments, docstrings, messages and pages."""
 
 import ast
 import io
@@ -91,6 +91,25 @@ def test_found_is_the_counterpart_of_expected_and_nothing_else():
         if not BESIDE_FOUND.search(ast.unparse(function))
     ]
     assert not strays, "\n".join(strays)
+
+
+def paragraphs() -> Iterator[tuple[str, int, str]]:
+    """Yield (page, line, text) of each paragraph of the docs, in one line."""
+    for path in (paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").rglob("*.md"))):
+        line = 1
+        for paragraph in path.read_text().split("\n\n"):
+            yield path.relative_to(paths.ROOT).as_posix(), line, " ".join(paragraph.split())
+            line += paragraph.count("\n") + 2
+
+
+def test_no_page_has_a_phrase_that_is_gone():
+    found = [
+        f"{page}:{line}: {match[0]!r} in {prose[max(0, match.start() - 60) : match.end() + 60]!r}; instead: {better}"
+        for page, line, prose in paragraphs()
+        for phrase, better in GONE_PHRASES.items()
+        for match in re.finditer(phrase, prose)
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_no_comment_docstring_or_message_has_a_phrase_that_is_gone():
