@@ -53,6 +53,7 @@ class _Start:
 
     bank: LocatedBank
     own: Sequence[Checkpoint]
+    otherwise: _Start | None = None  # where the other forms in the bank are damaged too: without an own checkpoint
 
 
 class Restorer:
@@ -277,13 +278,20 @@ def _without_damage(
     damage: KnownDamage, storage: Storage, start: _Start, error: CorruptCheckpointError
 ) -> _Start | None:
     """Return what there is to start from without what an error is about, in the bank or the own output dir."""
-    bank = damage.instead(start.bank, error)
-    if bank is not None:
-        return replace(start, bank=bank)
     link = damaged_link(start.own[0], error) if start.own else None
+    bank = damage.instead(start.bank, error)
+    if bank is not None:  # both may have a directory of that name
+        otherwise = start.otherwise if link is None else _without_link(KnownDamage(), storage, start, link, error)
+        return replace(start, bank=bank, otherwise=otherwise)
     if link is None and (start.bank.sources or not start.own):
-        return None  # it is in the bank
-    damage.note(storage, link or start.own[0].directory, error)
+        return start.otherwise  # it is in the bank
+    return _without_link(damage, storage, start, link or start.own[0].directory, error)
+
+
+def _without_link(
+    damage: KnownDamage, storage: Storage, start: _Start, link: str, error: CorruptCheckpointError
+) -> _Start | None:
+    damage.note(storage, link, error)
     ckpt_ids = {checkpoint.ckpt_id for checkpoint in start.own}
     own = [each for each in reversed(damage.whole(storage).current) if each.ckpt_id in ckpt_ids]
-    return replace(start, own=own) if own else None
+    return replace(start, own=own, otherwise=None) if own else None

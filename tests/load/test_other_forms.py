@@ -1,5 +1,7 @@
 """Loads of what turns out to be damaged when it is read: another form of it is taken, or nothing changes."""
 
+import shutil
+
 import pytest
 from support.builders import flip_bit
 from support.spec_writer import Held, write_delta_of, write_form, write_full
@@ -105,6 +107,16 @@ def test_damage_of_a_bank_takes_nothing_of_the_own_checkpoint(tmp_path, chain, d
     path = chain.root if damaged == "form" else chain.delta.directory  # the own one has a directory of that name
     manager.load_model_bank([{"path": str(path), "load": ["t"]}])
     assert (manager.global_step, model.rows("t"), model.rows("u")) == (2, chain.rows, own.rows)
+
+
+def test_a_damaged_form_in_a_bank_does_not_keep_a_run_from_an_older_own_checkpoint(tmp_path, chain):
+    own = Chain(tmp_path / "own", "u", changed=5.0)
+    shutil.rmtree(own.form.directory)
+    own.damage("delta")
+    chain.damage("form")
+    manager = CheckpointManager((model := Model(own.root, "t", "u")).saver, 10)
+    manager.load_model_bank([{"path": str(chain.delta.directory), "load": ["t"]}])
+    assert (manager.global_step, model.rows("t"), model.rows("u")) == (1, chain.rows, ROWS)
 
 
 @mostly_slow()
