@@ -33,6 +33,7 @@ from machine import describe_machine
 from measuring import report, scratch, status_mib
 from simulated import Job, OneOfMany, proposals, save_as_rank_0, write_shard
 
+from recckpt.checkpoint import attempt as attempts
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.format import catalog as catalogs
 from recckpt.format import manifest as manifests
@@ -212,10 +213,10 @@ class RankZero:
         """Save over what was saved before, which is rotated away."""
         watch = Stopwatch(
             begin=(hallway, "begin"),
-            commit=(committing, "commit"),
+            commit=(attempts, "commit"),
             rotate=(hallway, "rotate"),
             conclude=(hallway, "commit"),
-            tables=(saving, "tables_of_all"),
+            tables=(saving, "with_shards"),
             encode=(manifests, "encode"),
             decode=(manifests, "decode"),
             check_sizes=(committing, "check_files"),
