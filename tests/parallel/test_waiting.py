@@ -104,14 +104,15 @@ def work_on_an_executor():
 WORKS = [lambda: run_all(int, [1, 2], 2), wait_for_a_future, work_on_an_executor]
 
 
-def threads_left():
-    """Return what runs of ours, or is about to."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("recckpt")]
+def threads_left(before=()):
+    """Return what runs of ours, or is about to, and did not before: a roll call that nobody answers may take long."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("recckpt") and thread not in before]
 
 
 @mostly_slow()
 @pytest.mark.parametrize("work", WORKS, ids=["run_all", "future", "executor"])
 def test_an_interrupt_at_any_line_or_return_leaves_no_thread_that_hangs(work):
+    before = threading.enumerate()
     expected = work()
     for number in itertools.count():
         interrupt = Interrupt(number)
@@ -121,6 +122,6 @@ def test_an_interrupt_at_any_line_or_return_leaves_no_thread_that_hangs(work):
             break
         except KeyboardInterrupt:
             pass
-        assert any(not threads_left() for _ in moments(60)), interrupt.where
+        assert any(not threads_left(before) for _ in moments(60)), (interrupt.where, threads_left(before))
         assert work() == expected
     assert number > 50
