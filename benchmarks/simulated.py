@@ -129,13 +129,13 @@ class HollowSaver(SparseSaver):
         size, columns = row_bytes(plan.slots), ["table", "id", *(s.name for s in plan.slots)]
         rows = max(1, self._job.batch_bytes // size)
         for cut in plan.ranges:
-            up_to = sizes[cut.table].up_to() // size
-            first = int(up_to[cut.begin - 1]) if cut.begin else 0
-            begins = range(first, int(up_to[cut.end - 1]), rows)
+            up_to = sizes[cut.table].up_to()
+            first = int(up_to[cut.begin - 1]) // size if cut.begin else 0
+            begins = range(first, int(up_to[cut.end - 1]) // size, rows)
             sums = rng.integers(2**64, size=(len(begins), len(columns)), dtype=np.uint64).tolist()
             for begin, values in zip(begins, sums, strict=True):
                 end = min(begin + rows, begins.stop)
-                met = np.searchsorted(up_to, [begin + 1, end])
+                met = np.searchsorted(up_to, [(begin + 1) * size, end * size])
                 yield Batch(
                     cut.table, end - begin, (int(met[0]), int(met[1]) + 1), dict(zip(columns, values, strict=True))
                 )
@@ -146,8 +146,10 @@ def _size_of(table: HollowTable, slice: Slice) -> TableBytes:
     size = row_bytes(table.slots)
 
     def up_to() -> Any:
-        inside = (np.arange(1, N_BUCKETS + 1) - slice.begin).clip(0, slice.end - slice.begin)
-        return inside * table.n_rows // (slice.end - slice.begin) * size
+        width, n_bytes = slice.end - slice.begin, np.zeros(N_BUCKETS, np.int64)
+        n_bytes[slice.begin : slice.end] = np.arange(1, width + 1) * table.n_rows // width * size
+        n_bytes[slice.end :] = table.n_rows * size
+        return n_bytes
 
     return TableBytes(table.name, table.slots, table.n_rows * size, up_to)
 
@@ -218,11 +220,10 @@ class OneOfMany:
 def proposals(job: Job) -> list[Proposal]:
     """Return what the ranks of a job that writes deltas propose, each as it arrives at rank 0."""
     tables = job.hollow_tables()
-    changes = {
-        table.name: TableChanges(table.n_rows // 20, table.n_rows, 8 + row_bytes(table.slots), False, False)
-        for table in tables
-    }
-    room, names = Room("/runs", 1 << 60, 0, None), tuple(changes)
+    changes = TableChanges.of(
+        {table.name: (table.n_rows // 20, table.n_rows, 8 + row_bytes(table.slots), False, False) for table in tables}
+    )
+    room, names = Room("/runs", 1 << 60, 0, None), changes.names
     of_all = []
     for rank in range(job.ranks):
         delta = DeltaProposal(Deltas(), "5" * 32, Chain(3, 1 << 30, 1 << 34) if rank == 0 else None, changes)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from recckpt.errors import StateMismatchError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.format.manifest import Content, FileEntry, ShardEntry
-from recckpt.format.tables import ClockDates, DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent, read_checked
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.part_plan import PartPlan, TableBytes, plan_parts
@@ -43,7 +40,6 @@ class ShardRecord:
 
     save_id: str  # the attempt that it belongs to
     shard: ShardEntry  # its catalog
-    tables: tuple[TableEntry, ...]  # its rows
     files: tuple[FileEntry, ...]  # all its files
 
 
@@ -113,14 +109,14 @@ class ShardWriter:
 
         self._files += [save_state(state, self._to, self.directory, name) for name, state in states.items()]
 
-    def record(self, tables: Sequence[TableEntry] = ()) -> ShardRecord:
-        """Write the catalog, and return what the manifest says of the shard and of its tables."""
+    def record(self) -> ShardRecord:
+        """Write the catalog, and return what the manifest says of the shard."""
         catalog, name = self.catalog, layout.catalog(self.number, self.count)
         entry = write_small(self._to, self.directory, name, catalogs.encode(catalog))
         if self._is_read_back:
             read_checked(self._storage, self.directory, entry)
         files = (*self._files, *(FileEntry(part.file, part.n_bytes) for part in self._parts), entry)
-        return ShardRecord(self._save_id, ShardEntry(entry.name, catalog.buckets), tuple(tables), files)
+        return ShardRecord(self._save_id, ShardEntry(entry.name, catalog.buckets), files)
 
     def _create_part(self, plan: PartPlan, holds: PartKind) -> tuple[str, Sink]:
         if holds == "rows":
@@ -139,66 +135,10 @@ def write_small(files: NewFiles, directory: str, name: str, data: bytes) -> File
 
 
 def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
-    """Return a manifest, or what is to become one, with its shards and their files beside those that it has.
-
-    Tables that it does not have yet are those of all shards.
-
-    Raises:
-        StateMismatchError: two shards have a table with different slots.
-    """
+    """Return a manifest, or what is to become one, with its shards and their files beside those that it has."""
     files = (*head.files, *(file for record in records for file in record.files))
     return replace(
         head,
         shards=tuple(record.shard for record in records),
-        tables=head.tables or _tables_of_all(records),
         files=tuple(sorted(files, key=attrgetter("name"))),
-    )
-
-
-def _tables_of_all(records: Sequence[ShardRecord]) -> tuple[TableEntry, ...]:
-    """Add up the rows of the ranks.
-
-    Raises:
-        StateMismatchError: the slots of a table are not the same on all ranks; names it.
-    """
-    by_name: dict[str, list[TableEntry]] = {}
-    alike: set[tuple[int, int]] = set()  # slots that are equal, by identity: a rank has one object for many tables
-    for rank, record in enumerate(records):
-        for table in record.tables:
-            of_ranks = by_name.setdefault(table.name, [])
-            of_ranks.append(table)
-            pair = id(table.slots), id(of_ranks[0].slots)
-            if pair not in alike:
-                if table.slots != of_ranks[0].slots:
-                    raise StateMismatchError(
-                        f"table {table.name!r} of rank {rank}",
-                        mismatched={"slots": (table.slots, of_ranks[0].slots)},
-                        remedy="give the table the same shape, dtype and optimizer on every rank",
-                    )
-                alike.add(pair)
-    return tuple(_sum(of_ranks) for of_ranks in by_name.values())
-
-
-def _sum(of_ranks: Sequence[TableEntry]) -> TableEntry:
-    """Add up the shards of a table; all ranks write the same kind, and have replaced the same tables."""
-    first = of_ranks[0]
-    if len(of_ranks) == 1:
-        return first
-    deltas = [table.delta for table in of_ranks if table.delta is not None]
-    reduced = [table.reduced for table in of_ranks if table.reduced is not None]
-    clocks = [table.clock for table in of_ranks if table.clock is not None]
-    delta = clock = None
-    if len(deltas) == len(of_ranks):
-        counts = sum(each.upserts for each in deltas), sum(each.deletes for each in deltas)
-        delta = DeltaRows(*counts, deltas[0].replaced)
-    if clocks:
-        clock = reduce(ClockDates.joined, clocks)
-    is_even = all(table.evicted_to == first.evicted_to for table in of_ranks)  # else slices that are trained apart
-    return replace(
-        first,
-        rows=sum(table.rows for table in of_ranks),
-        delta=delta,
-        reduced=reduce(lambda one, other: one.plus(other), reduced) if first.reduced is not None else None,
-        evicted_to=first.evicted_to if is_even else None,
-        clock=clock,
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.shard_writer import ShardRecord, with_shards
+from recckpt.checkpoint.shard_writer import ShardWriter, with_shards
 from recckpt.convert.row_runs import RowRuns
 from recckpt.convert.source import SourceContents
 from recckpt.format import layout
@@ -35,11 +36,16 @@ class NewCheckpoint:
 
 def write_new(to: Attempt, new: NewCheckpoint, advance: Advance) -> Content:
     """Write all files of a checkpoint, and return what it holds."""
-    records = [_write_shard(to, new, number, advance) for number in range(new.shards)]
-    return with_shards(Content((), (), (), names=_names(new.contents), state=new.state, writer=WRITER), records)
+    records, rows = [], Counter[str]()
+    for number in range(new.shards):
+        shard = _written_shard(to, new, number, advance)
+        records.append(shard.record())
+        rows.update(shard.catalog.rows)
+    tables = tuple(TableEntry(runs.table.name, rows[runs.table.name], runs.table.slots) for runs in new.tables)
+    return with_shards(Content((), tables, (), names=_names(new.contents), state=new.state, writer=WRITER), records)
 
 
-def _write_shard(to: Attempt, new: NewCheckpoint, number: int, advance: Advance) -> ShardRecord:
+def _written_shard(to: Attempt, new: NewCheckpoint, number: int, advance: Advance) -> ShardWriter:
     """Write the rows and the positions of one shard, and of the first one all else; a tensor at a time is in memory."""
     shard, own, contents = to.shard(number, new.shards), gen_slice(number, new.shards), new.contents
     shard.rows(new.tables, 1, advance, buckets=(own.begin, own.end))
@@ -54,9 +60,7 @@ def _write_shard(to: Attempt, new: NewCheckpoint, number: int, advance: Advance)
         from recckpt.dense.state_copy import portable  # torch, which rows do without
 
         shard.states({name: portable(what, dict(state)) for name, (what, state) in states.items()})
-    rows = shard.catalog.rows
-    tables = (runs.table for runs in new.tables)
-    return shard.record([TableEntry(table.name, rows.get(table.name, 0), table.slots) for table in tables])
+    return shard
 
 
 def _state(contents: SourceContents) -> dict[str, Any]:

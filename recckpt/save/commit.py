@@ -22,11 +22,13 @@ from recckpt.output_dir.writer import WRITER
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep, idle
 from recckpt.save.decide import SavePlan
+from recckpt.save.full_or_delta import Kind
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import SaveInfo, SaveTotals
 from recckpt.save.stage import Staged
 from recckpt.save.totals import totals_of
 from recckpt.save.write import RankRecord
+from recckpt.save.written_tables import tables_of_all
 
 log = logging.getLogger("recckpt")
 
@@ -93,7 +95,7 @@ def head_of(staged: Staged, names: Names, attempt: Attempt, info: SaveInfo) -> M
 
 
 def commit(
-    records: Sequence[RankRecord], head: Manifest, job: Job, to: Destination, *, attempt: Attempt, base: str | None
+    records: Sequence[RankRecord], head: Manifest, job: Job, to: Destination, *, attempt: Attempt, kind: Kind
 ) -> Commit:
     """Make visible, as rank 0, what all ranks wrote.
 
@@ -103,7 +105,7 @@ def commit(
         job: the save.
         to: where it goes.
         attempt: what the ranks wrote for.
-        base: save id of what a delta stands on.
+        kind: what the save is.
 
     Raises:
         SaveFailedError: a rank wrote for another attempt.
@@ -115,11 +117,13 @@ def commit(
         for rank, record in enumerate(records):
             if record.shard.save_id != head.save_id:
                 raise info.failure(rank, f"it wrote for save {record.shard.save_id}, expected {head.save_id}")
-        manifest = with_shards(replace(head, time=committing.time_now()), [record.shard for record in records])
-        totals = totals_of(records, manifest.tables)
+        tables = tables_of_all([record.tables for record in records], kind.replaced)
+        head = replace(head, time=committing.time_now(), tables=tables)
+        manifest = with_shards(head, [record.shard for record in records])
+        totals = totals_of(records, tables)
         info.note_written(totals)
-        if base is not None:
-            manifest = _standing_on(committing.chain_of(to.fence.listing, base), manifest)
+        if kind.base is not None:
+            manifest = _standing_on(committing.chain_of(to.fence.listing, kind.base), manifest)
         manifest = attempt.commit(to.fence, manifest, to.transfers.visible)
         info.outcome.note_committed()
     return Commit(manifest, totals, info.commit_sec)

@@ -109,7 +109,7 @@ def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Dest
         return own[0]
 
     def commit_all(records: list[RankRecord]) -> Commit:
-        commits.append(commit(records, head, job, to, attempt=attempt, base=staged.kind.base))
+        commits.append(commit(records, head, job, to, attempt=attempt, kind=staged.kind))
         return commits[0].for_others
 
     path = layout.join(to.storage.url.removesuffix("/"), attempt.directory)

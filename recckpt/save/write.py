@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.shard_writer import ShardRecord
+from recckpt.checkpoint.shard_writer import ShardRecord, ShardWriter
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
-from recckpt.format.reduced import Reduced
-from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
 from recckpt.output_dir.fence import check_epoch
@@ -20,8 +20,8 @@ from recckpt.parallel.threads import run_all
 from recckpt.save.job import Destination, Job
 from recckpt.save.save_info import RankTimes, SaveInfo
 from recckpt.save.stage import Staged
+from recckpt.save.written_tables import NamesAndSlots, WrittenTables
 from recckpt.sparse.files.reduced_rows import ReducedSource
-from recckpt.sparse.files.table_rows import TableSource
 from recckpt.storage import NewFiles
 from recckpt.storage.retry import is_transient
 from recckpt.storage.staged_upload import Outbox
@@ -33,6 +33,7 @@ class RankRecord:
     """What one rank wrote, and how that went."""
 
     shard: ShardRecord
+    tables: WrittenTables
     times: RankTimes  # how long it took
     n_kept: int  # rows that were copied aside because training changed them meanwhile
     n_evicted: int  # rows that its tables have evicted
@@ -80,14 +81,15 @@ class RankWriter:
         if self._rank:
             Lookout(to.storage, to.transfers.visible, self._check_owner).check_intent(self._intent)
         with Outbox(to.storage, to.transfers) as outbox:
-            record = self._write_to(outbox, staged, progress)
+            shard = self._write_to(outbox, staged, progress)
+            record, tables = shard.record(), _written_tables(staged, shard.catalog)
             staged.release()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
         n_bytes, write_sec = sum(file.n_bytes for file in record.files), time.perf_counter() - begin
         times = RankTimes(info.stage_sec, info.blocked_sec, write_sec, n_bytes)
-        return RankRecord(record, times, sum(table.n_kept for table in staged.tables), staged.n_evicted)
+        return RankRecord(record, tables, times, sum(table.n_kept for table in staged.tables), staged.n_evicted)
 
-    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardRecord:
+    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardWriter:
         shard = Attempt(self._to.storage, self._intent).shard(self._rank, self._ranks, outbox)
         dense = staged.dense if self._rank == 0 else None
         pieces: list[Callable[[], None]] = [
@@ -96,7 +98,7 @@ class RankWriter:
             lambda: self._to.sparse_saver.save(staged.tables, shard, progress.advance),
         ]
         run_all(lambda piece: piece(), pieces, self._to.concurrency)
-        return shard.record(_entries(staged, shard.catalog))
+        return shard
 
     def _states(self, staged: Staged) -> dict[str, Mapping[str, Any]]:
         """Return what this rank writes beside its tensors and its rows, by file."""
@@ -111,29 +113,16 @@ class RankWriter:
         return states
 
 
-def _entries(staged: Staged, catalog: Catalog) -> tuple[TableEntry, ...]:
+def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
     """Return what this rank has of each table."""
-    alike = {t.slots: t.slots for t in staged.tables}  # rank 0 is sent this: what is one object is sent once
-    return tuple(
-        TableEntry(
-            t.name,
-            t.n_all,
-            alike[t.slots],
-            _delta_rows(t, staged, catalog),
-            _reduced(t),
-            staged.evicted_to.get(t.name),
-            staged.clock.get(t.name),
-        )
-        for t in staged.tables
+    tables, deletes = staged.tables, catalog.deletes
+    counts = [[table.n_all for table in tables]]
+    if staged.kind.base is not None:
+        counts += [[table.n_rows for table in tables], [deletes.get(table.name, 0) for table in tables]]
+    return WrittenTables(
+        NamesAndSlots.of({table.name: table.slots for table in tables}),
+        np.array(counts, np.int64),
+        {table.name: table.reduced for table in tables if isinstance(table, ReducedSource)},
+        {name: step for name, step in staged.evicted_to.items() if step is not None},
+        {name: dates for name, dates in staged.clock.items() if dates is not None},
     )
-
-
-def _reduced(table: TableSource) -> Reduced | None:
-    return table.reduced if isinstance(table, ReducedSource) else None
-
-
-def _delta_rows(table: TableSource, staged: Staged, catalog: Catalog) -> DeltaRows | None:
-    """Return the counts of a table in a delta, None for a full checkpoint."""
-    if staged.kind.base is None:
-        return None
-    return DeltaRows(table.n_rows, catalog.deletes.get(table.name, 0), table.name in staged.kind.replaced)

@@ -130,8 +130,8 @@ OF_MARKS = {
     ),
     "replaced_is_agreed": Plant(
         f"{SAVE}.full_or_delta:agreed_kind",
-        "name for name, ranks in tables.items() if any(each.is_replaced for each in ranks)",
-        "name for name, table in first.tables.items() if table.is_replaced",
+        "compress(tables.names, tables.is_replaced)",
+        "compress(first.tables.names, first.tables.is_replaced)",
     ),
     "ephemeral_keeps_marks": Plant(
         f"{SAVE}.save:write_and_commit",

@@ -28,8 +28,8 @@ def failed(phase, reason="OSError: down"):
 
 
 def delta(n_changed, n_bytes, room=WIDE, chain=None):
-    table = TableChanges(n_changed, 10, n_bytes // 10, is_replaced=False, is_saved_otherwise=False)
-    base = DeltaProposal(Deltas(full_every=3), "b", chain or Chain(1, 10, 100), {"t": table})
+    tables = TableChanges.of({"t": (n_changed, 10, n_bytes // 10, False, False)})
+    base = DeltaProposal(Deltas(full_every=3), "b", chain or Chain(1, 10, 100), tables)
     return replace(proposal(n_bytes=n_bytes, room=room, delta=base), writes_deltas=True)
 
 

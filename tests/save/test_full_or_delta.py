@@ -8,10 +8,8 @@ POLICY = Deltas(full_every=3)
 
 def proposal(base="b", chain=None, **tables):
     """Return what a rank proposes, of tables as (changed, rows), or (changed, rows, True) where it has to hold all."""
-    counts = {
-        name: TableChanges(changed, rows, 10, bool(rest), False) for name, (changed, rows, *rest) in tables.items()
-    }
-    return DeltaProposal(POLICY, base, chain, counts)
+    rows = {name: (changed, rows, 10, bool(rest), False) for name, (changed, rows, *rest) in tables.items()}
+    return DeltaProposal(POLICY, base, chain, TableChanges.of(rows))
 
 
 CHAIN = Chain(1, 10, 100)

@@ -1,6 +1,7 @@
 """Checkpoints of tables alone, and damaged ones whose planted fault is the only one."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,15 +95,17 @@ def save_tables(
     """Commit a checkpoint of the tables of each shard, and of nothing else."""
     fence = fence_of(storage)
     attempt = Attempt.begin(storage, fence, ckpt_id, step=fields.get("step"), overwrite=overwrite)
-    records = []
+    records, rows, slots = [], Counter[str](), {}
     for number, tables in enumerate(shards):
         sources = [source_of(table) for table in tables]
         shard = attempt.shard(number, len(shards))
         SparseSaver(concurrency, batch_bytes=batch_bytes).save(sources, shard, advance)
-        records.append(shard.record([TableEntry(source.name, source.n_rows, source.slots) for source in sources]))
+        records.append(shard.record())
+        rows.update({source.name: source.n_rows for source in sources})
+        slots |= {source.name: source.slots for source in sources}
     head = Manifest(
         (),
-        (),
+        tuple(TableEntry(name, rows[name], slots[name]) for name in slots),
         (),
         ckpt_id=ckpt_id,
         save_id=attempt.save_id,
