@@ -50,29 +50,6 @@ class Group(Protocol):
         """Return another group of the same ranks, for another thread. Collective."""
 
 
-class SoloGroup:
-    """One rank, alone; its own twin."""
-
-    rank, size = 0, 1
-    is_lost = is_over = False
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the one value."""
-        return [value]
-
-    def gather_to_first(self, value: Any) -> list[Any]:
-        """Return the one value."""
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-    def twin(self) -> SoloGroup:
-        """Return itself."""
-        return self
-
-
 class ProcessGroup:
     """The ranks of ``torch.distributed``, over a gloo group of their own, so that no training collective is met.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from recckpt.errors import RankLostError, RecckptError
-from recckpt.parallel.process_group import Group, SoloGroup, group_of
+from recckpt.parallel.process_group import Group, group_of
 
 DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
@@ -57,7 +57,7 @@ class Ranks:
     Attributes:
         rank: number of this rank.
         size: number of ranks.
-        connection: how they reach each other.
+        connection: how they reach each other; None for a rank that is alone.
         failed: makes the error that all ranks raise where one had an error that is not ours: (rank, text) -> error;
             None where a rank raises its own as it is.
         lost: makes the error that is raised where a rank is missing; None for RankLostError as it is.
@@ -66,7 +66,7 @@ class Ranks:
 
     rank: int
     size: int
-    connection: Connection
+    connection: Connection | None = None
     failed: Failed | None = None
     lost: Lost | None = None
     is_background: bool = False
@@ -83,12 +83,12 @@ class Ranks:
     @property
     def has_lost(self) -> bool:
         """Whether a rank is known to be missing, so that all these methods raise at once. Not collective."""
-        return self.connection.is_lost
+        return self.connection is not None and self.connection.is_lost
 
     @property
     def is_over(self) -> bool:
         """Whether the process group that they belong to has been destroyed. Not collective."""
-        return self.connection.is_over
+        return self.connection is not None and self.connection.is_over
 
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all ranks, in their order. Collective.
@@ -96,7 +96,9 @@ class Ranks:
         Raises:
             RankLostError: a rank is missing; or what ``lost`` makes of it, here as in all methods.
         """
-        return self._act(lambda group: group.all_gather(own))
+        if self.connection is None:
+            return [own]
+        return self._act(self.connection, lambda group: group.all_gather(own))
 
     def on_all(self, work: Callable[[], _T]) -> list[_T]:
         """Do work on every rank and return all results, in order of rank. Collective.
@@ -104,6 +106,8 @@ class Ranks:
         Raises:
             RecckptError: work failed on a rank; all raise the failure of the first.
         """
+        if self.connection is None:
+            return [self._alone(work)]
 
         def act(group: Group) -> list[_T]:
             result, failure = _outcome(work)
@@ -112,7 +116,7 @@ class Ranks:
                 self._raise_alike(rank, reason, failure if rank == group.rank else None)
             return [result for result, _ in outcomes]
 
-        return self._act(act)
+        return self._act(self.connection, act)
 
     def on_each(self, work: Callable[[], _T]) -> _T:
         """Do work on every rank and return what it gave here; no rank is sent the result of another. Collective.
@@ -130,6 +134,8 @@ class Ranks:
         Raises:
             RecckptError: work failed there; all raise alike.
         """
+        if self.connection is None:
+            return self._alone(work)
 
         def act(group: Group) -> _T:
             own, failure = _outcome(work) if group.rank == 0 else (None, None)
@@ -137,7 +143,7 @@ class Ranks:
             self._raise_alike(0, reason, failure)
             return cast(_T, result)
 
-        return self._act(act)
+        return self._act(self.connection, act)
 
     def concluded(self, work: Callable[[], _T], conclude: Callable[[list[_T]], _R]) -> _R:
         """Do work on every rank, send the results to rank 0, and return on all what it concludes from them. Collective.
@@ -152,6 +158,8 @@ class Ranks:
         Raises:
             RecckptError: as :meth:`on_all`; or ``conclude`` failed, and all raise alike.
         """
+        if self.connection is None:
+            return self._alone(lambda: conclude([work()]))
 
         def act(group: Group) -> _R:
             result, failure = _outcome(work)
@@ -168,11 +176,22 @@ class Ranks:
             self._raise_alike(rank, reason, own if rank == group.rank else None)
             return cast(_R, conclusion)
 
-        return self._act(act)
+        return self._act(self.connection, act)
 
-    def _act(self, act: Callable[[Group], _T]) -> _T:
+    def _alone(self, work: Callable[[], _T]) -> _T:
+        """Do work as the only rank; what goes wrong is raised as where there are several."""
         try:
-            return act(self.connection.groups[self.is_background])
+            return work()
+        except RecckptError:
+            raise
+        except Exception as error:
+            if self.failed is None:
+                raise
+            raise self.failed(0, f"{type(error).__name__}: {error}") from error
+
+    def _act(self, connection: Connection, act: Callable[[Group], _T]) -> _T:
+        try:
+            return act(connection.groups[self.is_background])
         except RankLostError as error:
             if self.lost is None:
                 raise
@@ -208,11 +227,9 @@ class RanksNow(dict[tuple[int, int], Ranks]):
         """
         rank, size = key = this_rank(shard_id, shard_num)
         if key not in self or self[key].is_over:
-            self[key] = Ranks(rank, size, Connection(lambda: self._connected(rank, size)))
+            connection = Connection(lambda: group_of(rank, size, self._timeout_sec)) if size > 1 else None
+            self[key] = Ranks(rank, size, connection)
         return self[key]
-
-    def _connected(self, rank: int, size: int) -> Group:
-        return SoloGroup() if size == 1 else group_of(rank, size, self._timeout_sec)
 
     @property
     def has_lost(self) -> bool:

@@ -13,7 +13,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.parallel.ranks import Ranks
 from recckpt.text import one_line
 
-_LEFT_OUT = frozenset({"path", "metrics"})  # in the file, which lies beside the checkpoints
+_LEFT_OUT = frozenset({"path", "metrics", "outcome"})  # in the file, which lies beside the checkpoints
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 
 
@@ -103,6 +103,7 @@ class SaveInfo:
         max_rank_bytes: what the rank that wrote most has written.
         path: where the checkpoint lies, a path or URL; empty until it is committed.
         metrics: the numbers of its ``state``, once it is committed.
+        outcome: what is known of it where a rank turns out to be missing.
         error: why it failed, None where it has not. A save may be committed and fail all the same: it has a path then.
     """
 
@@ -133,15 +134,10 @@ class SaveInfo:
     largest_errors: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     error: Exception | None = None
-    _outcome: CommitState = field(default_factory=CommitState, repr=False)
+    outcome: CommitState = field(default_factory=CommitState, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
     _others_blocked_sec: float = field(default=0.0, repr=False)
-
-    @property
-    def outcome(self) -> CommitState:
-        """What is known of it so far."""
-        return self._outcome
 
     def failure(self, rank: int, cause: str) -> SaveFailedError:
         """Return the error of this save where a rank failed."""

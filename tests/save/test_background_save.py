@@ -12,7 +12,6 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import RankLostError, SaveFailedError
-from recckpt.parallel.process_group import SoloGroup
 from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.save import save as hallway
 from recckpt.save.background_save import SaveHandle, settle_on_all
@@ -358,10 +357,13 @@ def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeyp
         Saver(saver.model, None, str(tmp_path), min_free_bytes=-1)
 
 
-class _Losing(SoloGroup):
+class _Losing:
     """Two ranks, of which the other is lost at some time."""
 
-    size, is_lost = 2, False
+    rank, size, is_lost = 0, 2, False
+
+    def twin(self):
+        return self
 
     def all_gather(self, value):
         if self.is_lost:
