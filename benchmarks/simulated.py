@@ -136,9 +136,8 @@ class HollowSaver(SparseSaver):
             for begin, values in zip(begins, sums, strict=True):
                 end = min(begin + rows, begins.stop)
                 met = np.searchsorted(up_to, [(begin + 1) * size, end * size])
-                yield Batch(
-                    cut.table, end - begin, (int(met[0]), int(met[1]) + 1), dict(zip(columns, values, strict=True))
-                )
+                buckets, ids = (int(met[0]), int(met[1]) + 1), (-(2**63) + begin, 2**63 - end)
+                yield Batch(cut.table, end - begin, buckets, ids, dict(zip(columns, values, strict=True)))
 
 
 def _size_of(table: HollowTable, slice: Slice) -> TableBytes:

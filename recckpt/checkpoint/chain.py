@@ -13,6 +13,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
+from recckpt.sparse.files.id_set import IdSet
 from recckpt.storage import Storage
 from recckpt.types import SlotSpec
 
@@ -86,8 +87,13 @@ class OpenChain:
         """Return a chain of its newest links alone: what they hold, and nothing of what they stand on."""
         return OpenChain(self.storage, self.checkpoint, self.links[:count], self.files)
 
-    def table(self, name: str, slots: Sequence[str]) -> ChainTable:
+    def table(self, name: str, slots: Sequence[str], ids: Int64s | None = None) -> ChainTable:
         """Return the reader of a table, whose rows are merged from the links down to one that holds all of it.
+
+        Args:
+            name: of the table.
+            slots: to read.
+            ids: sorted, each once: the only ones that are looked for, so that shards without them are not opened.
 
         Raises:
             CorruptCheckpointError: a catalog is damaged, or a link lacks the table or has it with other slots.
@@ -95,7 +101,8 @@ class OpenChain:
         from recckpt.sparse.files.chain_table import ChainTable
         from recckpt.sparse.files.link_cursors import down_to_whole
 
-        return ChainTable(down_to_whole(link.reader(name, slots) for link in self.links))
+        sought = None if ids is None else IdSet(ids)
+        return ChainTable(down_to_whole(link.reader(name, slots, sought) for link in self.links))
 
     def find(self, table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
         """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one knows.

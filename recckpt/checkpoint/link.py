@@ -12,9 +12,11 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import FileEntry
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
-from recckpt.sparse.files.catalogs import met_shards, parts_by_shard, read_catalogs
+from recckpt.sparse.files.catalogs import met_shards, parts_by_shard, read_catalog, read_catalogs, shards_with
+from recckpt.sparse.files.id_set import IdSet
 from recckpt.storage import Storage
 
 if TYPE_CHECKING:  # they import pyarrow, which takes its time, and who reads no rows does without
@@ -36,6 +38,7 @@ class OpenLink:
         self.directory, self.manifest = checkpoint.directory, checkpoint.manifest
         self.indexes: dict[str, RowIndex] = {}  # by table
         self._catalogs = catalogs
+        self._by_shard = dict(enumerate(catalogs or ()))
         self._lock = threading.Lock()
 
     @classmethod
@@ -48,8 +51,8 @@ class OpenLink:
         """The catalogs of all shards; CorruptCheckpointError where one is damaged."""
         return read_catalogs(self.checkpoint, self.files) if self._catalogs is None else self._catalogs
 
-    def reader(self, table: str, slots: Sequence[str]) -> TableReader:
-        """Return the reader of what its own files hold of a table.
+    def reader(self, table: str, slots: Sequence[str], ids: IdSet | None = None) -> TableReader:
+        """Return the reader of what its own files hold of a table; with ids, only of shards that may have any of them.
 
         Raises:
             CorruptCheckpointError: a catalog is damaged, or it lacks the table, on which newer links stand.
@@ -60,7 +63,20 @@ class OpenLink:
         if entry is None:
             path, expected = layout.join(self.directory, layout.MANIFEST), "the table, whose rows newer links change"
             raise CorruptCheckpointError(path, f"table {table!r}", found="no such table", expected=expected)
-        return TableReader(self.files, self.directory, self.catalogs, entry, slots)
+        catalogs = self.catalogs if ids is None else self._catalogs_with(entry, ids)
+        return TableReader(self.files, self.directory, catalogs, entry, slots)
+
+    def _catalogs_with(self, table: TableEntry, ids: IdSet) -> Sequence[Catalog]:
+        """Return the catalogs of the shards that may have rows or deletes of ids; reads no others."""
+        numbers = shards_with(self.manifest, table, ids)
+        every = len(numbers) == len(self.manifest.shards)
+        return self.catalogs if every else [self._catalog(number) for number in numbers]
+
+    def _catalog(self, number: int) -> Catalog:
+        catalog = self._by_shard.get(number)
+        if catalog is None:
+            catalog = self._by_shard[number] = read_catalog(self.checkpoint, self.files, number)
+        return catalog
 
     def index(self, table: TableReader) -> RowIndex:
         """Return where the rows of a table of this link lie. Thread-safe."""

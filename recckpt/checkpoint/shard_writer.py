@@ -11,7 +11,8 @@ from recckpt.format import catalog as catalogs
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Catalog, Part, PartKind
-from recckpt.format.manifest import Content, FileEntry, ShardEntry
+from recckpt.format.manifest import Content, FileEntry
+from recckpt.format.shards import ShardEntry, in_manifest
 from recckpt.output_dir.checkpoint_dir import Intent, read_checked
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.part_plan import PartPlan, TableBytes, plan_parts
@@ -116,7 +117,7 @@ class ShardWriter:
         if self._is_read_back:
             read_checked(self._storage, self.directory, entry)
         files = (*self._files, *(FileEntry(part.file, part.n_bytes) for part in self._parts), entry)
-        return ShardRecord(self._save_id, ShardEntry(entry.name, catalog.buckets), files)
+        return ShardRecord(self._save_id, ShardEntry(entry.name, catalog.buckets, catalog.ids), files)
 
     def _create_part(self, plan: PartPlan, holds: PartKind) -> tuple[str, Sink]:
         if holds == "rows":
@@ -139,6 +140,6 @@ def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
     files = (*head.files, *(file for record in records for file in record.files))
     return replace(
         head,
-        shards=tuple(record.shard for record in records),
+        shards=in_manifest([record.shard for record in records]),
         files=tuple(sorted(files, key=attrgetter("name"))),
     )

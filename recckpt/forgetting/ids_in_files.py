@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.checkpoint.link import OpenLink
-from recckpt.format.buckets import bucket_of
-from recckpt.format.distinct import distinct, is_among
+from recckpt.format.distinct import is_among
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.forget_requests import meant_in, tables_of
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.sparse.files.id_set import IdSet
 from recckpt.sparse.files.once import ABSENT, DELETED, newest
 from recckpt.storage import Storage
 
@@ -69,12 +69,12 @@ def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
     rows, deletes = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
     n_deletes, parts = 0, set[str]()
     if entry is not None:
-        buckets = distinct(bucket_of(ids))
+        sought = IdSet(ids)
         reader = link.reader(entry.name, ())
-        for catalog in link.catalogs:
-            for part, _, batch in reader.batches(catalog, "rows", buckets):
+        for catalog in reader.catalogs:
+            for part, _, batch in reader.batches(catalog, "rows", sought):
                 parts.update([part.file] if _mark(rows, ids, ids_in(batch)) else ())
-            for part, _, batch in reader.batches(catalog, "deletes", buckets):
+            for part, _, batch in reader.batches(catalog, "deletes", sought):
                 n_common = _mark(deletes, ids, ids_in(batch))
                 n_deletes += n_common
                 parts.update([part.file] if n_common else ())

@@ -137,8 +137,7 @@ class Fields:
     def number(self, key: str) -> float:
         """Return a field that is a number of at least 0."""
         value: Any = self._values.get(key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= sys.float_info.max:
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
             raise self.wrong(key, repr(value), "a number of at least 0")
         return float(value)
 
@@ -150,12 +149,30 @@ class Fields:
                 raise self.wrong(f"{key}[{i}]", repr(value), f"an int of at least {low}, below 10^18")
         return tuple(values)
 
+    def lists_of_counts(self, key: str) -> tuple[tuple[int, ...], ...]:
+        """Return a field that is a list of lists of ints."""
+        lists = {f"{key}[{i}]": values for i, values in enumerate(self._get(key, list))}
+        inside = Fields(lists, self.path, self._inside, self._key)
+        return tuple(inside.counts(name) for name in lists)
+
     def buckets(self) -> tuple[int, int]:
         """Return the field ``buckets``: [begin, end) within 0 to 65,536."""
         values = self.counts("buckets")
         if len(values) != 2 or not values[0] <= values[1] <= 65536:
             raise self.wrong("buckets", str(values), "[begin, end) within 0 to 65536")
         return values[0], values[1]
+
+    def id_range(self, key: str) -> tuple[int, int]:
+        """Return a field that is the least and the greatest of some ids."""
+        values = self._get(key, list)
+        if len(values) != 2 or {*map(type, values)} != {int} or not -(2**63) <= values[0] <= values[1] < 2**63:
+            raise self.wrong(key, str(values), "[least, greatest], which are int64")
+        return values[0], values[1]
+
+    def id_ranges(self, key: str) -> dict[str, tuple[int, int]]:
+        """Return a field that is an object of such ranges."""
+        inside = self.mapping(key)
+        return {name: inside.id_range(name) for name in inside._values}
 
     def texts(self, key: str) -> list[str]:
         """Return a field that is a list of strings."""

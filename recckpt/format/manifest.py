@@ -13,6 +13,7 @@ from recckpt.format import layout
 from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, seal
 from recckpt.format.links import FormOf, Link, Parent, RevisionOf, links_json, parse_links
 from recckpt.format.safe_names import checked_name
+from recckpt.format.shards import ShardEntry, check_shards, parse_shard, shard_json
 from recckpt.format.tables import TableEntry, parse_table, table_json
 from recckpt.format.training import Training, parse_training, training_json
 from recckpt.text import nearest
@@ -33,14 +34,6 @@ class FileEntry:
     name: str
     n_bytes: int
     xxh3: int | None = None
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    """Where a shard's catalog is and which buckets [begin, end) its rows lie in."""
-
-    catalog: str
-    buckets: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -197,7 +190,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 def content_json(of: Content) -> dict[str, Any]:
     """Return the JSON fields that say what a checkpoint holds."""
     return {
-        "shards": [{"catalog": s.catalog, "buckets": list(s.buckets)} for s in of.shards],
+        "shards": [shard_json(shard) for shard in of.shards],
         "tables": [table_json(table) for table in of.tables],
         "files": [_file_json(file) for file in of.files],
         "names": {
@@ -247,7 +240,7 @@ def _from_fields(fields: Fields, xxh3: int) -> Manifest:
 def parse_content(fields: Fields, *, of_delta: bool) -> Content:
     """Return what :func:`content_json` wrote; CorruptCheckpointError where it contradicts itself."""
     content = Content(
-        shards=tuple(_shard(entry) for entry in fields.objects("shards")),
+        shards=tuple(parse_shard(entry) for entry in fields.objects("shards")),
         tables=tuple(parse_table(entry, of_delta=of_delta) for entry in fields.objects("tables")),
         files=tuple(_file(entry) for entry in fields.objects("files")),
         names=_names(fields.mapping("names")),
@@ -274,11 +267,6 @@ def _names(fields: Fields) -> Names:
     return Names(**names)
 
 
-def _shard(fields: Fields) -> ShardEntry:
-    catalog = checked_name(fields.text("catalog"), fields.path)
-    return ShardEntry(catalog, fields.buckets())
-
-
 def _file(fields: Fields) -> FileEntry:
     name = checked_name(fields.text("name"), fields.path)
     xxh3 = None if layout.is_part(name) else fields.checksum("xxh3")
@@ -291,9 +279,4 @@ def _check_consistent(content: Content, fields: Fields) -> None:
         twice = first_repeat(listed)
         if twice is not None:
             raise fields.wrong(key, f"{twice!r} twice", "different names")
-    count, in_files = len(content.shards), set(names["files"])
-    if not count:
-        raise fields.wrong("shards", "none", "at least one")
-    for number, shard in enumerate(content.shards):
-        if shard.catalog != layout.catalog(number, count) or shard.catalog not in in_files:
-            raise fields.wrong(f"shards[{number}].catalog", shard.catalog, f"{layout.catalog(number, count)}, listed")
+    check_shards(content.shards, set(names["files"]), set(names["tables"]), fields)

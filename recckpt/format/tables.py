@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 from recckpt.format.json_fields import Fields
@@ -31,6 +33,14 @@ class ClockDates(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LiveLayout:
+    """How a table lay in memory of another library, as rows in places with numbers."""
+
+    n_rows: int  # how many rows it has places for
+    columns: tuple[tuple[int, int], ...] = ()  # ranges [begin, end) with a value each in slots; () where none has
+
+
+@dataclass(frozen=True)
 class TableEntry:
     """A table as it was saved: rows over all shards, and its slots; of a delta, also which rows it has itself."""
 
@@ -41,6 +51,7 @@ class TableEntry:
     reduced: Reduced | None = None  # what the table had more; None where it was saved as it was
     evicted_to: int | None = None  # the step up to which eviction was done; None where nothing is evicted in steps
     clock: ClockDates | None = None  # of ``last_time`` in rows; None where it has no date of the clock
+    live: LiveLayout | None = None  # of a table that was another library's
 
     @property
     def row_bytes(self) -> int:
@@ -70,7 +81,15 @@ def table_json(table: TableEntry) -> dict[str, Any]:
         entry["evicted_to"] = table.evicted_to
     if table.clock is not None:
         entry["clock"] = table.clock._asdict()
+    if table.live is not None:
+        entry["live"] = live_json(table.live)
     return entry
+
+
+def live_json(live: LiveLayout) -> dict[str, Any]:
+    """Return the JSON object of a layout."""
+    columns = {"columns": [list(each) for each in live.columns]} if live.columns else {}
+    return {"n_rows": live.n_rows, **columns}
 
 
 def _slot_json(slot: SlotSpec) -> dict[str, Any]:
@@ -94,7 +113,23 @@ def parse_table(fields: Fields, *, of_delta: bool) -> TableEntry:
     reduced = parse_reduced(fields.mapping("reduced"), slots) if fields.has("reduced") else None
     evicted_to = fields.count("evicted_to") if fields.has("evicted_to") else None
     clock = _clock(fields.mapping("clock")) if fields.has("clock") else None
-    return TableEntry(name, rows, slots, delta, reduced, evicted_to, clock)
+    live = _live(fields.mapping("live"), rows, slots) if fields.has("live") else None
+    return TableEntry(name, rows, slots, delta, reduced, evicted_to, clock, live)
+
+
+def _live(fields: Fields, rows: int, slots: tuple[SlotSpec, ...]) -> LiveLayout:
+    n_rows = fields.count("n_rows", low=1)
+    if n_rows < rows:
+        raise fields.wrong("n_rows", str(n_rows), f"places for the {rows} rows at least")
+    if not fields.has("columns"):
+        return LiveLayout(n_rows)
+    columns = fields.lists_of_counts("columns")
+    borders = [0, *(each[-1] if each else 0 for each in columns)]
+    ranges = tuple(pairwise(borders))
+    [width] = (prod(slot.shape) for slot in slots if slot.name == EMBEDDING)
+    if ranges != columns or sorted({*borders}) != borders or borders[-1] != width:
+        raise fields.wrong("columns", str(columns), f"ranges [begin, end) in order and without gaps, from 0 to {width}")
+    return LiveLayout(n_rows, ranges)
 
 
 def _clock(fields: Fields) -> ClockDates:

@@ -159,7 +159,7 @@ class CheckpointReader:
         Args:
             name: the table.
             columns: slots to read beside ``id``; None for all.
-            ids: only the rows of these ids; batches that cannot hold them are not read.
+            ids: only the rows of these ids; shards and batches that cannot hold them are not read.
 
         Raises:
             KeyError: no such table or slot.
@@ -167,8 +167,10 @@ class CheckpointReader:
             CorruptCheckpointError: a file is damaged, or an id occurs twice.
             CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
         """
-        table = self._table(name, columns)
-        return table.all_rows() if ids is None else table.rows_of(distinct(as_ids(ids)))
+        if ids is None:
+            return self._table(name, columns).all_rows()
+        sought = distinct(as_ids(ids))
+        return self._table(name, columns, sought).rows_of(sought)
 
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
         """Return one row for each of ``ids``, in their order, and which of them the table has. Thread-safe.
@@ -248,14 +250,16 @@ class CheckpointReader:
     def _slot(self, name: str) -> tuple[TableEntry, SlotSpec] | None:
         return None if name in self._chain.tensors.model else slot_named(name, self.manifest)
 
-    def _table(self, name: str, columns: Collection[str] | None) -> ChainTable:
+    def _table(
+        self, name: str, columns: Collection[str] | None, ids: npt.NDArray[np.int64] | None = None
+    ) -> ChainTable:
         slots = [slot.name for slot in self.manifest.named_table(name).slots]
         if isinstance(columns, str):
             raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
         for column in columns or ():
             if column not in (*slots, ID):
                 raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
-        return self._chain.table(name, [slot for slot in slots if columns is None or slot in columns])
+        return self._chain.table(name, [slot for slot in slots if columns is None or slot in columns], ids)
 
     @property
     def _chain(self) -> OpenChain:

@@ -16,11 +16,10 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.distinct import distinct
-from recckpt.format.manifest import ShardEntry
+from recckpt.format.shards import ShardEntry, overlap
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
-from recckpt.sparse.files.id_check import overlap
 from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.storage import NOT_READABLE, Storage, missing
 from recckpt.storage.local_files import mapped
@@ -169,7 +168,7 @@ class _FormerShards:
     """Tells which ids a shard before this one had. Keeps 8 bytes an id, and nothing where shards do not overlap."""
 
     def __init__(self, shards: Sequence[ShardEntry]) -> None:
-        self._may_repeat = overlap([shard.buckets for shard in shards if shard.buckets != (0, 0)])
+        self._may_repeat = overlap([shard.buckets for shard in shards])
         self._before, self._own = NamedIds(), list[Int64s]()
 
     def next_shard(self) -> None:

@@ -28,7 +28,7 @@ from recckpt.output_dir.checkpoint_dir import (
     read_manifest,
 )
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.catalogs import count_errors
+from recckpt.sparse.files.catalogs import count_errors, shard_errors
 from recckpt.sparse.files.id_check import repeated_between_shards
 from recckpt.sparse.files.verifier import PartCheck, VerifyTask, between_parts, check_part
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
@@ -248,9 +248,7 @@ class Checkup:
         except FormatVersionError as error:
             yield newer(error)
             return
-        if catalog.buckets != shard.buckets:
-            found, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
-            yield CorruptCheckpointError(path, "", found=found, expected=expected)
+        yield from shard_errors(self.directory, catalog, shard)
 
     def _sum_errors(self, manifest: Manifest) -> Errors:
         """Check that the catalogs together make up the manifest."""

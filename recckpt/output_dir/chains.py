@@ -131,10 +131,18 @@ def _misfits(record: Manifest, link: Manifest) -> Iterator[tuple[str, str]]:
             yield f"no table {table.name!r}", "it, since the delta does not replace it"
         elif below.slots != table.slots:
             yield f"slots {_slots(below)} in table {table.name!r}", f"{_slots(table)}, as in the delta"
+        elif below.live != table.live:
+            yield f"table {table.name!r} {_live(below)}", f"{_live(table)}, as in the delta"
 
 
 def _slots(table: TableEntry) -> str:
     return ", ".join(f"{slot.name} {slot.dtype}{list(slot.shape)}" for slot in table.slots)
+
+
+def _live(table: TableEntry) -> str:
+    if table.live is None:
+        return "not live"
+    return f"live, of {table.live.n_rows} rows and columns {list(map(list, table.live.columns))}"
 
 
 def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:

@@ -116,7 +116,7 @@ def _reasons_against(offer: Offer, age_sec: float | None, listing: Listing) -> I
     if (offer.step, offer.ephemeral) != (record.step, record.ephemeral):
         yield f"it is of step {offer.step}, ephemeral {offer.ephemeral}, the delta of {record.step}, {record.ephemeral}"
     if _contents(offer.tables) != _contents(record.tables):
-        yield "its tables, with their rows and slots, are not those of the delta"
+        yield "its tables, with their rows, slots and live layouts, are not those of the delta"
 
 
 def delta_of(offer: Offer, listing: Listing) -> Checkpoint | None:
@@ -180,7 +180,7 @@ def _read(storage: Storage, directory: str) -> Offer:
 
 
 def _contents(tables: Iterable[TableEntry]) -> dict[str, object]:
-    return {table.name: (table.rows, table.slots) for table in tables}
+    return {table.name: (table.rows, table.slots, table.live) for table in tables}
 
 
 def _is_form_of(checkpoint: Checkpoint, delta: Checkpoint) -> bool:

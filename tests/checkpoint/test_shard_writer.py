@@ -1,7 +1,8 @@
 """What the shards of an attempt hold becomes what its manifest says."""
 
 from recckpt.checkpoint.shard_writer import ShardRecord, with_shards
-from recckpt.format.manifest import Content, FileEntry, ShardEntry
+from recckpt.format.manifest import Content, FileEntry
+from recckpt.format.shards import ShardEntry
 
 
 def record(file):

@@ -7,7 +7,8 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.catalog import Batch, Catalog, Part, decode, encode
 from recckpt.format.links import Link, Parent
-from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
+from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.shards import ShardEntry
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 
@@ -36,9 +37,9 @@ def manifest() -> Manifest:
 
 def catalog(*batches: Batch) -> Catalog:
     batches = batches or (
-        Batch("item", 10, (0, 30), SUMS),
-        Batch("item", 20, (29, 65536), SUMS),
-        Batch("ü/1", 5, (7, 8), SUMS),
+        Batch("item", 10, (0, 30), (-(2**62), 90), SUMS),
+        Batch("item", 20, (29, 65536), (-(2**63), 15), SUMS),
+        Batch("ü/1", 5, (7, 8), (2**63 - 5, 2**63 - 1), SUMS),
     )
     return Catalog("ab" * 16, 0, 2, (Part(PART, 5000, 77, ("item", "ü/1"), batches),))
 
@@ -54,13 +55,14 @@ def test_a_catalog_comes_back_as_it_was():
     nothing = Catalog("ab" * 16, 1, 2, ())
     assert decode(encode(nothing), PATH, manifest(), 1) == nothing
     assert nothing.buckets == (0, 0)
-    assert nothing.rows == {}
+    assert nothing.rows == nothing.ids == {}
 
 
-def test_rows_and_buckets_are_those_of_all_batches():
+def test_rows_buckets_and_ids_are_those_of_all_batches():
     assert catalog().rows == {"item": 30, "ü/1": 5}
+    assert catalog().ids == {"item": (-(2**63), 90), "ü/1": (2**63 - 5, 2**63 - 1)}
     assert catalog().buckets == (0, 65536)
-    assert catalog(Batch("item", 1, (7, 9), SUMS), Batch("item", 1, (8, 12), SUMS)).buckets == (7, 12)
+    assert catalog(Batch("item", 1, (7, 9), (3, 3), SUMS), Batch("item", 1, (8, 12), (2, 2), SUMS)).buckets == (7, 12)
 
 
 def test_the_file_is_as_specified():
@@ -71,6 +73,7 @@ def test_the_file_is_as_specified():
         "table": 1,
         "rows": 5,
         "buckets": [7, 8],
+        "ids": [2**63 - 5, 2**63 - 1],
         "xxh3": {"table": f"{1:016x}", "id": f"{2:016x}", "embedding": f"{3:016x}", "sparse_step": "f" * 16},
     }
 
@@ -108,6 +111,13 @@ def batch(**changes):
         (batch(rows=5000 // ROW_BYTES), "parts[0].batches"),
         (batch(buckets=[3]), "parts[0].batches[0].buckets"),
         (batch(buckets=[3, 65537]), "parts[0].batches[0].buckets"),
+        (batch(ids=None), "parts[0].batches[0].ids"),
+        (batch(ids=[1]), "parts[0].batches[0].ids"),
+        (batch(ids=[90, -4]), "parts[0].batches[0].ids"),
+        (batch(ids=[0, 2**63]), "parts[0].batches[0].ids"),
+        (batch(ids=[-(2**63) - 1, 90]), "parts[0].batches[0].ids"),
+        (batch(ids=[0.0, 90.0]), "parts[0].batches[0].ids"),
+        (batch(ids=[False, 90]), "parts[0].batches[0].ids"),
         (batch(xxh3={}), "parts[0].batches[0].xxh3"),
         (batch(xxh3={**dict.fromkeys(SUMS, "0" * 16), "more": "0" * 16}), "parts[0].batches[0].xxh3"),
         (batch(xxh3=dict.fromkeys(SUMS, "0")), "parts[0].batches[0].xxh3.table"),
@@ -155,7 +165,7 @@ def test_a_catalog_of_40_000_tables_is_read_at_once():
         tables=tuple(TableEntry(name, 1, SLOTS) for name in names),
         files=(FileEntry(PART, 10**9),),
     )
-    batches = tuple(Batch(name, 1, (5, 6), SUMS) for name in names)
+    batches = tuple(Batch(name, 1, (5, 6), (1, 1), SUMS) for name in names)
     whole = Catalog("ab" * 16, 0, 1, (Part(PART, 10**9, 0, tuple(names), batches),))
     assert decode(encode(whole), PATH, big, 0) == whole
 
@@ -182,7 +192,7 @@ def delta_manifest() -> Manifest:
 
 
 def delta_catalog() -> Catalog:
-    batches = (Batch("item", 3, (0, 30), DELETE_SUMS), Batch("other", 3, (7, 9), DELETE_SUMS))
+    batches = (Batch("item", 3, (0, 30), (-9, 900), DELETE_SUMS), Batch("other", 3, (7, 9), (1, 3), DELETE_SUMS))
     part = Part(DELETES, 900, 78, ("item", "other"), batches, holds="deletes")
     return replace(catalog(), parts=(*catalog().parts, part))
 
@@ -191,6 +201,7 @@ def test_a_catalog_of_a_delta_comes_back_as_it_was_and_counts_deletes_beside_row
     found = decode(encode(delta_catalog()), PATH, delta_manifest(), 0)
     assert found == delta_catalog()
     assert found.rows == {"item": 30, "ü/1": 5}
+    assert found.ids == catalog().ids  # of rows alone
     assert found.deletes == {"item": 3, "other": 3}
     assert [(part.file, numbers) for part, numbers in found.parts_of("item", "rows")] == [(PART, [0, 1])]
     assert [(part.file, numbers) for part, numbers in found.parts_of("item", "deletes")] == [(DELETES, [0])]

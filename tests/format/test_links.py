@@ -9,7 +9,8 @@ from support.forge import sealed
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.links import FormOf, Link, Parent
-from recckpt.format.manifest import FileEntry, Manifest, ShardEntry, decode, encode
+from recckpt.format.manifest import FileEntry, Manifest, decode, encode
+from recckpt.format.shards import ShardEntry
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 

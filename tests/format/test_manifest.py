@@ -8,7 +8,8 @@ from support.forge import sealed
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, Names, ShardEntry, decode, encode
+from recckpt.format.manifest import FileEntry, Manifest, Names, decode, encode
+from recckpt.format.shards import ShardEntry
 from recckpt.format.tables import ClockDates, TableEntry
 from recckpt.format.training import Training, Unsaved, misfit
 from recckpt.types import ITEM_BYTES, SlotSpec

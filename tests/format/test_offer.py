@@ -8,8 +8,9 @@ import pytest
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.json_fields import seal
-from recckpt.format.manifest import FileEntry, Names, ShardEntry
+from recckpt.format.manifest import FileEntry, Names
 from recckpt.format.offer import Offer, Offered, decode, decode_first, encode, encode_first
+from recckpt.format.shards import ShardEntry
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 

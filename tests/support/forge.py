@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import xxhash
 
@@ -264,6 +265,8 @@ def _describe_batches(values: dict[str, Any], name: str, data: bytes, batches: l
     part |= {"bytes": len(data), "frame": f"{_frame(data):016x}"}
     for entry, batch in zip(part["batches"], batches, strict=True):
         entry["rows"] = batch.num_rows
+        if "id" in batch.schema.names and batch.schema.field("id").type == pa.int64() and batch.num_rows:
+            entry["ids"] = [pc.min(batch.column("id")).as_py(), pc.max(batch.column("id")).as_py()]
         for column in entry["xxh3"]:
             if column in batch.schema.names:
                 entry["xxh3"][column] = f"{_digest(batch.column(column)):016x}"

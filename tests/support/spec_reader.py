@@ -192,6 +192,8 @@ def _batches(
                 order = buckets_of(ids)
                 if [order[0], order[-1] + 1] != batch["buckets"] or (np.diff(order) < 0).any():
                     raise DamagedError(f"{part['file']}, batch {number}: not in the order of buckets")
+                if [ids.min(), ids.max()] != batch["ids"]:
+                    raise DamagedError(f"{part['file']}, batch {number}: ids of another range")
                 values.pop("table")
                 yield part.get("holds", "rows"), ids, values
 

@@ -29,12 +29,14 @@ class Held:
         shards: what each shard has; as many for all tables.
         replaced: whether nothing older counts.
         slots: name -> shape of each; the embedding first.
+        live: how it was live; None where it was not.
     """
 
     rows: int
     shards: Shards
     replaced: bool = False
     slots: tuple[tuple[str, tuple[int, ...]], ...] = (("embedding", (2,)),)
+    live: Mapping[str, Any] | None = None
 
     def entry(self, name: str, *, of_delta: bool) -> dict[str, Any]:
         """Return what a manifest says of it."""
@@ -43,7 +45,7 @@ class Held:
         if of_delta:
             upserts, deletes = (sum(len(shard[k]) for shard in self.shards) for k in (0, 1))
             entry["delta"] = {"upserts": upserts, "deletes": deletes, "replaced": self.replaced}
-        return entry
+        return entry if self.live is None else {**entry, "live": dict(self.live)}
 
 
 def write_full(output_dir: Path, ckpt_id: str, tables: Mapping[str, Held], **changes: Any) -> Checkpoint:
@@ -75,7 +77,7 @@ def write_delta(base: Checkpoint, ckpt_id: str, rows: int, shards: Shards, **cha
     """Write a delta of the only table of its base; arguments of :class:`Held`, and of :func:`write_delta_of`."""
     [entry] = base.manifest["tables"]
     slots = tuple((slot["name"], tuple(slot["shape"])) for slot in entry["slots"])
-    held = Held(rows, shards, changes.pop("replaced", False), slots)
+    held = Held(rows, shards, changes.pop("replaced", False), slots, changes.pop("live", entry.get("live")))
     return write_delta_of(base, ckpt_id, {entry["name"]: held}, **changes)
 
 
@@ -120,7 +122,12 @@ def write_form(delta: Checkpoint, vectors: Vectors, **changes: Any) -> Checkpoin
         "epoch": delta.manifest["epoch"] + 1,
         "seq": delta.manifest["seq"] + 7,
         "form_of": {**origin, "offer": offer},
-        **_tables(directory, offer, {entry["name"]: Held(entry["rows"], [(vectors, ())], slots=slots)}, of_delta=False),
+        **_tables(
+            directory,
+            offer,
+            {entry["name"]: Held(entry["rows"], [(vectors, ())], slots=slots, live=entry.get("live"))},
+            of_delta=False,
+        ),
         **changes,
     }
     return _sealed(directory, manifest)
@@ -148,7 +155,9 @@ def _tables(directory: Path, save_id: str, tables: Mapping[str, Held], *, of_del
         files.append({"name": f"{name}.json", "bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)})
         ranges = [batch["buckets"] for part in parts for batch in part["batches"]]
         covered = [min(r[0] for r in ranges), max(r[1] for r in ranges)] if ranges else [0, 0]
-        entries.append({"catalog": f"{name}.json", "buckets": covered})
+        own = {table: held.shards[shard][0] for table, held in tables.items()}
+        ids = {table: [min(rows), max(rows)] for table, rows in own.items() if rows}
+        entries.append({"catalog": f"{name}.json", "buckets": covered, "ids": ids})
     listed = [held.entry(table, of_delta=of_delta) for table, held in tables.items()]
     return {"tables": listed, "files": files, "shards": entries}
 
@@ -172,7 +181,8 @@ def _part(
         batches.append(pa.record_batch(columns, names=list(values)))
         sums = {column: xxhash.xxh3_64_hexdigest(found.tobytes()) for column, found in values.items()}
         buckets = [int(order[0]), int(order[-1]) + 1]
-        entries.append({"table": number, "rows": len(ids), "buckets": buckets, "xxh3": sums})
+        of_ids = [int(ids.min()), int(ids.max())]
+        entries.append({"table": number, "rows": len(ids), "buckets": buckets, "ids": of_ids, "xxh3": sums})
     with pa.OSFile(str(directory / name), "wb") as sink, pa.ipc.new_file(sink, batches[0].schema) as writer:
         for batch in batches:
             writer.write_batch(batch)

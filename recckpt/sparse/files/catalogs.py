@@ -11,8 +11,11 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import Manifest
+from recckpt.format.shards import IdRange, ShardEntry
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.sparse.files.id_set import IdSet
 from recckpt.storage.base import Files
 
 
@@ -21,6 +24,18 @@ def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int
     if _is_all(slices):
         return list(range(len(manifest.shards)))
     return [n for n, shard in enumerate(manifest.shards) if any(s.meets(*shard.buckets) for s in slices if s)]
+
+
+def shards_with(manifest: Manifest, table: TableEntry, ids: IdSet) -> list[int]:
+    """Return the shards that may have rows, or deletes, of ids in a table."""
+    has_deletes = table.delta is not None and table.delta.deletes > 0  # of which manifests have no ranges
+
+    def may_have(shard: ShardEntry) -> bool:
+        if shard.ids is None or has_deletes:
+            return ids.meets(shard.buckets, None)
+        return table.name in shard.ids and ids.meets(shard.buckets, shard.ids[table.name])
+
+    return [number for number, shard in enumerate(manifest.shards) if may_have(shard)]
 
 
 def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Part]:
@@ -43,22 +58,46 @@ def read_catalogs(checkpoint: Checkpoint, storage: Files, slices: Collection[Sli
             of all are not.
     """
     manifest, is_all = checkpoint.manifest, _is_all(slices)
-    found: list[Catalog] = []
-    for number in met_shards(manifest, slices):
-        shard = manifest.shards[number]
-        entry = manifest.file(shard.catalog)
-        assert entry is not None  # the manifest was checked for that
-        path = layout.join(checkpoint.directory, shard.catalog)
-        catalog = catalogs.decode(
-            read_checked(storage, checkpoint.directory, entry, catalogs.MAX_BYTES), path, manifest, number
-        )
-        if catalog.buckets != shard.buckets:
-            buckets, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
-            raise CorruptCheckpointError(path, "", found=buckets, expected=expected)
-        found.append(catalog)
-    for error in count_errors(checkpoint.directory, manifest, found) if is_all else ():  # who reads some cannot tell
+    met = [read_catalog(checkpoint, storage, number) for number in met_shards(manifest, slices)]
+    for error in count_errors(checkpoint.directory, manifest, met) if is_all else ():  # who reads some cannot tell
         raise error
-    return found
+    return met
+
+
+def read_catalog(checkpoint: Checkpoint, storage: Files, number: int) -> Catalog:
+    """Return the catalog of one shard.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or not what the manifest says of the shard.
+    """
+    manifest, directory = checkpoint.manifest, checkpoint.directory
+    shard = manifest.shards[number]
+    entry = manifest.file(shard.catalog)
+    assert entry is not None  # the manifest was checked for that
+    data = read_checked(storage, directory, entry, catalogs.MAX_BYTES)
+    catalog = catalogs.decode(data, layout.join(directory, shard.catalog), manifest, number)
+    for error in shard_errors(directory, catalog, shard):
+        raise error
+    return catalog
+
+
+def shard_errors(directory: str, catalog: Catalog, shard: ShardEntry) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each thing that the manifest says of a shard and that its catalog does not."""
+    path = layout.join(directory, shard.catalog)
+    if catalog.buckets != shard.buckets:
+        buckets, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
+        yield CorruptCheckpointError(path, "", found=buckets, expected=expected)
+    if shard.ids is None:
+        return
+    for table in sorted({*catalog.ids, *shard.ids}):
+        own, said = catalog.ids.get(table), shard.ids.get(table)
+        if own != said:
+            ids, expected = _ids_of(own), f"{_ids_of(said)}, by the manifest"
+            yield CorruptCheckpointError(path, f"table {table!r}", found=f"rows of {ids}", expected=expected)
+
+
+def _ids_of(ids: IdRange | None) -> str:
+    return "no ids" if ids is None else f"ids from {ids[0]} to {ids[1]}"
 
 
 def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]) -> Iterator[CorruptCheckpointError]:

@@ -69,7 +69,7 @@ class _AskedTable:
             batches = list(shard.rows_of(ids))
             shards.append((_ids(batches), shard.deletes_of(ids)))
             self.batches += batches
-        check_once(shards, partial(table_damage, self._link))
+        check_once(shards, partial(table_damage, self._link), between=self._link.may_repeat)
         return LinkIds(np.sort(_ids(self.batches)), (deletes for _, deletes in shards)).find(ids)
 
 

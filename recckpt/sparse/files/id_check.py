@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +12,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog
 from recckpt.format.distinct import distinct, is_among
+from recckpt.format.shards import are_disjoint, overlap
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.once import Int64s, repeats
@@ -44,6 +44,7 @@ class IdCheck:
         span = int(buckets.min()), int(buckets.max()) + 1
         if span != batch.buckets:
             yield f"ids of buckets {list(span)}", f"{list(batch.buckets)}"
+        yield from check_range(ids, batch)
         if buckets[0] < self._bucket or (np.diff(buckets) < 0).any():
             yield _OUT_OF_ORDER
         if buckets[0] != self._bucket:
@@ -68,15 +69,24 @@ class IdCheck:
                 self._tail = distinct(before._tail, self._tail)
 
 
+def check_range(ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield (found, expected) where the ids of a batch are not in the range by which readers choose and compare."""
+    of_ids = int(ids.min()), int(ids.max())
+    if of_ids != batch.ids:
+        yield f"ids from {of_ids[0]} to {of_ids[1]}", f"from {batch.ids[0]} to {batch.ids[1]}"
+
+
 def repeated_between_shards(
     storage: Files, directory: str, table: TableEntry, catalogs: Sequence[Catalog]
 ) -> Iterator[CorruptCheckpointError]:
     """Yield an error for each range of buckets in which an id is in two shards; reads only where shards overlap.
 
+    It must be known, or be found out elsewhere, that ids lie in the buckets and ranges of their batches.
+
     Raises:
         CorruptCheckpointError: the ids cannot be read.
     """
-    if not _shards_overlap(catalogs, table):
+    if not may_repeat(catalogs, table.name):
         return
     for window in _windows(sum(catalog.rows.get(table.name, 0) for catalog in catalogs)):
         shards = [distinct(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
@@ -85,19 +95,17 @@ def repeated_between_shards(
             yield CorruptCheckpointError(path, where, found=found, expected=expected)
 
 
-def _shards_overlap(catalogs: Sequence[Catalog], table: TableEntry) -> bool:
+def may_repeat(catalogs: Sequence[Catalog], table: str) -> bool:
+    """Say whether an id of a table may be in two shards: where both their ids and their buckets overlap."""
+    if are_disjoint(catalog.ids[table] for catalog in catalogs if table in catalog.ids):
+        return False
     spans = []
     for catalog in catalogs:
-        parts = catalog.parts_of(table.name, "rows")
+        parts = catalog.parts_of(table, "rows")
         ranges = [part.batches[number].buckets for part, numbers in parts for number in numbers]
         if ranges:
             spans.append((min(begin for begin, _ in ranges), max(end for _, end in ranges)))
     return overlap(spans)
-
-
-def overlap(spans: list[tuple[int, int]]) -> bool:
-    """Say whether any two ranges of buckets meet."""
-    return any(following[0] < before[1] for before, following in pairwise(sorted(spans)))
 
 
 def _windows(rows: int) -> list[tuple[int, int]]:

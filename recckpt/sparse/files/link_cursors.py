@@ -29,13 +29,16 @@ def down_to_whole(links: Iterable[TableReader]) -> list[TableReader]:
     """Return the links of a table, newest first, down to one that holds all of it: nothing older counts.
 
     Raises:
-        CorruptCheckpointError: they differ in their slots.
+        CorruptCheckpointError: they differ in their slots, or in how the table was live.
     """
     used: list[TableReader] = []
     for link in links:
         if used and link.entry.slots != used[0].entry.slots:
             found, expected = str(link.entry.slots), f"{used[0].entry.slots}, as in {used[0].directory}"
             raise table_damage(link, "its slots", found, expected)
+        if used and link.entry.live != used[0].entry.live:
+            found, expected = str(link.entry.live), f"{used[0].entry.live}, as in {used[0].directory}"
+            raise table_damage(link, "its live layout", found, expected)
         used.append(link)
         if link.entry.is_whole:
             break
@@ -83,7 +86,7 @@ class LinkCursor:
     """What one link holds of a table in buckets [begin, end), read from front to back."""
 
     def __init__(self, link: TableReader, within: tuple[int, int]) -> None:
-        self.link = link
+        self.link, self._may_repeat = link, link.may_repeat
         self._shards = [[_Cursor(link, shard, kind, within) for kind in ("rows", "deletes")] for shard in link.catalogs]
 
     def between(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
@@ -97,9 +100,9 @@ class LinkCursor:
         for of_rows, of_deletes in self._shards:
             rows.append(list(of_rows.between(begin, end)))
             deletes.append(list(of_deletes.between(begin, end)))
-        if any(deletes) or sum(map(bool, rows)) > 1:
+        if any(deletes) or (self._may_repeat and sum(map(bool, rows)) > 1):
             ids = ((ids_of(upserted), ids_of(deleted)) for upserted, deleted in zip(rows, deletes, strict=True))
-            check_once(ids, partial(table_damage, self.link))
+            check_once(ids, partial(table_damage, self.link), between=self._may_repeat)
         return list(chained(*rows)), list(chained(*deletes))
 
 

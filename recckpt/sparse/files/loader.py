@@ -18,6 +18,7 @@ from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, ids_in
+from recckpt.sparse.files.id_check import check_range
 from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.sparse.files.load_target import LinkLoad
 from recckpt.sparse.files.part_reader import PartReader
@@ -232,12 +233,14 @@ class _BatchRun:
 
 
 def _check_buckets(ids: npt.NDArray[np.int64], reader: PartReader, number: int) -> None:
-    """Check that the ids are of the buckets by which readers choose their batches."""
+    """Check that the ids are of the buckets, and in the range, by which readers choose their batches."""
     buckets = reader.part.batches[number].buckets
     at = first_outside(ids, *buckets)
     if at >= 0:
         stray = f"id {ids[at]} of bucket {bucket_of(ids[at : at + 1])[0]}"
         raise reader.damage(number, stray, f"ids of buckets {list(buckets)}")
+    for found, expected in check_range(ids, reader.part.batches[number]):
+        raise reader.damage(number, found, expected)
 
 
 def _refuse(repeated: Iterator[int], batch: Batch, path: str) -> None:

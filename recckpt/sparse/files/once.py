@@ -39,19 +39,20 @@ def repeats(ids: Int64s) -> Iterator[tuple[str, str]]:
         yield f"id {twice[0]}{others} twice", "every id once"
 
 
-def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage) -> None:
+def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, between: bool = True) -> None:
     """Raise where a link names an id twice: as a row and a delete of one shard, or as a row of two.
 
     Args:
         shards: the ids of the rows and of the deletes of each, among both of which none is twice.
         damage: makes the error.
+        between: whether an id may be in two shards, so that they are compared.
     """
     of_shards = []
     for rows, deletes in shards:
         if len(rows) and len(deletes):
             _check("in one shard", [rows, deletes], damage)
         of_shards += [rows] if len(rows) else []
-    if len(of_shards) > 1:
+    if between and len(of_shards) > 1:
         _check("between shards", of_shards, damage)
 
 

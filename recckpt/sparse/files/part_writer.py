@@ -113,7 +113,8 @@ class PartWriter:
         arrays += [column_array(column.spec, buffers[column.spec.name], len(ids)) for column in columns]
         self._arrow.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         first, last = bucket_of(ids[[0, -1]])
-        self._batches.append(Batch(table, len(ids), (int(first), int(last) + 1), self._framed.take_checksums()))
+        buckets, of_ids = (int(first), int(last) + 1), (int(ids.min()), int(ids.max()))
+        self._batches.append(Batch(table, len(ids), buckets, of_ids, self._framed.take_checksums()))
 
     def finish(self) -> Part:
         """Write the footer; the sink is still the caller's to close."""

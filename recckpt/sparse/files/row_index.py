@@ -42,7 +42,7 @@ class RowIndex:
         self._readers: dict[tuple[str, str], PartReader] = {}
         self._batches: list[_StoredBatch] = []
         shards = [self._ids_of(catalog) for catalog in table.catalogs]
-        check_once(shards, partial(table_damage, table))
+        check_once(shards, partial(table_damage, table), between=table.may_repeat)
         self._firsts = np.cumsum([0, *(batch.part.batches[batch.number].rows for batch in self._batches)])
         ids = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in shards)])
         self._places = np.argsort(ids)

@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.buckets import bucket_of
-from recckpt.format.catalog import Batch, Catalog, Part, PartKind
-from recckpt.format.distinct import distinct, is_among
+from recckpt.format.catalog import Catalog, Part, PartKind
+from recckpt.format.distinct import is_among
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, slot_field
-from recckpt.sparse.files.id_check import IdCheck, repeated_between_shards
+from recckpt.sparse.files.id_check import IdCheck, may_repeat, repeated_between_shards
+from recckpt.sparse.files.id_set import IdSet
 from recckpt.sparse.files.once import Int64s, repeats
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
@@ -48,6 +48,11 @@ class TableReader:
         parts = (part for catalog in self.catalogs for part in catalog.parts if self.entry.name in part.tables)
         return all(self.storage.map(layout.join(self.directory, part.file)) is not None for part in parts)
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether an id may be in two shards, by what their catalogs say."""
+        return may_repeat(self.catalogs, self.entry.name)
+
     def of_shards(self, *catalogs: Catalog) -> TableReader:
         """Return the reader of some shards alone."""
         return replace(self, catalogs=catalogs)
@@ -69,9 +74,9 @@ class TableReader:
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice.
         """
-        buckets, is_found = distinct(bucket_of(ids)), np.zeros(len(ids), np.bool_)
+        sought, is_found = IdSet(ids), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
-            for part, _, batch in self.batches(catalog, "rows", buckets):
+            for part, _, batch in self.batches(catalog, "rows", sought):
                 there = batch.column(ID).to_numpy()
                 rows = np.flatnonzero(is_among(there, ids))
                 places = np.searchsorted(ids, there[rows])
@@ -89,15 +94,15 @@ class TableReader:
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a shard.
         """
-        buckets, deletes = distinct(bucket_of(ids)), [np.empty(0, np.int64)]
+        sought, deletes = IdSet(ids), [np.empty(0, np.int64)]
         for catalog in self.catalogs:
-            for _, _, batch in self.batches(catalog, "deletes", buckets):
+            for _, _, batch in self.batches(catalog, "deletes", sought):
                 deleted = batch.column(ID).to_numpy()
                 deletes.append(deleted[is_among(deleted, ids)])
         return np.sort(np.concatenate(deletes))
 
     def check_shards(self) -> None:
-        """Check that no id is in two shards; reads ids only where shards overlap, which those of recckpt never do.
+        """Check that no id is in two shards; reads ids only where shards overlap in their buckets and in their ids.
 
         Raises:
             CorruptCheckpointError: an id is, or the ids cannot be read.
@@ -106,9 +111,9 @@ class TableReader:
             raise problem
 
     def batches(
-        self, catalog: Catalog, kind: PartKind, buckets: Int64s | None
+        self, catalog: Catalog, kind: PartKind, ids: IdSet | None
     ) -> Iterator[tuple[Part, int, pa.RecordBatch]]:
-        """Yield (part, number, rows) of the batches of one shard that may have rows, or deletes, of the sorted buckets.
+        """Yield (part, number, rows) of the batches of one shard that may have rows, or deletes, of ids; None for all.
 
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a part.
@@ -116,7 +121,8 @@ class TableReader:
         order, specs = IdCheck(), self.entry.slots if kind == "rows" else ()
         schema, names = (self.schema, self.slots) if kind == "rows" else (table_schema(()), ())
         for part, numbers in catalog.parts_of(self.entry.name, kind):
-            met = [number for number in numbers if _meets(part.batches[number], buckets)]
+            batches = ((number, part.batches[number]) for number in numbers)
+            met = [number for number, batch in batches if ids is None or ids.meets(batch.buckets, batch.ids)]
             if not met:
                 continue
             reader = PartReader(self.storage, self.directory, part, specs, names)
@@ -134,11 +140,3 @@ def table_damage(table: TableReader, where: str, found: str, expected: str) -> C
 def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
     """Return the schema of rows of one table: ``id`` and one column a slot."""
     return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])
-
-
-def _meets(batch: Batch, buckets: Int64s | None) -> bool:
-    """Say whether a batch may hold rows of any of the sorted buckets."""
-    if buckets is None:
-        return True
-    at = np.searchsorted(buckets, batch.buckets[0])
-    return bool(at < len(buckets) and buckets[at] < batch.buckets[1])

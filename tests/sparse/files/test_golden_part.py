@@ -41,6 +41,7 @@ CHECKSUMS = {
         "sparse_step": 0x0CFBAEA74A8CC0E5,
     },
 }
+IDS = {"item": (-7, 2**63 - 1), "ü/user": (-(2**63), 0)}
 FRAME = 0x4FE694233D66DC7D
 
 
@@ -67,7 +68,10 @@ def write(storage: Storage, file: str) -> Part:
 
 
 def test_the_golden_part_is_read_by_its_checksums():
-    batches = (Batch("item", 3, (1, 9), CHECKSUMS["item"]), Batch("ü/user", 2, (3, 4), CHECKSUMS["ü/user"]))
+    batches = (
+        Batch("item", 3, (1, 9), IDS["item"], CHECKSUMS["item"]),
+        Batch("ü/user", 2, (3, 4), IDS["ü/user"], CHECKSUMS["ü/user"]),
+    )
     part = Part(GOLDEN.name, GOLDEN.stat().st_size, FRAME, ("item", "ü/user"), batches)
     reader = PartReader(open_storage(str(GOLDEN.parent.parent)), GOLDEN.parent.name, part, SLOTS)
     for number, ids in enumerate((ITEM, USER)):
@@ -84,6 +88,7 @@ def test_the_golden_part_is_read_by_its_checksums():
 def test_what_is_written_today_is_the_golden_part_but_for_what_arrow_chooses(tmp_path):
     part = write(open_storage(str(tmp_path)), "part.arrow")
     assert {batch.table: batch.xxh3 for batch in part.batches} == CHECKSUMS
+    assert {batch.table: batch.ids for batch in part.batches} == IDS
     mine, golden = (pa.ipc.open_file(str(path)) for path in (tmp_path / "part.arrow", GOLDEN))
     assert mine.schema.equals(golden.schema, check_metadata=True)
     assert mine.read_all().equals(golden.read_all(), check_metadata=True)
