@@ -13,7 +13,7 @@ from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, Forma
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.reduced import descriptions_of, reduced_json
-from recckpt.format.tables import DeltaRows, TableEntry
+from recckpt.format.tables import DeltaRows, LiveLayout, TableEntry, live_json
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
@@ -95,6 +95,7 @@ def _table_data(table: TableEntry) -> dict[str, Any]:
     slots = [{"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)} for slot in table.slots]
     data = {"name": table.name, "rows": table.rows, "bytes": table.rows * table.row_bytes, "slots": slots}
     data |= {} if table.delta is None else {"delta": asdict(table.delta)}
+    data |= {} if table.live is None else {"live": live_json(table.live)}
     return data if table.reduced is None else {**data, "reduced": reduced_json(table.reduced)}
 
 
@@ -183,17 +184,25 @@ def _link_lines(links: Sequence[Checkpoint]) -> list[Line]:
 def _lines_of_tables(manifest: Manifest) -> list[Line]:
     """Return a table of the tables; in a delta with what it holds of each."""
     head, rows = ["NAME", "ROWS", "SIZE"], []
+    has_live = any(table.live for table in manifest.tables)
     for table in manifest.tables:
         row = [escaped(table.name), count(table.rows), size(table.rows * table.row_bytes)]
         row += [] if table.delta is None else [_of_delta(table.delta)]
+        row += [_of_live(table.live)] if has_live else []
         rows.append([*row, ", ".join(map(_slot, table.slots))])
     head += ["IN THIS DELTA"] if manifest.kind == "delta" else []
+    head += ["IN MEMORY"] if has_live else []
     return [Table([*head, "SLOTS"], rows, ("ROWS", "SIZE"))]
 
 
 def _of_delta(delta: DeltaRows) -> str:
     """Say what a delta holds of a table; one that keeps no marks, such as one of the user's own, is whole in each."""
     return "all rows" if delta.replaced else f"{plural(delta.upserts, 'row')}, {plural(delta.deletes, 'delete')}"
+
+
+def _of_live(live: LiveLayout | None) -> str:
+    """Say how a table lay in memory of another library."""
+    return "-" if live is None else f"live, {plural(live.n_rows, 'row')}"
 
 
 def _slot(slot: SlotSpec) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pyarrow as pa
 
-from recckpt.format.catalog import Part
+from recckpt.format.catalog import Catalog, Part
 from recckpt.parallel.ahead import made_ahead
 from recckpt.sparse.files.arrow_format import ID, TABLE, part_schema
 from recckpt.sparse.files.part_reader import PartReader
@@ -37,8 +37,12 @@ class CheckedColumns:
         for part, _ in self._batches():
             PartReader(table.storage, table.directory, part, table.entry.slots).check_messages()
 
-    def batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    def batches(self, names: Sequence[str], shards: Sequence[Catalog] | None = None) -> Iterator[pa.RecordBatch]:
         """Yield these columns, of which ``table`` may be one, batch by batch in the order of the files.
+
+        Args:
+            names: of the columns.
+            shards: those that are read; None for all.
 
         Raises:
             CorruptCheckpointError: bytes of these columns are not those that were written.
@@ -55,11 +59,11 @@ class CheckedColumns:
                 columns[TABLE] = table_column(table.entry.name, len(batch))
             return pa.RecordBatch.from_arrays([columns[each] for each in names], schema=schema)
 
-        every = [(part, number) for part, numbers in self._batches() for number in numbers]
+        every = [(part, number) for part, numbers in self._batches(shards) for number in numbers]
         return made_ahead(read, every, min(table.storage.threads(_THREADS), len(every)))
 
-    def _batches(self) -> Iterator[tuple[Part, list[int]]]:
-        for catalog in self._table.catalogs:
+    def _batches(self, shards: Sequence[Catalog] | None = None) -> Iterator[tuple[Part, list[int]]]:
+        for catalog in self._table.catalogs if shards is None else shards:
             yield from catalog.parts_of(self._table.entry.name, "rows")
 
     def _checked_batch(self, reader: PartReader, number: int, names: Collection[str]) -> pa.RecordBatch:

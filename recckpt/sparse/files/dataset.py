@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from recckpt.format.catalog import Catalog
 from recckpt.sparse.files.arrow_format import TABLE, column_array, column_values, part_schema
 from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.checked_columns import CheckedColumns, columns_schema, table_column
+from recckpt.sparse.files.met_shards import shards_that_meet, with_ids_in
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_schema
 from recckpt.types import SlotSpec
@@ -38,7 +40,9 @@ def _of_parts(table: TableReader) -> ds.Dataset:
     fragments, is_shared = [], False
     for part, numbers in (each for catalog in table.catalogs for each in catalog.parts_of(name, "rows")):
         reader = PartReader(table.storage, table.directory, part, table.entry.slots)
-        fragments.append(file_format.make_fragment(reader.source()))
+        ranges = [part.batches[number].ids for number in numbers]
+        ids = with_ids_in((min(least for least, _ in ranges), max(greatest for _, greatest in ranges)))
+        fragments.append(file_format.make_fragment(reader.source(), partition_expression=ids))
         is_shared |= len(numbers) < len(part.batches)
     dataset = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
     return dataset.filter(ds.field(TABLE) == name) if is_shared else dataset  # a filter copies what it lets through
@@ -65,11 +69,16 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
     def scanner(
         self, columns: Any = None, filter: ds.Expression | None = None, *, cache_metadata: bool = True, **options: Any
     ) -> ds.Scanner:
-        """Return a scan of the rows, as that of any dataset; columns that it does not need are not read."""
+        """Return a scan of the rows, as that of any dataset.
+
+        Columns that it does not need are not read, and of a single link no shards in which no id meets the filter.
+        """
         condition = _both(self._condition, filter)
         needed = _needed(self.schema, columns, condition)
         schema = pa.schema([self.schema.field(name) for name in needed])
-        batches = self._noting_problems(self._batches_of(schema))
+        link = self._table.links[0]
+        shards = shards_that_meet(link.catalogs, link.entry.name, self.schema, condition)
+        batches = self._noting_problems(self._batches_of(schema, shards))
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=condition, **options)
 
     def count_rows(self, filter: ds.Expression | None = None, **options: Any) -> int:
@@ -86,8 +95,8 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
     def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
         return part_schema(slots)
 
-    def _batches_of(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        return self._read(schema.names)
+    def _batches_of(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
+        return self._read(schema.names, shards)
 
     def _noting_problems(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
@@ -96,10 +105,10 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
             self.problem = error.with_traceback(None)
             raise
 
-    def _read(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield columns as the files have them."""
+    def _read(self, names: Sequence[str], shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
+        """Yield columns as the files have them, where one link holds all rows of these shards, else of all."""
         if self._columns is not None:
-            yield from self._columns.batches(names)
+            yield from self._columns.batches(names, shards)
             return
         table = self._table.with_slots([slot for slot in self._table.links[0].slots if slot in names])
         for batch in table.all_rows():
@@ -119,9 +128,9 @@ class NumbersDataset(CheckedDataset):
     def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
         return table_schema(map(_as_number, slots))
 
-    def _batches_of(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _batches_of(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
         specs = {spec.name: spec for spec in self._table.links[0].specs}
-        for batch in self._read(schema.names):
+        for batch in self._read(schema.names, shards):
             columns = [
                 _numbers(array, specs.get(name)) for name, array in zip(schema.names, batch.columns, strict=True)
             ]
