@@ -170,7 +170,7 @@ class Fields:
         return values[0], values[1]
 
     def id_ranges(self, key: str) -> dict[str, tuple[int, int]]:
-        """Return a field that is an object of such ranges."""
+        """Return a field that is an object, name -> the least and the greatest of some ids."""
         inside = self.mapping(key)
         return {name: inside.id_range(name) for name in inside._values}
 

@@ -3,6 +3,7 @@ import polars as pl
 import torch
 from support.builders import Run, Stream, flip_bit
 from support.forge import Forge, filled, save_tables
+from support.spec_writer import Held, write_full
 
 from recckpt import Saver
 from recckpt.format.buckets import gen_slice
@@ -26,6 +27,15 @@ def test_a_checkpoint_shows_its_tables_tensors_and_state(recckpt, tmp_path):
         assert "embedding float32[4], sparse_adamw_exp_avg float32[4]" in answer.out
         assert ["top.weight", "float32", "(1,", "8)", "32", "B"] in answer.lines
         assert ["sparse_lr_0", "0.01"] in answer.lines
+
+
+def test_a_table_that_was_live_is_shown_as_one(recckpt, tmp_path):
+    live = {"n_rows": 2000, "columns": [[0, 1], [1, 2]]}
+    write_full(tmp_path, "ckpt_1", {"item": Held(1, [({1: (1, 1)}, ())], live=live), "user": Held(0, [({}, ())])})
+    [line] = [line for line in recckpt("show", tmp_path).lines if line[:1] == ["item"]]
+    assert line[-5:] == ["live,", "2,000", "rows", "embedding", "float32[2]"]
+    item, user = recckpt("show", tmp_path, "--json").json["tables"]
+    assert (item["live"], "live" in user) == (live, False)
 
 
 def test_json_has_all_of_it(recckpt, tmp_path):

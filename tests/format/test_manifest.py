@@ -10,7 +10,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, Names, decode, encode
 from recckpt.format.shards import ShardEntry
-from recckpt.format.tables import ClockDates, TableEntry
+from recckpt.format.tables import ClockDates, LiveLayout, TableEntry
 from recckpt.format.training import Training, Unsaved, misfit
 from recckpt.types import ITEM_BYTES, SlotSpec
 
@@ -95,6 +95,26 @@ def test_whatever_can_be_saved_comes_back(name, rows, state, dtype, shape):
     tables = (TableEntry(name, rows, (SlotSpec("embedding", dtype, shape),)),)
     record = replace(example(), tables=tables, state=state)
     assert decode(encode(record), PATH) == record
+
+
+@pytest.mark.parametrize("columns", [(), ((0, 6),), ((0, 1), (1, 4), (4, 6))])
+def test_how_a_table_was_live_comes_back_and_is_absent_where_it_was_not(columns):
+    live = replace(example().tables[0], live=LiveLayout(9, columns))
+    data = encode(replace(example(), tables=(live,)))
+    said = {"n_rows": 9, **({"columns": [list(each) for each in columns]} if columns else {})}
+    assert json.loads(data)["tables"][0]["live"] == said
+    assert decode(data, PATH).tables == (live,)
+    assert all("live" not in table for table in json.loads(encode(example()))["tables"])
+
+
+def test_ids_of_shards_come_back_and_are_absent_where_nothing_is_said_of_them():
+    ranges = {"item": (-(2**63), 2**63 - 1), 'ü "\\\n/': (7, 7)}
+    one, other = example().shards
+    record = replace(example(), shards=(replace(one, ids=ranges), replace(other, ids={})))
+    data = encode(record)
+    assert [shard["ids"] for shard in json.loads(data)["shards"]] == [{n: list(r) for n, r in ranges.items()}, {}]
+    assert decode(data, PATH) == record
+    assert all("ids" not in shard for shard in json.loads(encode(example()))["shards"])
 
 
 NAMES = {"dense": ["w"], "extra": ["x"], "io_state": []}
@@ -246,6 +266,22 @@ def shard(**changes):
         (table(clock={"first": 1.5}), "tables[0].clock.last"),
         (table(clock={"first": -1.0, "last": 1.0}), "tables[0].clock.first"),
         (table(clock={"first": 2.0, "last": 1.0}), "tables[0].clock.last"),
+        (table(live=5), "tables[0].live"),
+        (table(live={}), "tables[0].live.n_rows"),
+        (table(live={"n_rows": 0}), "tables[0].live.n_rows"),
+        (table(live={"n_rows": 2}), "tables[0].live.n_rows"),  # of 3
+        (table(live={"n_rows": 3.0}), "tables[0].live.n_rows"),
+        (table(live={"n_rows": 3, "columns": 1}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": []}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [1]}), "tables[0].live.columns[0]"),
+        (table(live={"n_rows": 3, "columns": [[]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[0, 1]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[0, 3]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[1, 2]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[0, 2], [2, 2]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[1, 2], [0, 1]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[0, 1, 2]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[0, 1], [1, True]]}), "tables[0].live.columns[1][1]"),
         (table(rows=10**18), "tables[0].rows"),
         (table(rows=1.0), "tables[0].rows"),
         (table(name=""), "tables[0].name"),
@@ -272,6 +308,16 @@ def shard(**changes):
         (shard(buckets=[0]), "shards[0].buckets"),
         (shard(buckets=[5, 4]), "shards[0].buckets"),
         (shard(buckets=[0, 65537]), "shards[0].buckets"),
+        (shard(ids=[1, 2]), "shards[0].ids"),
+        (shard(ids={"item": 1}), "shards[0].ids.item"),
+        (shard(ids={"item": [1]}), "shards[0].ids.item"),
+        (shard(ids={"item": [2, 1]}), "shards[0].ids.item"),
+        (shard(ids={"item": [1, 2, 3]}), "shards[0].ids.item"),
+        (shard(ids={"item": [1, 2**63]}), "shards[0].ids.item"),
+        (shard(ids={"item": [1.0, 2.0]}), "shards[0].ids.item"),
+        (shard(ids={"item": [True, 2]}), "shards[0].ids.item"),
+        (shard(ids={"item": [1, "2"]}), "shards[0].ids.item"),
+        (shard(ids={"nobody": [1, 2]}), "shards[0].ids"),
         (shard(catalog=layout.catalog(1, 2)), "shards[0].catalog"),
         (shard(catalog=layout.catalog(0, 3)), "shards[0].catalog"),
         ({"shards": shard()["shards"] * 2}, "shards[0].catalog"),

@@ -10,7 +10,7 @@ from support.links import SLOTS, as_in_the_model, delta, form, full, output_dirs
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format.links import MAX_LINKS
 from recckpt.format.manifest import Manifest
-from recckpt.format.tables import DeltaRows, TableEntry
+from recckpt.format.tables import DeltaRows, LiveLayout, TableEntry
 from recckpt.output_dir.chains import Chains
 from recckpt.types import SlotSpec
 
@@ -75,6 +75,10 @@ REFUSED = {
     "other slots": (
         [A, replace(B, tables=(TableEntry("item", 3, OTHER_SLOTS, DeltaRows(1, 0, False)),))],
         r"found a/ with slots embedding float32\[2\] in table 'item', expected embedding float32\[3\]",
+    ),
+    "another live layout": (
+        [A, replace(B, tables=(replace(B.tables[0], live=LiveLayout(9, ((0, 1), (1, 2)))),))],
+        r"found a/ with table 'item' not live, expected live, of 9 rows and columns \[\[0, 1\], \[1, 2\]\], as in",
     ),
     "a table that the parent lacks": ([replace(A, tables=()), B], "found a/ with no table 'item', expected it"),
 }

@@ -248,7 +248,11 @@ class Forge:
             for batch in batches:
                 writer.write_batch(batch)
         self.write(name, self.path(name).read_bytes())
-        self.edit_catalog(lambda values: _describe_batches(values, name, self.path(name).read_bytes(), batches))
+        shard = next(n for n, of in enumerate(self.manifest["shards"]) if layout.is_part_of(name, of["catalog"]))
+        edited = self.path(name).read_bytes()
+        self.edit_catalog(lambda values: _describe_batches(values, name, edited, batches), shard)
+        catalog = json.loads(self.path(self.manifest["shards"][shard]["catalog"]).read_text())
+        self.edit_manifest(lambda values: values["shards"][shard].update(_ids_of(catalog)))
         if rows:
             total = sum(batch.num_rows for batch in batches)
             self.edit_manifest(lambda values: values["tables"][0].update(rows=total))
@@ -270,6 +274,16 @@ def _describe_batches(values: dict[str, Any], name: str, data: bytes, batches: l
         for column in entry["xxh3"]:
             if column in batch.schema.names:
                 entry["xxh3"][column] = f"{_digest(batch.column(column)):016x}"
+
+
+def _ids_of(catalog: dict[str, Any]) -> dict[str, Any]:
+    """Return what a manifest says of the ids of a shard."""
+    ids: dict[str, list[int]] = {}
+    for part in (part for part in catalog["parts"] if part.get("holds", "rows") == "rows"):
+        for batch in part["batches"]:
+            both = [*ids.get(part["tables"][batch["table"]], []), *batch["ids"]]
+            ids[part["tables"][batch["table"]]] = [min(both), max(both)]
+    return {"ids": ids}
 
 
 def _frame(data: bytes) -> int:

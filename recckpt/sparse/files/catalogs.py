@@ -90,9 +90,9 @@ def shard_errors(directory: str, catalog: Catalog, shard: ShardEntry) -> Iterato
     if shard.ids is None:
         return
     for table in sorted({*catalog.ids, *shard.ids}):
-        own, said = catalog.ids.get(table), shard.ids.get(table)
-        if own != said:
-            ids, expected = _ids_of(own), f"{_ids_of(said)}, by the manifest"
+        own, recorded = catalog.ids.get(table), shard.ids.get(table)
+        if own != recorded:
+            ids, expected = _ids_of(own), f"{_ids_of(recorded)}, by the manifest"
             yield CorruptCheckpointError(path, f"table {table!r}", found=f"rows of {ids}", expected=expected)
 
 

@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from recckpt.format.catalog import Catalog, Part
 from recckpt.parallel.ahead import made_ahead
-from recckpt.sparse.files.arrow_format import ID, TABLE, part_schema
+from recckpt.sparse.files.arrow_format import ID, TABLE, ids_in, part_schema
+from recckpt.sparse.files.id_check import check_range
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.types import SlotSpec
@@ -70,6 +71,8 @@ class CheckedColumns:
         """Return a batch whose columns are checked, now or before."""
         new = [name for name in names if (reader.part.file, number, name) not in self._checked]
         batch = reader.checked(number, new)
+        for found, expected in check_range(ids_in(batch), reader.part.batches[number]) if ID in new else ():
+            raise reader.damage(number, found, expected)
         if reader.mapped is not None:
             self._checked.update((reader.part.file, number, name) for name in new)
         return batch
