@@ -82,6 +82,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/compact.py
 	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/lookup.py
+	$(PY) benchmarks/overlap.py
 	$(PY) benchmarks/diff.py
 	$(PY) benchmarks/sql.py
 	$(PY) benchmarks/report.py
@@ -101,6 +102,7 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/compact.py --rows 5000 --rounds 1
 	$(PY) benchmarks/growth.py --rows 5000 20000 --over 20000 --changed 500 --rounds 1
 	$(PY) benchmarks/lookup.py --rows 5000 --rounds 2
+	$(PY) benchmarks/overlap.py --rows 5000 --rounds 1
 	$(PY) benchmarks/diff.py --rows 5000 --rounds 1
 	$(PY) benchmarks/sql.py --rows 5000 --rounds 1
 	$(PY) benchmarks/report.py --rows 5000 --rounds 1

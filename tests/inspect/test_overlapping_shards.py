@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from faults.plant import Plant
 from support.forge import Forge, filled, load, rows_of, save_tables
 from support.spec_reader import counting
 from support.spec_writer import Held, write_delta, write_full
@@ -143,7 +144,7 @@ def test_a_query_by_id_reads_the_shards_alone_that_may_have_it(local, opened, ch
 @pytest.fixture
 def chain(tmp_path):
     """A full checkpoint of two shards, and a delta that deletes an id in the shard that has others."""
-    root = tmp_path / "runs"
+    root = tmp_path / "chain"
     halves = [{i: (i, i) for i in ids} for ids in (range(50), range(50, 100))]
     full = write_full(root, "ckpt_1", {"item": Held(100, [(half, ()) for half in halves], live=LIVE)})
     write_delta(full, "ckpt_2", 99, [({7: (1, 1), 8: (2, 2)}, []), ({60: (3, 3)}, [5])])
@@ -177,7 +178,7 @@ def test_what_a_compactor_makes_of_a_chain_is_live_as_the_chain_is(chain, tmp_pa
 def test_what_is_left_when_ids_are_forgotten_is_live_and_says_its_own_ids(chain):
     recckpt.forget(chain, "item", [49, 60])
     full, delta = sorted(counting(chain), key=lambda each: each.place)
-    assert [each.manifest["tables"][0]["live"] for each in (full, delta)] == [LIVE, LIVE]
+    assert [each.table("item").get("live") for each in (full, delta)] == [LIVE, LIVE]
     assert [shard["ids"] for shard in full.manifest["shards"]] == [{"item": [0, 48]}, {"item": [50, 99]}]
     assert of_chain(chain) == {i: row for i, row in OF_CHAIN.items() if i not in (49, 60)}
     assert verify(str(chain)) == []
@@ -245,7 +246,48 @@ def test_an_id_in_two_shards_is_found_though_their_ranges_are_said_to_be_disjoin
             read(local.url)
 
 
-def test_an_id_in_two_shards_whose_ranges_overlap_is_found_as_before(local):
-    saved(local, [range(100), [50, *range(100, 200)], range(200, 300)])
+@pytest.mark.parametrize("twice", [50, 99])
+def test_an_id_in_two_shards_whose_ranges_overlap_is_found_as_before(local, twice):
+    saved(local, [range(100), [twice, *range(100, 200)], range(200, 300)])
     [problem] = verify(local.url)
-    assert (problem.where, problem.found) == ("table 'item', between shards", "id 50 twice")
+    assert (problem.where, problem.found) == ("table 'item', between shards", f"id {twice} twice")
+
+
+BUGS = {
+    "ranges are not held against rows": (
+        Plant("recckpt.sparse.files.id_check:check_range", "if of_ids != batch.ids:", "if False:"),
+        lambda local, chain: test_a_range_that_is_not_that_of_the_rows_is_damage_and_named(local, [101, 199]),
+    ),
+    "a manifest may say any ids": (
+        Plant("recckpt.sparse.files.catalogs:shard_errors", "if own != recorded:", "if False:"),
+        lambda local, chain: test_a_manifest_that_says_other_ids_than_a_catalog_is_damage(
+            local, {}, "ids from 0 to 99"
+        ),
+    ),
+    "ranges that touch are disjoint": (
+        Plant("recckpt.format.shards:are_disjoint", "before[1] < following[0]", "before[1] <= following[0]"),
+        lambda local, chain: test_an_id_in_two_shards_whose_ranges_overlap_is_found_as_before(local, 99),
+    ),
+    "deletes lie in the ranges of rows": (
+        Plant(
+            "recckpt.sparse.files.catalogs:shards_with", "if shard.ids is None or has_deletes:", "if shard.ids is None:"
+        ),
+        lambda local, chain: test_a_delete_counts_though_the_rows_of_its_shard_have_other_ids(chain),
+    ),
+    "a compactor or a forgetter drops how a table was live": (
+        Plant("recckpt.format.tables:table_json", "if table.live is not None:", "if False:"),
+        lambda local, chain: test_what_is_left_when_ids_are_forgotten_is_live_and_says_its_own_ids(chain),
+    ),
+    "a delta may stand on another live layout": (
+        Plant("recckpt.output_dir.chains:_misfits", "elif below.live != table.live:", "elif False:"),
+        lambda local, chain: test_a_delta_of_another_live_layout_is_damage_unless_it_replaces_the_table(chain, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_each_rule_of_ranges_and_live_tables_is_missed_where_it_is_not_kept(monkeypatch, local, chain, name):
+    bug, by = BUGS[name]
+    monkeypatch.setattr(bug.function, "__code__", bug.code)
+    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+        by(local, chain)
