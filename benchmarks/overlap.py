@@ -60,8 +60,9 @@ def write(output_dir: Path, shards: Iterator[Ids], count: int, dim: int) -> None
         source, shard = source_of(table), attempt.shard(number, count)
         SparseSaver(1).save([source], shard, lambda n_bytes: None)
         records.append(shard.record([TableEntry(source.name, source.n_rows, source.slots)]))
-    names = {"ckpt_id": "ckpt_1", "save_id": attempt.save_id, "seq": attempt.seq, "epoch": attempt.intent.epoch}
-    attempt.commit(fence, with_shards(Manifest((), (), (), time="", **names), records))
+    epoch, seq = attempt.intent.epoch, attempt.seq
+    head = Manifest((), (), (), ckpt_id="ckpt_1", save_id=attempt.save_id, seq=seq, time="", epoch=epoch)
+    attempt.commit(fence, with_shards(head, records))
 
 
 def read_all(path: Path) -> None:
