@@ -51,7 +51,7 @@ def write(output_dir: Path, shards: Iterator[Ids], count: int, dim: int) -> None
     """Commit a checkpoint of one table, whose rows are their ids."""
     storage = open_storage(str(output_dir))
     storage.prepare()
-    fence, records = Fence(storage), []
+    fence, records, n_rows = Fence(storage), [], 0
     attempt = Attempt.begin(storage, fence, "ckpt_1", step=None, overwrite=False)
     for number, ids in enumerate(shards):
         table = HashTable(dim, name="item", initializer=Constant(0.0))
@@ -59,9 +59,20 @@ def write(output_dir: Path, shards: Iterator[Ids], count: int, dim: int) -> None
             table.insert(some, some.float().view(-1, 1).expand(-1, dim).contiguous())
         source, shard = source_of(table), attempt.shard(number, count)
         SparseSaver(1).save([source], shard, lambda n_bytes: None)
-        records.append(shard.record([TableEntry(source.name, source.n_rows, source.slots)]))
+        records.append(shard.record())
+        n_rows += source.n_rows
+        slots = source.slots
     epoch, seq = attempt.intent.epoch, attempt.seq
-    head = Manifest((), (), (), ckpt_id="ckpt_1", save_id=attempt.save_id, seq=seq, time="", epoch=epoch)
+    head = Manifest(
+        (),
+        (TableEntry("item", n_rows, slots),),
+        (),
+        ckpt_id="ckpt_1",
+        save_id=attempt.save_id,
+        seq=seq,
+        time="",
+        epoch=epoch,
+    )
     attempt.commit(fence, with_shards(head, records))
 
 
