@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.format.manifest import Content, Manifest
+from recckpt.format.moments import time_now
 from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
-from recckpt.output_dir.commit import time_now
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.storage import Storage

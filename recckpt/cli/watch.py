@@ -8,13 +8,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
 from time import sleep
 from typing import TYPE_CHECKING
 
 from recckpt.cli import terminal
 from recckpt.cli.ls import refuse_checkpoint
 from recckpt.cli.result import CommandError, CommandResult, leave_stdout, usage_checked
+from recckpt.format.moments import time_now
 from recckpt.inspect.watch.look import Watcher
 from recckpt.inspect.watch.shown import Fact, facts, few, line
 from recckpt.inspect.watch.status import Status
@@ -114,7 +114,7 @@ def _shown_by(args: argparse.Namespace) -> Iterator[Show]:
 def _show_json(status: Status, trouble: str) -> None:
     values = status.to_dict()
     if trouble:
-        values = {"output_dir": status.url, "time": _now(), "error": trouble}
+        values = {"output_dir": status.url, "time": time_now(), "error": trouble}
     _print(json.dumps(values, allow_nan=False))
 
 
@@ -127,7 +127,7 @@ class _LineByLine:
     def __call__(self, status: Status, trouble: str) -> None:
         key = (status.key, trouble)
         if key != self._before:
-            _print(f"{_now()} cannot look: {trouble}" if trouble else line(status))
+            _print(f"{time_now()} cannot look: {trouble}" if trouble else line(status))
         self._before = key
 
 
@@ -152,7 +152,3 @@ def _table(status: Status, trouble: str, interval: float) -> RenderableType:
         table.add_row(name, Text(text, style=_STYLES[mood]))
     subtitle = f"{status.time.strftime('%H:%M:%S')} UTC, every {interval:g} s, control-C ends"
     return Panel(table, title=Text(escaped(status.url)), title_align="left", subtitle=subtitle, subtitle_align="right")
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -19,9 +19,9 @@ from recckpt.forgetting.revised_part import OmittedRows
 from recckpt.forgetting.revision import Revising, revise
 from recckpt.format import layout
 from recckpt.format.forget_request import Request
+from recckpt.format.moments import time_now
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_manifest
-from recckpt.output_dir.commit import time_now
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import close_request, meant_in, pending, put_request, remove_drafts
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -60,20 +60,18 @@ def forget_as_owner(storage: Storage, fence: Fence, table: str, ids: Ids, by: st
         OSError: the storage failed; the request stays, and the next owner takes it up.
         WriterFencedError: another writer has taken the output dir over, and takes the request up.
     """
-    done = finish_pending(storage, fence)
-    fence.is_settled = False  # until all is done: a later save goes on
-    request = Request(secrets.token_hex(16), table, ids, time_now(), by, _version())
-    put_request(storage, request)
-    done.append(_carry_out(storage, fence, request, is_resumed=False))
-    fence.is_settled = True
-    return done
+    with fence.settling():
+        done = finish_pending(storage, fence)
+        request = Request(secrets.token_hex(16), table, ids, time_now(), by, _version())
+        put_request(storage, request)
+        return [*done, _carry_out(storage, fence, request, is_resumed=False)]
 
 
 def settle(storage: Storage, fence: Fence) -> None:
     """As :func:`finish_pending`, once for each time that the output dir was taken over."""
     if not fence.is_settled:
-        finish_pending(storage, fence)
-        fence.is_settled = True
+        with fence.settling():
+            finish_pending(storage, fence)
 
 
 def finish_pending(storage: Storage, fence: Fence) -> list[Forgotten]:

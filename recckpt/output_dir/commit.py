@@ -9,7 +9,6 @@ import errno
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime, timezone
 
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
@@ -22,11 +21,6 @@ from recckpt.storage import Storage
 from recckpt.storage.retry import Retries, RetryPolicy, TryAgainError
 
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
-
-
-def time_now() -> str:
-    """Return the time of a commit as manifests say it: UTC, in seconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def begin(
@@ -95,7 +89,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
             raise
         cause = f"{type(error).__name__}: {error}"
         raise CommitNotDurableError(record.ckpt_id, 0, cause, is_in_place=is_there is True) from error
-    fence.listing = fence.listing.plus(Checkpoint(directory, record))
+    fence.note_commit(Checkpoint(directory, record))
     return record
 
 
@@ -189,5 +183,5 @@ class Lookout:
         self._look(name, look)
 
     def _look(self, name: str, look: Callable[[], None]) -> None:
-        self._retries.url = f"{self._storage.url}/{name}"
-        self._retries.call(self._operation, look, again=self._is_patient)
+        url = f"{self._storage.url}/{name}"
+        self._retries.call(self._operation, look, again=self._is_patient, url=url)

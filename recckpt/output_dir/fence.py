@@ -7,32 +7,18 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import secrets
-import socket
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from datetime import datetime, timezone
+from contextlib import contextmanager, suppress
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
 from recckpt.format import layout
-from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, Manifests
-from recckpt.output_dir.claims import (
-    NO_TAKEOVER,
-    Claim,
-    Takeover,
-    claimed_epochs,
-    encode_claim,
-    encode_takeover,
-    has_claims,
-    last_takeover,
-    read_claim,
-)
+from recckpt.output_dir.claims import NO_TAKEOVER, Claim, claimed_epochs, encode_claim, has_claims, read_claim
 from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.index_file import is_of_recis, warn_of_index, warn_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.takeover import claim_next, publish
 from recckpt.storage import Storage
 from recckpt.text import plural
 
@@ -57,7 +43,7 @@ class Fence:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
         requests_seen: the requests to forget ids that were there when this process last read the output dir, None where
             it has not: its tables may hold what was asked for since.
-        is_settled: whether requests that earlier owners have left were looked for since it took over.
+        is_settled: whether it has carried out all requests to forget ids, those that earlier owners have left too.
         newest_at_takeover: place of the newest in the list that it published when it took over, damaged ones included.
     """
 
@@ -109,6 +95,17 @@ class Fence:
         """Note the requests to forget ids that were there when this process read the output dir."""
         self.requests_seen = frozenset(seen)
 
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Count the requests to forget ids as carried out once the block ends without an error; a later one goes on."""
+        self.is_settled = False
+        yield
+        self.is_settled = True
+
+    def note_commit(self, checkpoint: Checkpoint) -> None:
+        """Note what this writer has committed."""
+        self.listing = self.listing.plus(checkpoint)
+
     def look_again(self) -> None:
         """List what is committed once more."""
         self.listing = list_checkpoints(self._storage, self._known)
@@ -117,10 +114,10 @@ class Fence:
     def _take_over(self, *, is_resumed: bool = True) -> None:
         is_first = self._claim is None
         self._check_forgotten()
-        claim = _claim_next(self._storage, self._known, self.epoch, self._purpose)
+        claim = claim_next(self._storage, self._known, self.epoch, self._purpose)
         listing = list_checkpoints(self._storage, self._known)
         left = self.leftovers(listing, claim.epoch - 1)
-        self._takeover = _publish(self._storage, claim, listing)
+        self._takeover = publish(self._storage, claim, listing)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
         self.newest_at_takeover = listing.newest_place
@@ -221,48 +218,6 @@ class Fence:
             raise _UnclaimedError(errno.ENOENT, problem, self._storage.url)
         what = f"the claim {own} of this writer is gone or another's: the output dir was removed or made anew"
         return WriterFencedError(f"{self._storage.url}: {what}; this process writes nothing more there")
-
-
-def _claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> Claim:
-    for directory in (layout.OWN_DIR, layout.OWNER_DIR):
-        with suppress(FileExistsError):
-            storage.make_dir(directory)
-    while True:
-        highest = max([above, *claimed_epochs(storage), list_checkpoints(storage, known).highest_epoch])
-        if highest + 1 >= COUNT_LIMIT:
-            found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
-            remedy = "remove what no recckpt wrote, or give this run another output dir"
-            raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
-        time = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
-        claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time, purpose)
-        try:
-            storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
-        except FileExistsError:
-            continue  # another was faster
-        for directory in (layout.OWN_DIR, ""):  # the process that made them may have died before it synced them
-            storage.sync_dir(directory)
-        return claim
-
-
-def _publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
-    """Publish what is committed: from now on late commits of older writers are ignored."""
-    names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
-    forms = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
-    names |= {layout.encode_id(form.ckpt_id) for form in forms}  # the name that its delta may have had
-    steps = {directory: layout.parse_step(directory) for directory in names}
-    before = NO_TAKEOVER
-    with suppress(CorruptCheckpointError):  # then the directories that the list before this one named are lost
-        before = last_takeover(storage)
-    takeover = Takeover(
-        claim.epoch,
-        listing.save_ids,
-        highest_step=max([before.highest_step, *(step for step in steps.values() if step is not None)]),
-        directories=before.directories.union(directory for directory, step in steps.items() if step is None),
-    )
-    storage.put_if_absent(layout.takeover(claim.epoch), encode_takeover(claim, takeover))
-    if claim.epoch > 1:
-        log.info("%s: taken over as epoch %d, with %d checkpoints", storage.url, claim.epoch, len(listing.committed))
-    return takeover
 
 
 def check_epoch(storage: Storage, epoch: int) -> None:

@@ -13,6 +13,7 @@ from recckpt.dense.sharded import Share, check_shares, model_names
 from recckpt.errors import WriterFencedError
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest, Names
+from recckpt.format.moments import time_now
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
@@ -118,7 +119,7 @@ def commit(
             if record.shard.save_id != head.save_id:
                 raise info.failure(rank, f"it wrote for save {record.shard.save_id}, expected {head.save_id}")
         tables = tables_of_all([record.tables for record in records], kind.replaced)
-        head = replace(head, time=committing.time_now(), tables=tables)
+        head = replace(head, time=time_now(), tables=tables)
         manifest = with_shards(head, [record.shard for record in records])
         totals = totals_of(records, tables)
         info.note_written(totals)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError
 from recckpt.format.manifest import Manifest
+from recckpt.format.moments import time_now
 from recckpt.parallel.ranks import Ranks
 from recckpt.text import one_line
 
@@ -192,8 +193,8 @@ class SaveInfo:
         self.n_links = n_links
 
     def note_failure(self, error: Exception) -> None:
-        """Note why it has failed."""
-        self.error = error
+        """Note why and when it has failed; one that is committed keeps the time of its commit."""
+        self.error, self.time = error, self.time or time_now()
 
     def note_path(self, path: str) -> None:
         """Note where the checkpoint lies, though its save fails; "" where it may not be there."""

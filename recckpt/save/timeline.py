@@ -6,7 +6,6 @@ import logging
 
 from recckpt.errors import RecckptError, WriterFencedError
 from recckpt.output_dir import timeline
-from recckpt.output_dir.commit import time_now
 from recckpt.output_dir.fence import Fence
 from recckpt.save.save_info import SaveInfo
 from recckpt.storage import Storage
@@ -39,7 +38,6 @@ class Timeline:
         """
         if isinstance(info.error, WriterFencedError):
             return
-        info.time = info.time or time_now()
         self._wait(info)
         if not fence.epoch or (info.error is not None and is_transient(info.error)):
             return

@@ -52,7 +52,7 @@ class ObjectStorage(RemoteStorage):
     def prepare(self) -> None:
         """Check that objects can be written and removed; warn if a second writer can overwrite a new one."""
         policy = self.policy
-        self.is_reached = True  # a server that starts together with a job gets its minute
+        self.note_answer()  # a server that starts together with a job gets its minute
         self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
         probe = drafts.probe()
         try:
@@ -66,6 +66,10 @@ class ObjectStorage(RemoteStorage):
             self.remove(probe)
         finally:
             self.policy = policy
+
+    def note_answer(self) -> None:
+        """Take the address for right from now on: a server that does not answer is down for a while."""
+        self.is_reached = True
 
     def make_dir(self, name: str) -> None:
         """Refuse a prefix under which there are objects; stores have no directories to make."""
@@ -201,7 +205,7 @@ class _FirstAnswer(Retries):
         super().__init__(policy, url, storage.count_retry)
         self._storage = storage
 
-    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
+    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
         handled = sys.exc_info()[1]
 
         def reached() -> _T:
@@ -211,12 +215,13 @@ class _FirstAnswer(Retries):
                 if not self._storage.is_reached and is_unreachable(error, handled):
                     problem = f"nobody answers there ({error}); check the URL"
                     raise NobodyAnswersError(errno.ECONNREFUSED, problem) from error
-                self._storage.is_reached |= is_answer(error, handled)
+                if is_answer(error, handled):
+                    self._storage.note_answer()
                 raise
-            self._storage.is_reached = True
+            self._storage.note_answer()
             return result
 
-        return super().call(operation, reached, again=again)
+        return super().call(operation, reached, again=again, url=url)
 
 
 def _stamp(entry: dict[str, Any]) -> str:

@@ -87,13 +87,14 @@ class Retries:
         self.url = url
         self._policy, self._left_sec, self._on_retry = policy, policy.deadline_sec, on_retry
 
-    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
+    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
         """Return what ``work`` returns; try it again after a failure that may pass, if ``again``.
 
-        Raises an OSError that names the URL and the operation when the deadline has passed, or no retry may help.
+        Raises an OSError that names the operation and ``url``, None for that of the file, when the deadline has passed,
+        or no retry may help.
         """
         handled = sys.exc_info()[1]
-        n_failures = 0
+        n_failures, url = 0, url or self.url
         while True:
             began = self._policy.clock()
             try:
@@ -107,8 +108,8 @@ class Retries:
             self._left_sec -= self._policy.clock() - began + wait_sec
             is_hopeless = n_failures >= _BROKEN_TRIES and is_broken(failure, handled)
             if not again or is_hopeless or self._left_sec < 0 or not is_transient(failure, handled):
-                raise os_error(failure, operation, self.url) from failure
-            log.warning("%s: %s failed, trying again in %.1f s: %r", self.url, operation, wait_sec, failure)
+                raise os_error(failure, operation, url) from failure
+            log.warning("%s: %s failed, trying again in %.1f s: %r", url, operation, wait_sec, failure)
             self._on_retry()
             self._policy.sleep(wait_sec)
 

@@ -248,7 +248,7 @@ class _OneAtATime(Retries):
         super().__init__(policy, url, storage.count_retry)
         self._storage = storage  # whose connection ends with it
 
-    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True) -> _T:
+    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
         def locked() -> _T:
             with self._storage.lock:
                 if again and not self._storage.is_connected:
@@ -260,7 +260,7 @@ class _OneAtATime(Retries):
                         raise
                     raise ConnectionError(f"the connection was lost: {error}") from error
 
-        return super().call(operation, locked, again=again)
+        return super().call(operation, locked, again=again, url=url)
 
 
 def _disconnect(fs: Any) -> None:

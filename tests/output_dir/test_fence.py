@@ -19,9 +19,9 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFaile
 from recckpt.format import layout
 from recckpt.format.json_fields import seal
 from recckpt.output_dir import fence as fencing
-from recckpt.output_dir import rotation
+from recckpt.output_dir import rotation, takeover
 from recckpt.output_dir.checkpoint_dir import Intent, write_intent
-from recckpt.output_dir.claims import last_takeover, read_claim
+from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
 from recckpt.output_dir.commit import begin
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints, locate, newest
@@ -85,9 +85,7 @@ def test_of_writers_that_claim_at_once_one_is_left(storage):
 def test_a_claim_that_another_is_faster_with_takes_the_next_number(storage, monkeypatch):
     Fence(storage).hold()
     seen = iter([[]])  # as if the first had not claimed yet
-    real = fencing.claimed_epochs
-    monkeypatch.setattr(fencing, "claimed_epochs", lambda storage: next(seen, None) or real(storage))
-    monkeypatch.setattr(fencing, "list_checkpoints", list_checkpoints)
+    monkeypatch.setattr(takeover, "claimed_epochs", lambda storage: next(seen, None) or claimed_epochs(storage))
     fence = Fence(storage)
     fence.hold()
     assert fence.epoch == 2
@@ -96,7 +94,7 @@ def test_a_claim_that_another_is_faster_with_takes_the_next_number(storage, monk
 def test_a_claim_without_a_list_is_harmless_and_the_next_writer_takes_the_next_number(storage, monkeypatch):
     save_tables(storage, [filled("item", [1])], ckpt_id="a")
     with monkeypatch.context() as patch:
-        patch.setattr(fencing, "_publish", lambda *args: 1 / 0)
+        patch.setattr(fencing, "publish", lambda *args: 1 / 0)
         dying = Fence(storage)
         with pytest.raises(ZeroDivisionError):
             dying.hold()

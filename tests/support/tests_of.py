@@ -83,6 +83,7 @@ TESTS = {
     "output_dir/checkpoint_dir.py": "output_dir/test_listing.py",
     "output_dir/claims.py": "output_dir/test_fence.py",
     "output_dir/forget_requests.py": "forgetting/test_forget.py",
+    "output_dir/takeover.py": "output_dir/test_fence.py",
     "output_dir/timeline.py": "output_dir/test_latest.py compaction/test_beside_a_trainer.py",
     "output_dir/why_nothing.py": "output_dir/test_listing.py output_dir/test_delta_listing.py",
     "output_dir/writer.py": "save/test_save.py",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -20,6 +20,7 @@ from recckpt.sparse.table.checks import check_owned, check_values, flat_ids
 from recckpt.sparse.table.eviction import Eviction
 from recckpt.sparse.table.first_values import embedding_reader
 from recckpt.sparse.table.gradients import Gradients
+from recckpt.sparse.table.nn_module import GradientTaker
 from recckpt.sparse.table.opaque import opaque
 from recckpt.sparse.table.row_table import RowTable
 from recckpt.sparse.table.tracking import Tracking
@@ -98,11 +99,29 @@ class AverageTable(RowTable):
         plain.insert(ids, {EMBEDDING: embeddings})
         self.store.adopt(plain)
 
+    @contextmanager
+    def showing(self, average: AverageTable) -> Iterator[None]:
+        """Be an average for a while, as a table that has become one of this class: with its rows, which nobody trains.
+
+        The table is left in the mode in which its last ``train()`` was to leave it.
+        """
+        own = {name: getattr(self, name) for name in ("store", "trained_by", "tracking")}
+        self.store, self.trained_by, self.of = average.store, GradientTaker(), average.of
+        self.tracking = Tracking((), self.time)
+        self.train(self.training)
+        try:
+            yield
+        finally:
+            self.training = bool(self.mode_asked)
+            del self.of, self.mode_asked
+            for name, value in own.items():
+                setattr(self, name, value)
+
     def _begin(self) -> None:
         """Turn from a table, or a copy of one, into an average that begins with its rows."""
         self.store, self.pending_gradients = AverageStore.of(self.store), Gradients()
         self.tracking, self.eviction = Tracking((), self.time), Eviction(self.time)
-        self.admission, self.averages, self.trained_by, self.of = None, Averages(), None, self.name
+        self.admission, self.averages, self.trained_by, self.of = None, Averages(), GradientTaker(), self.name
         self.train(False)
 
     def _refuse_change(self, what: str) -> NoReturn:

@@ -14,6 +14,7 @@ from recckpt.sparse.average.mixing import UNKNOWN, mixed, ticks, weights
 from recckpt.sparse.average.snapshot import FROM, OF, SINCE, AverageSnapshot
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.row_store import FirstValues, RowStore
+from recckpt.sparse.table.rows import Rows
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -33,28 +34,27 @@ class AverageStore(RowStore):
         is_given: whether rows have come otherwise than by an update since the last one.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
+        super().__init__(device, rows)
         self.clock = 0
         self.is_given = True
 
     @classmethod
     def of(cls, store: RowStore) -> AverageStore:
         """Return an average that begins with the embeddings of a store that is no longer used."""
-        twin, rows = cls(store.device), store.rows
-        rows.columns, rows.initial = {EMBEDDING: rows.columns[EMBEDDING]}, {EMBEDDING: rows.initial[EMBEDDING]}
+        rows = store.rows
+        rows.keep_column(EMBEDDING)
         spec = rows.columns[EMBEDDING].spec
         rows.add_column(SlotSpec(OF, spec.dtype, spec.shape), 0)
         rows.add_column(SlotSpec(SINCE, "int64", ()), UNKNOWN)
-        twin._rows = rows
-        return twin
+        return cls(store.device, rows)
 
     def to(self, device: torch.device) -> AverageStore:
         """Return a copy with the slots on ``device``."""
-        twin = AverageStore(device)
         with self.lock:
-            twin._rows, twin.clock = super().to(device).rows, self.clock
-        return twin
+            twin = AverageStore(device, self.rows.to(device))
+            twin.clock = self.clock
+            return twin
 
     def adopt(self, other: RowStore) -> None:
         """Replace all rows by those of a store that is no longer used."""

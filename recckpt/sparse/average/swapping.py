@@ -11,11 +11,9 @@ import numpy as np
 from recckpt.sparse.average.averaged import AverageTable, average_class
 from recckpt.sparse.table.first_values import embedding_reader
 from recckpt.sparse.table.row_table import RowTable
-from recckpt.sparse.table.tracking import Tracking
 from recckpt.types import EMBEDDING
 
 _PIECE = 1 << 16  # rows at a time
-_SWAPPED = ("__class__", "store", "trained_by", "training", "tracking")
 
 
 @contextmanager
@@ -29,20 +27,13 @@ def swapped(pairs: Sequence[tuple[AverageTable, Any]]) -> Iterator[None]:
 
 @contextmanager
 def _as_its_average(table: Any, average: AverageTable) -> Iterator[None]:
-    own = {name: getattr(table, name) for name in _SWAPPED}
-    table.__class__ = average_class(type(table))
-    table.store, table.trained_by, table.of = average.store, None, average.of  # no optimizer steps an average
-    table.tracking = Tracking((), table.time)
-    table.train(own["training"])
+    kind = type(table)
+    table.__class__ = average_class(kind)
     try:
-        yield
+        with table.showing(average):
+            yield
     finally:
-        mode = table.mode_asked
-        for name in ("of", "mode_asked"):
-            delattr(table, name)
-        for name, value in own.items():
-            setattr(table, name, value)
-        table.training = mode
+        table.__class__ = kind
 
 
 def apply(average: AverageTable, table: RowTable) -> None:

@@ -61,7 +61,7 @@ class SparseOptimizer(Optimizer):
 
     def trains(self, table: HashTable) -> bool:
         """Say whether the gradients of a table go to this optimizer: it is the last that was made for it."""
-        return table.trained_by is self._mark
+        return table.trained_by.has(self._mark)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add tables with hyper-parameters of their own: ``{"tables": ..., "lr": ...}``.
@@ -79,7 +79,7 @@ class SparseOptimizer(Optimizer):
         self._check(group)
         super().add_param_group({**group, **self._taken_over(tables, group)})
         for table in tables:
-            table.trained_by = self._mark
+            table.trained_by.take_over(self._mark)
 
     def add_params(self, params: Tables) -> None:
         """Add tables to the first group, whose hyper-parameters they take.
@@ -95,7 +95,7 @@ class SparseOptimizer(Optimizer):
         for key, added in self._taken_over(tables, first).items():
             first[key] += added
         for table in tables:
-            table.trained_by = self._mark
+            table.trained_by.take_over(self._mark)
 
     def _taken_over(self, tables: list[HashTable], group: Group) -> dict[str, list[Any]]:
         """Give tables, which have been checked, the slots of this optimizer; return what a group lists of them."""
@@ -239,7 +239,7 @@ class SparseOptimizer(Optimizer):
         for group in groups:
             self._check(group)
         self._under_way.clear()
-        self._accumulation.n_since = 0
+        self._accumulation = Accumulation(self._accumulation.n)
         names = [name for group in groups for name in group["tables"]]
         number = {name: i for i, name in enumerate(names)}
         super().load_state_dict(

@@ -44,6 +44,21 @@ class WarnedOf:
             log.warning("table %r: %s", table, text)
 
 
+class GradientTaker:
+    """The one optimizer to which the gradients of a table go: the last that was made for it."""
+
+    def __init__(self) -> None:
+        self._mark: object = None
+
+    def take_over(self, mark: object) -> None:
+        """Let gradients go to the optimizer of this mark from now on."""
+        self._mark = mark
+
+    def has(self, mark: object) -> bool:
+        """Say whether they go to the optimizer of this mark."""
+        return self._mark is mark
+
+
 class TableModule(nn.Module):
     """A module whose state is a store of rows: it stands in state dicts as itself, and has no dense parameters.
 
@@ -51,6 +66,7 @@ class TableModule(nn.Module):
         name: in checkpoints.
         store: the rows, and the one door through which they change.
         pending_gradients: of the rows, which wait for the optimizer.
+        trained_by: the optimizer that takes them.
         sharing: what the ranks that share the table agree on.
         anchor: empty, and the input of torch's graph from which the rows come. It never has a gradient: those of the
             rows are kept by id. A walk over the parameters of a model finds it under the name of the table; rows are
@@ -59,7 +75,6 @@ class TableModule(nn.Module):
     """
 
     padding_id: int | None = None  # whose row is not trained, and is in no bag
-    trained_by: object = None  # the mark of the optimizer that was made for it last, and gets its gradients
     is_trained = True
     sharing: Sharing = NotShared()
     anchor: nn.Parameter
@@ -84,6 +99,7 @@ class TableModule(nn.Module):
         self.store = RowStore(checked_device(name, device))
         self.store.add_column(spec)
         self.pending_gradients = Gradients()
+        self.trained_by = GradientTaker()
         self.warned_of = WarnedOf()
         anchor_dtype = dtype if dtype.is_floating_point else torch.float32  # others cannot require a gradient
         with torch.inference_mode(False):  # a table that is made there can be trained later

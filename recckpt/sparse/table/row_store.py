@@ -39,9 +39,9 @@ class RowStore:
     and take the lock when that happens again and again. For a change that depends on what was read take the ``lock``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
         self.lock = threading.RLock()
-        self._rows = Rows(device)
+        self._rows = Rows(device) if rows is None else rows
         self._snapshots: list[weakref.ref[Snapshot]] = []
         self._marks: list[weakref.ref[HasMarkSets]] = []
         self._spare_logs: Logs | None = None
@@ -229,9 +229,7 @@ class RowStore:
 
     def emptied(self) -> RowStore:
         """Return a store without rows and with the same slots, to be filled and adopted."""
-        twin = RowStore(self.device)
-        twin._rows = self._rows.emptied()
-        return twin
+        return RowStore(self.device, self._rows.emptied())
 
     def adopt(self, other: RowStore) -> None:
         """Replace all rows and slots by those of a store that is no longer used."""
@@ -242,11 +240,8 @@ class RowStore:
 
     def to(self, device: torch.device) -> RowStore:
         """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
-        copy = RowStore(device)
         with self.lock:
-            copy._rows = self._rows.to(device)
-        copy._settled()
-        return copy
+            return RowStore(device, self._rows.to(device))
 
     def _settled(self) -> Rows:
         """Return the rows without what an exception has left behind; under the lock, to change them."""

@@ -89,10 +89,15 @@ class Rows:
     compiled call, so an exception finds it not begun or done; where slots lie on another device, it is undone.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        columns: Mapping[str, Column] | None = None,
+        initial: Mapping[str, float] | None = None,
+    ) -> None:
         self.device = device
-        self.columns: Mapping[str, Column] = {}  # replaced, never changed
-        self.initial: dict[str, float] = {}
+        self.columns: Mapping[str, Column] = columns or {}  # replaced, never changed
+        self.initial: dict[str, float] = dict(initial or {})
         self.ids = Column(_ID_SPEC, _CPU)
         self.index = IdIndex()
         self.era = object()
@@ -112,17 +117,20 @@ class Rows:
 
     def emptied(self) -> Rows:
         """Return no rows of the same slots."""
-        twin = Rows(self.device)
-        twin.columns = {name: Column(column.spec, self.device) for name, column in self.columns.items()}
-        twin.initial = dict(self.initial)
-        return twin
+        columns = {name: Column(column.spec, self.device) for name, column in self.columns.items()}
+        return Rows(self.device, columns, self.initial)
 
     def to(self, device: torch.device) -> Rows:
         """Return a copy with the slots on ``device``."""
-        twin = Rows(device)
-        twin.columns = {name: column.to(device) for name, column in self.columns.items()}
-        twin.initial = dict(self.initial)
-        twin.ids, twin.index, twin.era = self.ids.to(_CPU), self.index.copy(), self.era
+        twin = self.with_columns(device, {name: column.to(device) for name, column in self.columns.items()})
+        twin.era = self.era
+        return twin
+
+    def with_columns(self, device: torch.device, columns: Mapping[str, Column]) -> Rows:
+        """Return rows of the same ids, in a new era, whose slots of the same names are these columns."""
+        twin = Rows(device, columns, self.initial)
+        twin.ids, twin.index = self.ids.to(_CPU), self.index.copy()
+        twin.index.settle()
         return twin
 
     @property
@@ -132,9 +140,8 @@ class Rows:
 
     def fitted(self) -> Rows:
         """Return the same rows in the memory that they need, of which they share what they need of this one's."""
-        twin = Rows(self.device)
-        twin.columns = {name: column.fitted(len(self)) for name, column in self.columns.items()}
-        twin.initial = dict(self.initial)
+        columns = {name: column.fitted(len(self)) for name, column in self.columns.items()}
+        twin = Rows(self.device, columns, self.initial)
         twin.ids, twin.index, twin.era = self.ids.fitted(len(self)), self.index.fitted(), self.era
         return twin
 
@@ -146,6 +153,10 @@ class Rows:
             piece.fill_(initial)
         self.initial[spec.name] = initial
         self.columns = {**self.columns, spec.name: column}
+
+    def keep_column(self, name: str) -> None:
+        """Drop all other slots."""
+        self.columns, self.initial = {name: self.columns[name]}, {name: self.initial[name]}
 
     def reserve(self, n_rows: int) -> None:
         """Make room for ``n_rows`` rows in all."""

@@ -45,6 +45,14 @@ class TableTime:
     step: int | None = None
     event_time: float | None = None
 
+    def reach(self, step: int) -> None:
+        """Note the step that training has reached."""
+        self.step = step
+
+    def stand_at(self, event_time: float | None) -> None:
+        """Let this time count as now, until another one does; None for the clock."""
+        self.event_time = event_time
+
     @property
     def now(self) -> Now:
         """The step and the time that a look-up of this moment leaves in its rows."""
@@ -81,13 +89,13 @@ class Tracking:
 
     def set_step(self, store: RowStore, step: int) -> None:
         """Date rows with a step from now on."""
-        self._table_time.step = step
+        self._table_time.reach(step)
         self.date_new_rows(store)
 
     def set_event_time(self, store: RowStore, event_time: float | None) -> None:
         """Date rows with a time from now on, those too that the clock has dated so far; None for the clock."""
         with store.lock:
-            self._table_time.event_time = event_time
+            self._table_time.stand_at(event_time)
             self._date_again(store)
             self.date_new_rows(store)
 

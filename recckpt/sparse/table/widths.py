@@ -15,7 +15,6 @@ from recckpt.sparse.table.rows import Rows
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
-_CPU = torch.device("cpu")
 
 
 def resized(store: RowStore, dim: int, first_embeddings: Callable[[Int64s, SlotSpec], Tensor]) -> RowStore:
@@ -24,19 +23,15 @@ def resized(store: RowStore, dim: int, first_embeddings: Callable[[Int64s, SlotS
     New columns of the embedding hold what ``first_embeddings`` makes of the ids, those of slots their initial value.
     Gradients that wait for the optimizer are of the old rows. Under the lock of the store.
     """
-    rows, twin = store.rows, store.emptied()
+    rows, columns = store.rows, {}
     shape = rows.columns[EMBEDDING].spec.shape
-    twin.rows.ids, twin.rows.index = rows.ids.to(_CPU), rows.index.copy()
-    twin.rows.index.settle()
-    columns = {}
     for name, column in rows.columns.items():
         if column.spec.shape != shape:
             columns[name] = column.to(rows.device)
             continue
         spec = SlotSpec(name, column.spec.dtype, (*shape[:-1], dim))
         columns[name] = _resized(rows, column, spec, first_embeddings if name == EMBEDDING else None)
-    twin.rows.columns = columns
-    return twin
+    return RowStore(rows.device, rows.with_columns(rows.device, columns))
 
 
 def _resized(

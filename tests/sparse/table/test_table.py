@@ -516,5 +516,5 @@ def test_a_table_shows_what_users_may_call_and_nothing_else():
     rows = "add_slot bag clear embeddings erase evict from_embedding ids insert lookup reserve resize set_slot"
     facts = "device embedding_shape evicts n_evicted nbytes now slots spec track"
     settings = "admit candidates event_time grad padding_id requires_grad step take_gradients"
-    of_the_room = "admission is_trained sharing trained_by"  # fields with a default, no methods
+    of_the_room = "admission is_trained sharing"  # fields with a default, no methods
     assert shown == {*rows.split(), *facts.split(), *settings.split(), *of_the_room.split()}
