@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from support.in_fork import in_fork
 from support.paths import PYTHONPATH
 from support.sweeps import mostly_slow
+from support.watchdog import Watchdog
 
 TESTS = """
 import pathlib, threading
@@ -48,6 +50,14 @@ def test_what_does_not_end_says_where_it_stands(tmp_path, options):
         out, err = process.communicate()
     assert "2 passed" in out
     assert process.returncode == 0, out + err
+
+
+def test_a_worker_that_waits_for_others_to_do_their_tests_is_not_watched():
+    def do_all_tests():
+        Watchdog(2, seconds=60, seconds_to_end=8).pytest_unconfigure()
+        return signal.getitimer(signal.ITIMER_REAL)
+
+    assert in_fork(do_all_tests) == "(0.0, 0.0)"
 
 
 def test_a_forked_child_may_have_a_watchdog_of_its_own():

@@ -54,10 +54,12 @@ class Watchdog:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    @pytest.hookimpl(tryfirst=True)
     def pytest_unconfigure(self):
-        """Watch the end: threads that are waited for, functions of atexit, the last collection of garbage."""
-        signal.setitimer(signal.ITIMER_REAL, self._seconds_to_end)
+        """Watch the end of the interpreter: threads that it waits for, functions of atexit, the last garbage.
+
+        A worker of xdist comes to that end when all others have done their tests, however long these take.
+        """
+        threading._register_atexit(signal.setitimer, signal.ITIMER_REAL, self._seconds_to_end)  # threads end after it
 
     def _say_all(self, number, frame):
         names = {thread.ident: thread.name for thread in threading.enumerate()}
