@@ -44,7 +44,7 @@ class StateReader:
         if state_dict is not None and not isinstance(state_dict, dict):
             raise TypeError(f"state_dict is a dict or None, found a {type(state_dict).__name__}")
         storage = storage_at(path)
-        place = f"{storage.url}/{self._name}"
+        place = storage.url_of(self._name)
         try:
             file = storage.open(self._name)
         except FileNotFoundError as error:

@@ -31,7 +31,7 @@ def show(args: argparse.Namespace) -> CommandResult:
             return locate_path(args.checkpoint)
 
     storage, checkpoint, tensors, problems = first_whole(find, _with_tensors)
-    url, manifest = layout.join(storage.url.removesuffix("/"), checkpoint.directory), checkpoint.manifest
+    url, manifest = storage.url_of(checkpoint.directory), checkpoint.manifest
     data, lines = _data(url, checkpoint, tensors), _lines(url, checkpoint, tensors)
     if args.files:
         data["files"] = [_file_data(file) for file in manifest.files]

@@ -105,7 +105,7 @@ def _finished(
     of = Content(**checkpoint.manifest.content)
     content = with_shards(replace(of, tables=tables, files=tuple(files)), records)
     _remove_lost(to, content.files)
-    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in content.files)}:
+    for subdirectory in layout.subdirectories(file.name for file in content.files):
         to.storage.sync_dir(layout.join(to.directory, subdirectory))
     to.storage.sync_dir("")
     return content

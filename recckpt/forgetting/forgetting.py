@@ -198,7 +198,7 @@ def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], requ
         left = [name for name in storage.list_files(directory) if layout.is_part(name)]
         if left:
             raise RecckptError(
-                f"{storage.url}/{directory}: found {left[0]}, which could not be removed and may hold the ids; the "
+                f"{storage.url_of(directory)}: found {left[0]}, which could not be removed and may hold the ids; the "
                 "log says why: mend that, and run `recckpt forget DIR` to go on"
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.text import cell, count, escaped, html, one_line, plural, size
 
@@ -20,7 +19,7 @@ _STYLE = """
 def words_of(opened: OpenChain) -> str:
     """Return a checkpoint in one line."""
     manifest = opened.manifest
-    place = layout.join(opened.storage.url.removesuffix("/"), opened.checkpoint.directory)
+    place = opened.storage.url_of(opened.checkpoint.directory)
     return f"{one_line(place)}: {_kind(opened)}, {_content(manifest)}, {size(manifest.n_bytes)}"
 
 

@@ -140,6 +140,6 @@ def _no_such_label(state: State, present: Sequence[Checkpoint]) -> str:
 
 def _info(storage: Storage, checkpoint: Checkpoint) -> CheckpointInfo:
     record = checkpoint.manifest
-    path = layout.join(storage.url.removesuffix("/"), checkpoint.directory)
+    path = storage.url_of(checkpoint.directory)
     own = (record.ckpt_id, record.step, record.time, record.kind, record.ephemeral, record.n_bytes)
     return CheckpointInfo(path, *own, dict(record.state))

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.format import layout
 from recckpt.format.distinct import distinct
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
@@ -134,7 +133,7 @@ class CheckpointReader:
         """
         twin = copy.copy(self)
         at = twin._now
-        twin._path = layout.join(at.storage.url.removesuffix("/"), at.checkpoint.directory)
+        twin._path = at.storage.url_of(at.checkpoint.directory)
         return twin
 
     @property

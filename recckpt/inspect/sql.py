@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.format import layout
 from recckpt.inspect.libraries import needed
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.first_whole import first_whole
@@ -167,7 +166,7 @@ def _checkpoints(storage: Storage) -> pa.Table:
             "ephemeral": each.manifest.ephemeral,
             "rows": each.manifest.rows,
             "bytes": each.manifest.n_bytes,
-            "path": layout.join(storage.url.removesuffix("/"), each.directory),
+            "path": storage.url_of(each.directory),
             "state": json.dumps(dict(each.manifest.state)),
         }
         for each in look_around(storage).current

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format import layout
 from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.problems import Problems
 from recckpt.output_dir.at_path import locate_id, locate_path, open_checkpoint
@@ -27,7 +26,7 @@ class LocatedCheckpoint:
     @property
     def label(self) -> str:
         """Where it is."""
-        return layout.join(self.storage.url.removesuffix("/"), self.checkpoint.directory)
+        return self.storage.url_of(self.checkpoint.directory)
 
     @property
     def shards(self) -> int:

@@ -43,7 +43,7 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     takeover = last_takeover(storage)
     reason = takeover.excludes(record)
     if reason is not None:
-        raise CheckpointNotFoundError(f"{storage.url}/{directory}: {reason}")
+        raise CheckpointNotFoundError(f"{storage.url_of(directory)}: {reason}")
     problem = next(file_problems(storage, directory, record), None)
     if problem is None and record.parent is None:
         return Checkpoint(directory, record)

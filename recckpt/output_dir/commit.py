@@ -183,5 +183,4 @@ class Lookout:
         self._look(name, look)
 
     def _look(self, name: str, look: Callable[[], None]) -> None:
-        url = f"{self._storage.url}/{name}"
-        self._retries.call(self._operation, look, again=self._is_patient, url=url)
+        self._retries.call(self._operation, look, again=self._is_patient, url=self._storage.url_of(name))

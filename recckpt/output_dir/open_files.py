@@ -128,7 +128,7 @@ class OpenFiles:
             if not isinstance(error, NotPlainError):
                 self._storage.size(layout.join(self._directory, layout.MANIFEST))
         except ABSENT:
-            return CheckpointRemovedError(layout.join(self.url.removesuffix("/"), self._directory))
+            return CheckpointRemovedError(self._storage.url_of(self._directory))
         n_bytes = self._sizes.get(path)
         return missing(path, error, "a file" if n_bytes is None else f"{n_bytes} bytes")
 

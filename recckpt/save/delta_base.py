@@ -140,5 +140,5 @@ def _is_there(storage: Storage, link: Checkpoint) -> bool:
 
 
 def _sync(storage: Storage, link: Checkpoint) -> None:
-    for subdirectory in {"", *(file.name.rpartition("/")[0] for file in link.manifest.files)}:
+    for subdirectory in layout.subdirectories(file.name for file in link.manifest.files):
         storage.sync_dir(layout.join(link.directory, subdirectory))

@@ -11,7 +11,6 @@ from functools import partial
 
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.errors import CommitNotDurableError, RecckptError, WriterFencedError
-from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
@@ -112,7 +111,7 @@ def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Dest
         commits.append(commit(records, head, job, to, attempt=attempt, kind=staged.kind))
         return commits[0].for_others
 
-    path = layout.join(to.storage.url.removesuffix("/"), attempt.directory)
+    path = to.storage.url_of(attempt.directory)
     try:
         of_others = ranks.concluded(write_own, commit_all)
     except CommitNotDurableError as error:

@@ -199,6 +199,10 @@ class Storage(ABC):
     def __init__(self, url: str) -> None:
         self.url = url
 
+    def url_of(self, name: str) -> str:
+        """Return the path or URL of a file or directory; "" is the root."""
+        return f"{self.url.removesuffix('/')}/{name}" if name else self.url
+
     @abstractmethod
     def prepare(self) -> None:
         """Make the root where it can be made, and raise OSError where files cannot be written to it."""

@@ -74,7 +74,7 @@ class ObjectStorage(RemoteStorage):
     def make_dir(self, name: str) -> None:
         """Refuse a prefix under which there are objects; stores have no directories to make."""
         if self.list_files(name):
-            raise FileExistsError(errno.EEXIST, "making a directory failed: exists already", self._url(name))
+            raise FileExistsError(errno.EEXIST, "making a directory failed: exists already", self.url_of(name))
 
     def create(self, name: str) -> Sink:
         return self._upload(Upload, name, lambda data: self._put(name, data))
@@ -117,10 +117,10 @@ class ObjectStorage(RemoteStorage):
         """Raise OSError if objects are left; a prefix vanishes with its last object."""
         left = self.list_files(name)
         if left:
-            raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self._url(name))
+            raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self.url_of(name))
 
     def _retries(self, name: str) -> Retries:
-        return _FirstAnswer(self.policy, self._url(name), self)
+        return _FirstAnswer(self.policy, self.url_of(name), self)
 
     def _modified(self, name: str) -> float | None:
         with suppress(NotImplementedError):  # by its backend
@@ -169,7 +169,7 @@ class ObjectStorage(RemoteStorage):
     def _put(self, name: str, data: bytes) -> None:
         path, doubt = self._path(name), None
         if not self._is_conditional and self._peek(path) is not None:
-            raise FileExistsError(errno.EEXIST, "exists already", self._url(name))
+            raise FileExistsError(errno.EEXIST, "exists already", self.url_of(name))
         try:
             self._fs.pipe_file(path, data, mode="create" if self._is_conditional else "overwrite")
         except Exception as error:
@@ -186,7 +186,7 @@ class ObjectStorage(RemoteStorage):
         if content == data:
             return
         if content is not None:
-            raise FileExistsError(errno.EEXIST, "exists already", self._url(name)) from doubt
+            raise FileExistsError(errno.EEXIST, "exists already", self.url_of(name)) from doubt
         if doubt is None or is_conflict(doubt):
             raise TryAgainError(errno.EAGAIN, "what was put is not there") from doubt
         raise doubt

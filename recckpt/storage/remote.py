@@ -57,7 +57,7 @@ class RemoteStorage(Storage):
     def size(self, name: str) -> int:
         info = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
         if info["type"] != "file":
-            raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self._url(name))
+            raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self.url_of(name))
         return int(info["size"])
 
     def drop_cached(self, name: str) -> bool:
@@ -82,21 +82,18 @@ class RemoteStorage(Storage):
     def _open(self, name: str) -> BinaryIO:
         file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
         if (getattr(file, "details", None) or {}).get("type") == "directory":
-            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self._url(name))
+            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
         return cast(BinaryIO, file)
 
     def _call(self, operation: str, name: str, work: Callable[[], _T]) -> _T:
         return self._retries(name).call(operation, work)
 
     def _retries(self, name: str) -> Retries:
-        return Retries(self.policy, self._url(name), self.count_retry)
+        return Retries(self.policy, self.url_of(name), self.count_retry)
 
     def count_retry(self) -> None:
         """Count a request that is tried again; of several threads at once, one may be lost: it is for metrics."""
         self.n_retries += 1
-
-    def _url(self, name: str) -> str:
-        return f"{self.url}/{name}" if name else self.url
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -154,7 +154,7 @@ class SftpStorage(RemoteStorage):
         entries = list(self._walk(name))
         left = next((path for path, entry in entries if not stat.S_ISDIR(entry.st_mode)), None)
         if left is not None:
-            raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left}", self._url(name))
+            raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left}", self.url_of(name))
         for path in [*(f"{self._path(name)}/{path}" for path, _ in reversed(entries)), self._path(name)]:
             with suppress(FileNotFoundError):
                 self._call("removing", name, partial(self._fs.ftp.rmdir, path))
@@ -184,7 +184,7 @@ class SftpStorage(RemoteStorage):
         return cast(BinaryIO, self._fs.ftp.open(path))
 
     def _retries(self, name: str) -> Retries:
-        return _OneAtATime(self.policy, self._url(name), self)
+        return _OneAtATime(self.policy, self.url_of(name), self)
 
     def _walk(self, directory: str) -> Iterator[tuple[str, Any]]:
         """Yield what is below a directory with its attributes, each directory before what is in it."""

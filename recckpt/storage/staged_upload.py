@@ -62,7 +62,7 @@ class Outbox:
             if (sink.n_bytes, hashing.xxh3) != (copy.n_bytes, copy.xxh3):
                 problem = f"the copy in the work dir is not what was written: found {sink.n_bytes} bytes with checksum"
                 expected = f"{hashing.xxh3:016x}, expected {copy.n_bytes} with {copy.xxh3:016x}; check that disk"
-                raise OSError(errno.EIO, f"{problem} {expected}", f"{self._storage.url}/{copy.name}")
+                raise OSError(errno.EIO, f"{problem} {expected}", self._storage.url_of(copy.name))
         copy.discard()
 
     def _sent(self, name: str) -> Sink:

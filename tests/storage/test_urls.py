@@ -37,6 +37,19 @@ def test_a_path_with_a_colon_is_a_path(tmp_path, monkeypatch, path):
     assert (tmp_path / path).is_dir()
 
 
+@pytest.mark.parametrize(
+    ("root", "name", "url"),
+    [
+        ("/runs/1", "ckpt_1", "/runs/1/ckpt_1"),
+        ("/runs/1", "", "/runs/1"),
+        ("/", "ckpt_1", "/ckpt_1"),
+        ("memory://runs/1", "ckpt_1/model.pt", "memory://runs/1/ckpt_1/model.pt"),
+    ],
+)
+def test_what_lies_in_a_storage_has_a_path_or_url_of_its_own(root, name, url):
+    assert open_storage(root).url_of(name) == url
+
+
 def test_text_that_cannot_be_encoded_is_refused_by_what_it_is(tmp_path):
     model = nn.Linear(1, 1)
     with pytest.raises(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.dense.file_check import check_file
-from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
 from recckpt.format.reduced import descriptions_of
 from recckpt.inspect.diff.bucket_diff import slots_of
@@ -105,7 +104,7 @@ def _tables(
 
 def _side(opened: OpenChain) -> Side:
     checkpoint, manifest = opened.checkpoint, opened.manifest
-    path = layout.join(opened.storage.url.removesuffix("/"), checkpoint.directory)
+    path = opened.storage.url_of(checkpoint.directory)
     reduced = descriptions_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})
     facts = manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, len(checkpoint.links)
     return Side(path, *facts, tuple(reduced))

@@ -37,7 +37,7 @@ def read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tuple
         tables = read_tables(opened, _clock(manifest), threads, progress.advance)
         damage = _check_others(storage, directory, threads, progress.advance)
     if (damage or any(table.damage for table in tables)) and not has_manifest(storage, directory):
-        raise CheckpointRemovedError(layout.join(storage.url.removesuffix("/"), directory))
+        raise CheckpointRemovedError(storage.url_of(directory))
     return tables, damage
 
 
