@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -95,14 +95,19 @@ class Attempt:
         self.storage.put_if_absent(path, data)
 
     @contextmanager
-    def abandoned_on_error(self) -> Iterator[None]:
-        """Remove what was written where the block fails, unless it is another's to judge."""
+    def abandoned_on_error(self, is_idle: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
+        """Remove what was written where the block fails, unless it is another's to judge.
+
+        Args:
+            is_idle: says whether, after an error, nobody else is at work there.
+        """
         try:
             yield
         except (WriterFencedError, CommitNotDurableError):
             raise  # the directory is the new owner's to judge, or holds a checkpoint
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            if is_idle(error):
+                self.abandon()
             raise
 
     def abandon(self) -> None:

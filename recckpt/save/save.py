@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
 from recckpt.checkpoint.attempt import Attempt
-from recckpt.errors import CommitNotDurableError, RecckptError, WriterFencedError
+from recckpt.errors import CommitNotDurableError, RecckptError
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
@@ -79,7 +78,7 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
     info, ranks = job.info, job.ranks
     with job.span, failure_reported(job, to), closing(staged):
         attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
-        with _abandoned_on_error(attempt, ranks):
+        with attempt.abandoned_on_error(lambda error: _is_idle(error, ranks)):
             info.outcome.note_open(ranks.rank)
             head = head_of(staged, compared_names(staged, plan, ranks), attempt, info)
             record = _commit(staged, head, attempt, job, to)
@@ -131,14 +130,6 @@ def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
     return begin(to.storage, to.fence, info.ckpt_id, step=info.step, overwrite=job.overwrite, base=base)
 
 
-@contextmanager
-def _abandoned_on_error(attempt: Attempt, ranks: Ranks) -> Iterator[None]:
-    """Remove what was written where the save fails, unless somebody may be at work there."""
-    try:
-        yield
-    except (WriterFencedError, CommitNotDurableError):
-        raise  # the directory is the new owner's to judge, or holds a checkpoint
-    except RecckptError:
-        if ranks.rank == 0 and not ranks.has_lost:  # one that is lost may write there; all others know that they failed
-            attempt.abandon()
-        raise
+def _is_idle(error: BaseException, ranks: Ranks) -> bool:
+    """Say whether this is rank 0, and all ranks know of an error, so that none of them is at work."""
+    return isinstance(error, RecckptError) and ranks.rank == 0 and not ranks.has_lost
