@@ -13,16 +13,15 @@ from recckpt.storage.base import (
     ABSENT,
     NOT_READABLE,
     Draft,
-    HashingSink,
     Listed,
     NewFiles,
     NotPlainError,
     Sink,
-    SinkFile,
     Storage,
     missing,
 )
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.sink_file import HashingSink, SinkFile
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+", re.ASCII)
 

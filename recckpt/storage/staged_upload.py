@@ -11,7 +11,8 @@ from typing import IO, Any
 import xxhash
 
 from recckpt.parallel.threads import run_all
-from recckpt.storage.base import HashingSink, Sink, Storage
+from recckpt.storage.base import Sink, Storage
+from recckpt.storage.sink_file import HashingSink
 from recckpt.storage.transfers import Transfers, WorkDir
 from recckpt.storage.upload_limit import UploadSlots
 from recckpt.storage.upload_rate import UploadRate
