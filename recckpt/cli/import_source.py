@@ -26,8 +26,7 @@ def import_source(args: argparse.Namespace) -> CommandResult:
             done = _import(args)
         except RecckptError as error:
             return CommandResult({"problems": [str(error)]}, [], [str(error)])
-    step = next(number for number in (args.step, done.contents.step, 0) if number is not None)
-    notes = passed_by(args.dir, done.ckpt_id, step)
+    notes = passed_by(args.dir, done.ckpt_id, done.step)
     return CommandResult({**_data(done, args), "notes": notes}, [*_lines(done, args), *notes])
 
 

@@ -40,7 +40,7 @@ def opened(name: ChainName) -> OpenChain:
 def _named(storage: Storage, directory: str, xxh3: int) -> Checkpoint:
     manifest = read_manifest(storage, directory)
     if manifest is None:
-        raise CheckpointRemovedError(layout.join(storage.url, directory))
+        raise CheckpointRemovedError(storage.url_of(directory))
     if manifest.xxh3 != xxh3:
         path, found = layout.join(directory, layout.MANIFEST), f"the checksum {manifest.xxh3:016x}"
         raise CorruptCheckpointError(path, "", found=found, expected=f"{xxh3:016x}, as when the chain was found")

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from recckpt.checkpoint.chain import OpenChain
@@ -16,7 +17,6 @@ from recckpt.convert.source import LeftOut
 from recckpt.convert.target_files import TargetFiles
 from recckpt.convert.view import Export, TableView
 from recckpt.errors import ConversionError
-from recckpt.format import layout
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.first_whole import first_whole
@@ -91,17 +91,9 @@ def export_checkpoint(
         FileExistsError: the target exists.
         OSError: a storage failed.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
-    module = target_module(to)
-    if since is not None and (where is not None or not module.INCREMENTS):
-        found = f"it beside {'where' if where is not None else to}"
-        raise ConversionError(os.fspath(target), "since", found=found, expected="all changed rows, to parquet or npy")
-    if dtype is not None and dtype not in module.DTYPES:
-        found, expected = f"{dtype} for {to}, which does not have it", f"one of {', '.join(module.DTYPES)}"
-        raise ConversionError(os.fspath(target), "dtype", found=found, expected=expected)
+    module, path, url = target_module(to), os.fspath(checkpoint), os.fspath(target)
     choice = _Choice(tables, slots, RowFilter() if where is None else parse_row_filter(where), dtype, since)
-    path, url = os.fspath(checkpoint), os.fspath(target)
+    _check_target(module, to, url, choice, is_filtered=where is not None)
 
     def write(located: tuple[Storage, Checkpoint]) -> Exported:
         with TargetFiles(url) as files:
@@ -113,6 +105,18 @@ def export_checkpoint(
         return Exported(located[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
 
     return first_whole(lambda: locate_path(path), write)
+
+
+def _check_target(module: ModuleType, to: str, url: str, choice: _Choice, *, is_filtered: bool) -> None:
+    """Raise ConversionError where a target cannot be written so, ValueError where the dtype is unknown."""
+    if choice.dtype is not None and choice.dtype not in DTYPES:
+        raise ValueError(f"dtype: found {choice.dtype!r}, expected one of {', '.join(DTYPES)}")
+    if choice.since is not None and (is_filtered or not module.INCREMENTS):
+        found = f"it beside {'where' if is_filtered else to}"
+        raise ConversionError(url, "since", found=found, expected="all changed rows, to parquet or npy")
+    if choice.dtype is not None and choice.dtype not in module.DTYPES:
+        found, expected = f"{choice.dtype} for {to}, which does not have it", f"one of {', '.join(module.DTYPES)}"
+        raise ConversionError(url, "dtype", found=found, expected=expected)
 
 
 def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots: bool) -> Export:
@@ -129,7 +133,7 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
     views = [_view(table, chain, newer, choice, all_slots) for table in chosen]
     _check_narrowed(views, choice.dtype, checkpoint.directory)
     metadata: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
-    metadata["source"] = layout.join(storage.url, checkpoint.directory)
+    metadata["source"] = storage.url_of(checkpoint.directory)
     if count is not None:
         base = checkpoint.links[count].manifest
         gone = [table.name for table in base.tables if table.name not in names]

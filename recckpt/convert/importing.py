@@ -22,7 +22,7 @@ from recckpt.format import layout
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.sparse.files.part_plan import row_bytes
-from recckpt.storage import open_storage
+from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress, nearest
 from recckpt.types import positive_int
@@ -37,6 +37,7 @@ class ImportPlan:
     Attributes:
         source: where from.
         ckpt_id: of the checkpoint.
+        step: of the checkpoint.
         contents: what goes into it, and what does not.
         directory: of the checkpoint in the output dir, "" as long as it is only planned.
         rows: rows of each table once they are read; before, as the source says, which is at least as many.
@@ -45,6 +46,7 @@ class ImportPlan:
 
     source: str
     ckpt_id: str
+    step: int
     contents: SourceContents
     directory: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -89,32 +91,42 @@ def import_checkpoint(
     positive_int("budget_bytes", budget_bytes)
     url = os.fspath(output_dir)
     with _opened(source, format, options or ImportOptions()) as opened:
-        contents = _chosen(opened.contents, tables, os.fspath(source))
-        step = next(found for found in (step, contents.step, 0) if found is not None)
-        if type(step) is not int or step < 0:
-            raise ConversionError(os.fspath(source), "step", found=f"{step!r}", expected="an int of 0 or more")
-        plan = ImportPlan(os.fspath(source), layout.step_id(step), contents)
-        plan = replace(plan, rows={table.name: table.n_rows for table in contents.tables})
+        plan = _planned(opened.contents, os.fspath(source), tables, step)
         storage = open_storage(url)
         check_none_pending(storage, FORGET_FIRST)
-        present = list_checkpoints(storage).find(plan.ckpt_id)
-        if present:
+        if list_checkpoints(storage).find(plan.ckpt_id):
             remedy = "give the import another step"
             raise CheckpointExistsError(f"{storage.url}: checkpoint {plan.ckpt_id!r} is committed already; {remedy}")
         if dry_run:
             return plan
-        n_bytes = sum(table.n_rows * (table.row_bytes + row_bytes(table.slots)) for table in contents.tables)
-        with ExitStack() as stack:
-            progress = stack.enter_context(Progress(f"importing {plan.source}", n_bytes))
-            waiting = WorkDir(os.fspath(work_dir) if work_dir is not None else _near(url))
-            runs = [stack.enter_context(_read(opened, t, waiting, budget_bytes, progress)) for t in contents.tables]
-            progress.n_rows = sum(each.n_rows for each in runs)
-            state = {"imported_from": plan.source, "imported_format": contents.format}
-            new = NewCheckpoint(runs, contents, state)
-            write = partial(write_new, new=new, advance=progress.advance)
-            directory, record = commit_new(storage, plan.ckpt_id, step, write)
-        rows = {table.name: table.rows for table in record.tables}
-        return replace(plan, directory=directory, rows=rows, n_bytes=record.n_bytes)
+        waiting = WorkDir(os.fspath(work_dir) if work_dir is not None else _near(url))
+        return _imported(opened, plan, storage, waiting, budget_bytes)
+
+
+def _planned(contents: SourceContents, source: str, tables: Collection[str] | None, step: int | None) -> ImportPlan:
+    contents = _chosen(contents, tables, source)
+    step = next(number for number in (step, contents.step, 0) if number is not None)
+    if type(step) is not int or step < 0:
+        raise ConversionError(source, "step", found=f"{step!r}", expected="an int of 0 or more")
+    rows = {table.name: table.n_rows for table in contents.tables}
+    return ImportPlan(source, layout.step_id(step), step, contents, rows=rows)
+
+
+def _imported(
+    source: ImportSource, plan: ImportPlan, storage: Storage, waiting: WorkDir, budget_bytes: int
+) -> ImportPlan:
+    """Read all rows, in order, then write and commit; return the plan with what it has come to."""
+    contents = plan.contents
+    n_bytes = sum(table.n_rows * (table.row_bytes + row_bytes(table.slots)) for table in contents.tables)
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(f"importing {plan.source}", n_bytes))
+        runs = [stack.enter_context(_read(source, t, waiting, budget_bytes, progress)) for t in contents.tables]
+        progress.n_rows = sum(each.n_rows for each in runs)
+        state = {"imported_from": plan.source, "imported_format": contents.format}
+        write = partial(write_new, new=NewCheckpoint(runs, contents, state), advance=progress.advance)
+        directory, record = commit_new(storage, plan.ckpt_id, plan.step, write)
+    rows = {table.name: table.rows for table in record.tables}
+    return replace(plan, directory=directory, rows=rows, n_bytes=record.n_bytes)
 
 
 @contextmanager
