@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,19 +80,23 @@ def load(
     others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
     settings.after_load(" and ".join(planned.sources), other.extra, others, with_log=live.shard == 0)
     _forget_admitted(live.targets.values(), planned.items, sources)
-    report = LoadReport(
+    report = _report(planned, loaded, sources, time.perf_counter() - begin)
+    if live.shard == 0:
+        (report if live.shards == 1 else planned).log_summary()  # of several ranks, each knows its own rows alone
+    return report
+
+
+def _report(planned: LoadPlan, loaded: Loaded, sources: Sequence[OpenSource], seconds: float) -> LoadReport:
+    return LoadReport(
         tuple(_as_taken(item, loaded) for item in planned.items),
         planned.sources,
         planned.warnings,
         rows_taken=loaded.rows_taken,
         rows_filtered=loaded.rows_filtered,
         bytes_read=loaded.bytes_read + sum(source.bytes_read for source in sources),
-        seconds=time.perf_counter() - begin,
+        seconds=seconds,
         global_step=_global_step(planned.items, sources),
     )
-    if live.shard == 0:
-        (report if live.shards == 1 else planned).log_summary()  # of several ranks, each knows its own rows alone
-    return report
 
 
 def _as_taken(item: Planned, loaded: Loaded) -> Planned:
@@ -112,7 +116,14 @@ def _apply(
         undone_on_error.enter_context(_optimizer_loaded(live.sparse_optim, other.sparse_optim))
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
-        loaded = _fill_tables(rows, progress, lambda: [give_rest() for give_rest in rests], concurrency)
+
+        def give_rests() -> None:
+            for give_rest in rests:
+                give_rest()
+
+        with progress:
+            loaded = load_tables(rows, concurrency=concurrency, advance=progress.advance, when_checked=give_rests)
+            progress.add_rows(sum(loaded.rows_taken.values()))
         for load in (load for link in rows for load in link.tables):
             load.take_history()
         if other.dense:
@@ -153,15 +164,6 @@ def _optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | No
     except BaseException:
         optimizer.load_state_dict(before)
         raise
-
-
-def _fill_tables(
-    rows: Sequence[LinkLoad], progress: Progress, when_checked: Callable[[], object], concurrency: int
-) -> Loaded:
-    with progress:
-        loaded = load_tables(rows, concurrency=concurrency, advance=progress.advance, when_checked=when_checked)
-        progress.add_rows(sum(loaded.rows_taken.values()))
-    return loaded
 
 
 def _rows(
