@@ -16,6 +16,7 @@ import numpy.typing as npt
 from recckpt.convert.source import Array, Int64s, SourceRows, SourceTable
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import N_BUCKETS, mix64
+from recckpt.format.distinct import repeated
 from recckpt.sparse.files.arrow_format import ID_SPEC
 from recckpt.sparse.files.link_cursors import row_of
 from recckpt.sparse.files.part_plan import TableBytes, row_bytes
@@ -78,9 +79,8 @@ class RowRuns:
             self._write_run()
         self._runs = list(self._mapped())
         for begin, end in self._ranges(0, N_BUCKETS, 8):
-            hashes = np.sort(np.concatenate([run.hashes[run.at(begin) : run.at(end)] for run in self._runs]))
-            twice = hashes[1:][hashes[1:] == hashes[:-1]]
-            if len(twice):
+            hashes = np.concatenate([run.hashes[run.at(begin) : run.at(end)] for run in self._runs])
+            if len(twice := repeated(hashes)):
                 raise self._repeat(int(twice[0]))
 
     def close(self) -> None:

@@ -16,6 +16,12 @@ def distinct(*values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return ordered[is_first]
 
 
+def repeated(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the values that are there more than once, each once, in ascending order."""
+    ordered = np.sort(values)
+    return distinct(ordered[1:][ordered[1:] == ordered[:-1]])
+
+
 def is_among(values: npt.NDArray[Any], ordered: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return a mask of the values that are among others, which are sorted."""
     if not len(ordered):

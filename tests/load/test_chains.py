@@ -302,7 +302,7 @@ class TestDamage:
     def test_a_delete_twice_in_a_shard(self, make, rows, monkeypatch):
         chain = make(*THREE)
         self.delta(chain, [({}, (4,))], 3)
-        monkeypatch.setattr(LinkDeletes, "add", lambda self, table, shard, ids: iter(ids.tolist()))
+        monkeypatch.setattr(LinkDeletes, "add", lambda self, table, shard, ids: ids)
         self.refused(chain, rows, "ckpt_9/sparse/.*id 4 twice")
 
     def test_a_flipped_bit_in_the_oldest_link(self, make, rows):

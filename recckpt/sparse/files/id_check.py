@@ -11,11 +11,11 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Batch, Catalog
-from recckpt.format.distinct import distinct, is_among
+from recckpt.format.distinct import distinct, is_among, repeated
 from recckpt.format.shards import are_disjoint, overlap
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ids_in
-from recckpt.sparse.files.once import Int64s, repeats
+from recckpt.sparse.files.once import Int64s, named_twice
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
 
@@ -49,7 +49,8 @@ class IdCheck:
             yield _OUT_OF_ORDER
         if buckets[0] != self._bucket:
             self._tail = self._tail[:0]
-        yield from repeats(np.concatenate([self._tail, ids]))
+        if len(twice := repeated(np.concatenate([self._tail, ids]))):
+            yield named_twice(twice)
         if self._bucket < 0:
             self._first_bucket = int(buckets[0])
         if buckets[0] == self._first_bucket:
@@ -63,8 +64,8 @@ class IdCheck:
         if self._first_bucket < before._bucket:
             yield _OUT_OF_ORDER
         elif self._first_bucket == before._bucket:
-            twice = before._tail[is_among(before._tail, self._head)]
-            yield from repeats(np.concatenate([twice, twice]))
+            if len(twice := distinct(before._tail[is_among(before._tail, self._head)])):
+                yield named_twice(twice)
             if self._bucket == self._first_bucket:
                 self._tail = distinct(before._tail, self._tail)
 
@@ -90,8 +91,9 @@ def repeated_between_shards(
         return
     for window in _windows(sum(catalog.rows.get(table.name, 0) for catalog in catalogs)):
         shards = [distinct(_ids_in(window, storage, directory, table, catalog)) for catalog in catalogs]
-        for found, expected in repeats(np.concatenate(shards)):
+        if len(twice := repeated(np.concatenate(shards))):
             path, where = layout.join(directory, layout.SPARSE_DIR), f"table {table.name!r}, between shards"
+            found, expected = named_twice(twice)
             yield CorruptCheckpointError(path, where, found=found, expected=expected)
 
 

@@ -6,13 +6,12 @@ Links come newest first. The form for files, whose ids are sorted, is :mod:`recc
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.format.distinct import is_among
+from recckpt.format.distinct import is_among, repeated
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import compiled
 
@@ -97,20 +96,19 @@ class LinkDeletes:
         self._lock = threading.Lock()
         self._found: dict[tuple[str, int], Int64s] = {}
 
-    def add(self, table: str, shard: int, ids: Int64s) -> Iterator[int]:
-        """Know the ids of a batch; yield those that were there before."""
+    def add(self, table: str, shard: int, ids: Int64s) -> Int64s:
+        """Know the ids of a batch; return those that are there twice now."""
         with self._lock:
-            both = np.sort(np.concatenate([self.of_shard(table, shard), ids]))
-            self._found[table, shard] = both
-        yield from both[1:][both[1:] == both[:-1]].tolist()
+            both = self._found[table, shard] = np.sort(np.concatenate([self.of_shard(table, shard), ids]))
+        return repeated(both)
 
     def of_shard(self, table: str, shard: int) -> Int64s:
         """Return the ids that one shard deletes, in order."""
         return self._found.get((table, shard), np.empty(0, np.int64))
 
-    def repeated(self, table: str, shard: int, ids: Int64s) -> Iterator[int]:
-        """Yield those of the ids, which have rows in a shard, that the same shard deletes."""
-        yield from ids[is_among(ids, self.of_shard(table, shard))].tolist()
+    def among(self, table: str, shard: int, ids: Int64s) -> Int64s:
+        """Return those of the ids, which have rows in a shard, that the same shard deletes."""
+        return ids[is_among(ids, self.of_shard(table, shard))]
 
     def of(self, table: str) -> Int64s:
         """Return the ids that any shard deletes."""

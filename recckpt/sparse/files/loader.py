@@ -21,6 +21,7 @@ from recckpt.sparse.files.arrow_format import ID, ids_in
 from recckpt.sparse.files.id_check import check_range
 from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.sparse.files.load_target import LinkLoad
+from recckpt.sparse.files.once import named_twice
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_fill import TableFiller
 from recckpt.sparse.table.kernels import first_outside
@@ -183,14 +184,14 @@ class LinkPass:
         n_bytes = 0
         for batch, columns, path in run.read(self._link, self._slots(run.part)):
             ids = ids_in(columns)
-            _refuse(deletes.repeated(batch.table, run.shard, ids), batch, path)
+            _refuse(deletes.among(batch.table, run.shard, ids), batch, path)
             for filler in self._fillers[batch.table]:
                 take(filler, columns, path)
             n_bytes += sum(array.nbytes for array in columns.values())
         return n_bytes
 
     def _check_frame(self, part: Part) -> int:
-        """Check what lies between the values of a part that is read as a whole, and return the bytes of values read."""
+        """Check what lies between the values of a part that is read as a whole; return 0, for it reads no values."""
         self._link.batches.check_frame(part, self._slots(part))
         return 0
 
@@ -243,7 +244,8 @@ def _check_buckets(ids: npt.NDArray[np.int64], reader: PartReader, number: int) 
         raise reader.damage(number, found, expected)
 
 
-def _refuse(repeated: Iterator[int], batch: Batch, path: str) -> None:
-    """Refuse an id that is twice in one shard."""
-    for id_ in repeated:
-        raise CorruptCheckpointError(path, f"table {batch.table!r}", found=f"id {id_} twice", expected="every id once")
+def _refuse(twice: npt.NDArray[np.int64], batch: Batch, path: str) -> None:
+    """Refuse ids that are twice in one shard."""
+    if len(twice):
+        found, expected = named_twice(twice)
+        raise CorruptCheckpointError(path, f"table {batch.table!r}", found=found, expected=expected)

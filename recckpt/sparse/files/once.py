@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.format.distinct import distinct, is_among
+from recckpt.format.distinct import distinct, is_among, repeated
 
 Int64s = npt.NDArray[np.int64]
 Damage = Callable[[str, str, str], Exception]  # of (where, found, expected)
@@ -30,13 +30,10 @@ class AskedLink(Protocol):
 _Link = TypeVar("_Link", bound=AskedLink)
 
 
-def repeats(ids: Int64s) -> Iterator[tuple[str, str]]:
-    """Yield (found, expected) if an id is there twice."""
-    ordered = np.sort(ids)
-    twice = distinct(ordered[1:][ordered[1:] == ordered[:-1]])
-    if len(twice):
-        others = f" and {len(twice) - 1} others" if len(twice) > 1 else ""
-        yield f"id {twice[0]}{others} twice", "every id once"
+def named_twice(ids: Int64s) -> tuple[str, str]:
+    """Return (found, expected) for ids that are there more than once."""
+    others = f" and {len(ids) - 1} others" if len(ids) > 1 else ""
+    return f"id {ids[0]}{others} twice", "every id once"
 
 
 def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, between: bool = True) -> None:
@@ -57,8 +54,8 @@ def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, betwe
 
 
 def _check(where: str, ids: list[Int64s], damage: Damage) -> None:
-    for found, expected in repeats(np.concatenate(ids)):
-        raise damage(where, found, expected)
+    if len(twice := repeated(np.concatenate(ids))):
+        raise damage(where, *named_twice(twice))
 
 
 def newest(links: Iterable[_Link], ids: Int64s) -> Iterator[tuple[_Link, Int64s, Int64s]]:

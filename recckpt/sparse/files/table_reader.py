@@ -16,7 +16,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, slot_field
 from recckpt.sparse.files.id_check import IdCheck, may_repeat, repeated_between_shards
 from recckpt.sparse.files.id_set import IdSet
-from recckpt.sparse.files.once import Int64s, repeats
+from recckpt.sparse.files.once import Int64s, named_twice
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
@@ -76,14 +76,12 @@ class TableReader:
         """
         sought, is_found = IdSet(ids), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
-            for part, _, batch in self.batches(catalog, "rows", sought):
+            for _, _, batch in self.batches(catalog, "rows", sought):
                 there = batch.column(ID).to_numpy()
                 rows = np.flatnonzero(is_among(there, ids))
                 places = np.searchsorted(ids, there[rows])
-                for found, expected in repeats(np.repeat(ids[places[is_found[places]]], 2)):
-                    where = f"table {self.entry.name!r}, between shards"
-                    path = layout.join(self.directory, part.file)
-                    raise CorruptCheckpointError(path, where, found=found, expected=expected)
+                if len(twice := ids[np.sort(places[is_found[places]])]):
+                    raise table_damage(self, "between shards", *named_twice(twice))
                 is_found[places] = True
                 if len(rows):
                     yield batch.take(pa.array(rows))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recckpt.errors import StateMismatchError
 from recckpt.format.buckets import N_BUCKETS, bucket_of
+from recckpt.format.distinct import repeated
 from recckpt.sparse.table.checks import check_slot_name
 from recckpt.sparse.table.column import BLOCK_BYTES, Column
 from recckpt.sparse.table.kernels import count_buckets, place_rows
@@ -228,11 +229,9 @@ def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *,
     source = source_of(table)
     if slots is not None:
         source = replace(source, columns={name: column for name, column in source.columns.items() if name in slots})
-    ids = np.sort(source.ids.to_tensor(source.n_rows).numpy())
-    repeats = ids[1:][ids[1:] == ids[:-1]]
-    if len(repeats):
+    if len(twice := repeated(source.ids.to_tensor(source.n_rows).numpy())):
         raise StateMismatchError(
-            f"table {table.name!r}", mismatched={"id": (f"{repeats[0]} more than once", "every id once")}
+            f"table {table.name!r}", mismatched={"id": (f"{twice[0]} more than once", "every id once")}
         )
     if not detached:
         return source
