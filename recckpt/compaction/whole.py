@@ -14,12 +14,12 @@ from recckpt.checkpoint.shard_writer import with_shards
 from recckpt.compaction.chain import ChainName, opened
 from recckpt.compaction.part_task import CompactionTask, write_task
 from recckpt.compaction.plan import PlannedPart, plan_of_chain
-from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.catalog import Part
 from recckpt.format.manifest import Content, FileEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.executor import run_on
+from recckpt.sparse.files.catalogs import count_error
 from recckpt.storage import Storage
 from recckpt.text import Progress
 
@@ -99,9 +99,7 @@ def _finished(
         rows.update(shard.catalog.rows)
     for table in tables:
         if rows[table.name] != table.rows:
-            path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {table.name!r}"
-            found, expected = f"{table.rows} rows", f"{rows[table.name]}, as in its chain"
-            raise CorruptCheckpointError(path, where, found=found, expected=expected)
+            raise count_error(checkpoint.directory, table.name, table.rows, rows[table.name])
     of = Content(**checkpoint.manifest.content)
     content = with_shards(replace(of, tables=tables, files=tuple(files)), records)
     _remove_lost(to, content.files)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from recckpt.convert.source import Array, Int64s
 from recckpt.errors import ConversionError
+from recckpt.format.dtypes import widened
 from recckpt.types import SlotSpec
 
 DTYPES = ("float16", "bfloat16", "int8")
@@ -44,12 +45,6 @@ def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) 
             raise ConversionError(path, f"slot {slot.name!r}", found=found, expected=expected, remedy="keep the dtype")
         off = np.abs(back.astype(np.float64) - exact)[is_finite]
     return columns, float(off.max(initial=0.0))
-
-
-def widened(bits: Array) -> Array:
-    """Return bfloat16 bit patterns as the float32 that they are."""
-    wide: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return wide
 
 
 def _float(exact: Array, dtype: str) -> tuple[list[Array], Array]:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recckpt.convert.narrowed import narrowed, narrowed_slots, widened
+from recckpt.convert.narrowed import narrowed, narrowed_slots
 from recckpt.convert.source import Array, Int64s, LeftOut, SourceRows
 from recckpt.dense.tensors import DenseTensors
-from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.format.dtypes import NUMPY_DTYPES, widened
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.types import EMBEDDING, SlotSpec

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 _NATIVE = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
 _ONE_BYTE = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
@@ -30,3 +31,9 @@ STORAGES = {  # part of the format: torch's names for them in pickles; the stora
     "complex64": "ComplexFloatStorage",
     "complex128": "ComplexDoubleStorage",
 }
+
+
+def widened(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return bfloat16 bit patterns as the float32 that they are."""
+    wide: npt.NDArray[Any] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return wide

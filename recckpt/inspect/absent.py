@@ -93,7 +93,8 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
             unread[layout.join(directory, name)] = look
             continue
         for of_table, there in look.items():
-            new = Holding(directory, _ckpt_id(manifests[directory]), of_table)
+            record = manifests[directory]
+            new = Holding(directory, record.ckpt_id if record else None, of_table)
             own = holdings.setdefault((directory, of_table), new)
             if layout.holds_deletes(name):
                 own.n_deletes += len(there)
@@ -129,10 +130,6 @@ def _manifest(storage: Storage, directory: str) -> Manifest | None:
         return read_manifest(storage, directory) if directory else None
     except (CorruptCheckpointError, FormatVersionError, OSError):
         return None
-
-
-def _ckpt_id(record: Manifest | None) -> str | None:
-    return None if record is None else record.ckpt_id
 
 
 def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | None]) -> None:

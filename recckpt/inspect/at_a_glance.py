@@ -19,8 +19,9 @@ _STYLE = """
 def words_of(opened: OpenChain) -> str:
     """Return a checkpoint in one line."""
     manifest = opened.manifest
-    place = opened.storage.url_of(opened.checkpoint.directory)
-    return f"{one_line(place)}: {_kind(opened)}, {_content(manifest)}, {size(manifest.n_bytes)}"
+    place = one_line(opened.storage.url_of(opened.checkpoint.directory))
+    content = f"{plural(manifest.rows, 'row')} in {plural(len(manifest.tables), 'table')}"
+    return f"{place}: {_kind(opened)}, {content}, {size(manifest.n_bytes)}"
 
 
 def body_of(opened: OpenChain) -> str:
@@ -42,10 +43,6 @@ def _kind(opened: OpenChain) -> str:
     links = f" of {plural(n_links, 'link')}" if n_links > 1 else ""
     step = "" if manifest.step is None else f", step {manifest.step}"
     return f"{manifest.kind}{links}{step}, {one_line(manifest.time)}"
-
-
-def _content(manifest: Manifest) -> str:
-    return f"{plural(manifest.rows, 'row')} in {plural(len(manifest.tables), 'table')}"
 
 
 def _table_rows(manifest: Manifest) -> Iterator[Sequence[str]]:

@@ -18,6 +18,7 @@ from recckpt.output_dir.at_path import read_checkpoint
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import Checkpoint, look_around
 from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.chain_counts import Counted, Node, count_rows
 from recckpt.storage import Storage
 
@@ -130,6 +131,4 @@ class _CountTable:
                 look.add_absent_deletes(count.absent)
                 entry = node.link.entry
                 if count.rows != entry.rows:
-                    path, where = layout.join(look.directory, layout.MANIFEST), f"table {entry.name!r}"
-                    found, expected = f"{entry.rows} rows", f"{count.rows}, as in its chain"
-                    look.add([CorruptCheckpointError(path, where, found=found, expected=expected)])
+                    look.add([count_error(look.directory, entry.name, entry.rows, count.rows)])

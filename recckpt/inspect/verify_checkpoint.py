@@ -68,11 +68,17 @@ class Checkup:
         except OSError as error:  # one that cannot be read does not keep the others from being looked at
             self.errors.append(unreadable(path, error, "a manifest"))
         if self.manifest:
-            self.errors += self._check_first_file(self.manifest)
+            self.errors += self._check_first_file()
             self.errors += file_problems(storage, directory, self.manifest)
         elif not self.errors:
             self.errors.append(CorruptCheckpointError(path, "", found="no such file", expected="a manifest"))
         self._broken = {error.path for error in self.errors}
+
+    @property
+    def _record(self) -> Manifest:
+        """The manifest, which can be read where a step is taken."""
+        assert self.manifest is not None
+        return self.manifest
 
     def add(self, errors: Iterable[CorruptCheckpointError]) -> None:
         """Add what is wrong with it."""
@@ -84,11 +90,10 @@ class Checkup:
 
     def check_files(self, advance: Advance) -> Iterator[Job]:
         """Check whole files: all but the parts."""
-        assert self.manifest is not None
-        self._log_unlisted(self.manifest)
-        numbers = {shard.catalog: number for number, shard in enumerate(self.manifest.shards)}
+        self._log_unlisted()
+        numbers = {shard.catalog: number for number, shard in enumerate(self._record.shards)}
         indexed = {name for number in self._with_index for name in self._files_of_index(number)}
-        for file in self.manifest.files:
+        for file in self._record.files:
             path = self._path(file.name)
             elsewhere = file.name in numbers or layout.is_part(file.name) or file.name in indexed
             if path not in self._broken and not elsewhere:
@@ -103,13 +108,12 @@ class Checkup:
 
     def part_tasks(self) -> Iterator[VerifyTask]:
         """Check what the catalogs add up to; yield a task for each part that they name, and take what it finds."""
-        assert self.manifest is not None
-        if len(self._shards) == len(self.manifest.shards):
-            self.errors += self._sum_errors(self.manifest)
+        if len(self._shards) == len(self._record.shards):
+            self.errors += self._sum_errors()
         self._parts: dict[str, PartCheck] = {}
         for part in (part for shard in self._catalogs() for part in shard.parts):
             if self._path(part.file) not in self._broken:
-                tables = tuple(table for name in part.tables if (table := self.manifest.table(name)))
+                tables = tuple(table for name in part.tables if (table := self._record.table(name)))
                 yield VerifyTask(self._storage.url, self.directory, tables, part)
 
     def check_part(self, task: VerifyTask, advance: Advance) -> PartCheck:
@@ -125,30 +129,26 @@ class Checkup:
 
     def check_ids(self, _: Advance) -> Iterator[Job]:
         """Check what only several files together can show: that no id occurs twice."""
-        assert self.manifest is not None
         for shard in self._catalogs():
             self.errors += between_parts(self._parts[p.file] for p in shard.parts if p.file in self._parts)
         if len(self._indexes) == len(self._with_index):
             yield partial(_read, self._path(layout.DENSE_DIR), self._check_tensors)
-        for table in self.manifest.tables:
+        for table in self._record.tables:
             yield partial(self._check_table, table)
 
     @property
     def tables(self) -> tuple[TableEntry, ...]:
         """The tables, by the manifest."""
-        assert self.manifest is not None
-        return self.manifest.tables
+        return self._record.tables
 
     @property
     def place(self) -> tuple[int, int]:
         """Its place in the order of commits."""
-        assert self.manifest is not None
-        return self.manifest.place
+        return self._record.place
 
     def link(self) -> OpenLink:
         """Return it as a link of chains; its catalogs are whole."""
-        assert self.manifest is not None
-        checkpoint = Checkpoint(self.directory, self.manifest)
+        checkpoint = Checkpoint(self.directory, self._record)
         return OpenLink(checkpoint, files_of(self._storage, checkpoint), self._catalogs())
 
     def _path(self, name: str) -> str:
@@ -157,10 +157,10 @@ class Checkup:
     def _catalogs(self) -> list[Catalog]:
         return [self._shards[number] for number in sorted(self._shards)]
 
-    def _check_first_file(self, manifest: Manifest) -> Errors:
+    def _check_first_file(self) -> Errors:
         """Check ``INTENT``, of a form ``OFFER``, which no list of files has: it must say what the manifest says."""
-        name, own = _first_file(self.directory, manifest)
-        path, expected = self._path(name), f"that of save {manifest.files_id}, as in {layout.MANIFEST}"
+        name, own = _first_file(self.directory, self._record)
+        path, expected = self._path(name), f"that of save {self._record.files_id}, as in {layout.MANIFEST}"
         try:
             data = self._storage.read(path, _FIRST_BYTES)
         except ABSENT:  # a copy of the listed files is a checkpoint, too
@@ -176,10 +176,10 @@ class Checkup:
                     found = f"that of save {parse(data, path).text('save_id')}"
                 yield CorruptCheckpointError(path, "", found=found, expected=expected)
 
-    def _log_unlisted(self, manifest: Manifest) -> None:
+    def _log_unlisted(self) -> None:
         if log.isEnabledFor(logging.DEBUG):
             for name in self._storage.list_files(self.directory):
-                if name not in _UNLISTED and manifest.file(name) is None:
+                if name not in _UNLISTED and self._record.file(name) is None:
                     log.debug("%s is not listed in the manifest, and ignored", self._path(name))
 
     def _check_file(self, file: FileEntry, advance: Advance, index: TensorIndex | None = None) -> Errors:
@@ -208,23 +208,20 @@ class Checkup:
     @property
     def _with_index(self) -> list[int]:
         """The shards that wrote dense tensors."""
-        assert self.manifest is not None
-        shards = len(self.manifest.shards)
-        return [n for n in range(shards) if self.manifest.file(layout.dense_index(n, shards))]
+        shards = len(self._record.shards)
+        return [n for n in range(shards) if self._record.file(layout.dense_index(n, shards))]
 
     def _files_of_index(self, number: int) -> list[str]:
         """Return the index of a shard and the files in which it lists tensors."""
-        assert self.manifest is not None
-        shards = len(self.manifest.shards)
+        shards = len(self._record.shards)
         names = [layout.dense_index(number, shards), layout.dense_data(number, shards)]
-        return [name for name in (*names, *([] if number else [layout.MODEL])) if self.manifest.file(name)]
+        return [name for name in (*names, *([] if number else [layout.MODEL])) if self._record.file(name)]
 
     def _check_indexed(self, number: int, advance: Advance) -> Errors:
         """Check an index and the files whose tensors it lists; with a damaged index, only their whole checksums."""
-        assert self.manifest is not None
         index = None
         try:
-            index = read_index(self._storage, self.directory, self.manifest, number)
+            index = read_index(self._storage, self.directory, self._record, number)
             assert index is not None  # the manifest lists it
             self._indexes[number] = index
         except FormatVersionError as error:
@@ -232,30 +229,29 @@ class Checkup:
         except CorruptCheckpointError as error:
             yield error
         for name in self._files_of_index(number)[1:]:
-            file = self.manifest.file(name)
+            file = self._record.file(name)
             if file is not None and self._path(name) not in self._broken:
                 yield from _read(self._path(name), partial(self._check_file, file, advance, index))
 
     def _read_catalog(self, number: int, advance: Advance) -> Errors:
-        assert self.manifest is not None
-        shard = self.manifest.shards[number]
-        path, entry = self._path(shard.catalog), self.manifest.file(shard.catalog)
+        shard = self._record.shards[number]
+        path, entry = self._path(shard.catalog), self._record.file(shard.catalog)
         assert entry is not None  # the manifest was checked for that
         data = read_checked(self._storage, self.directory, entry, catalogs.MAX_BYTES)
         advance(len(data))
         try:
-            catalog = self._shards[number] = catalogs.decode(data, path, self.manifest, number)
+            catalog = self._shards[number] = catalogs.decode(data, path, self._record, number)
         except FormatVersionError as error:
             yield newer(error)
             return
         yield from shard_errors(self.directory, catalog, shard)
 
-    def _sum_errors(self, manifest: Manifest) -> Errors:
+    def _sum_errors(self) -> Errors:
         """Check that the catalogs together make up the manifest."""
         path = self._path(layout.MANIFEST)
-        yield from count_errors(self.directory, manifest, self._catalogs())
+        yield from count_errors(self.directory, self._record, self._catalogs())
         parts = Counter(part.file for shard in self._catalogs() for part in shard.parts)
-        for file in manifest.files:
+        for file in self._record.files:
             if layout.is_part(file.name) and parts[file.name] != 1:
                 where, found = f"file {file.name!r}", f"in {parts[file.name]} catalogs"
                 yield CorruptCheckpointError(path, where, found=found, expected="in one catalog")

@@ -81,10 +81,7 @@ def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
     gathered = live.extra.gathered(item.name.text, _of_all(live, item, source), source.tensors.of_extra)
     if gathered is not None:
         return as_here(gathered[0], lambda: gathered, source)
-    if item.source in source.at.extras_of_ranks:
-        saved = source.own_state(layout.extra_of, item.source, live.shard)
-    else:
-        saved = source.value(layout.EXTRA, item.source)
+    saved = source.registered(item.source, live.shard)
     return as_here(saved, lambda: live.extra.beside(item.name.text, saved), source)
 
 
@@ -92,11 +89,8 @@ def _of_all(live: LiveState, item: Planned, source: OpenSource) -> Iterator[Any]
     """Yield the states that ranks have saved of an object, that of this rank's number first."""
     if item.source not in source.at.extras_of_ranks:
         yield source.value(layout.EXTRA, item.source)
-        return
-    for shard in sorted(range(source.at.shards), key=lambda shard: shard != live.shard):
-        state = source.read_once(layout.extra_of(shard))
-        if item.source in state:
-            yield state[item.source]
+    else:
+        yield from source.registered_on_all(item.source, live.shard)
 
 
 def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:
@@ -105,10 +99,8 @@ def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str
     for source in sources:
         names = [name for name in registered_names(source.at.checkpoint) if source.at.entry.wants(name)]
         for name in (name.text for name in names if name.group == "extra" and name.text not in live.extra):
-            if name not in source.at.extras_of_ranks:
-                states[name] = source.value(layout.EXTRA, name)
-            elif source.at.shards in (1, live.shards):
-                states[name] = source.own_state(layout.extra_of, name, live.shard)
+            if name not in source.at.extras_of_ranks or source.at.shards in (1, live.shards):
+                states[name] = source.registered(name, live.shard)
     return states
 
 

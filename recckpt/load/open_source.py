@@ -135,6 +135,19 @@ class OpenSource:
             raise self.corrupt(name, repr(key), found="nothing", expected="its state, as the manifest says")
         return state[key]
 
+    def registered(self, name: str, shard: int) -> Any:
+        """Return the state of a registered object; of a rank, as :meth:`own_state`, where each saved its own."""
+        if name not in self.at.extras_of_ranks:
+            return self.value(layout.EXTRA, name)
+        return self.own_state(layout.extra_of, name, shard)
+
+    def registered_on_all(self, name: str, first: int) -> Iterator[Any]:
+        """Yield the states of an object of which each rank has saved its own, that of one rank first."""
+        for shard in sorted(range(self.at.shards), key=lambda shard: shard != first):
+            states = self.read_once(layout.extra_of(shard))
+            if name in states:
+                yield states[name]
+
     def own_state(self, file_of: Callable[[int], str], name: str, shard: int) -> Any:
         """Return the state of a rank; where it had none, that of rank 0, or of the first that had one."""
         own = self.state(file_of(shard))

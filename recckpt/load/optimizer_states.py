@@ -123,19 +123,16 @@ class _Composer:
         items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]
         needed = {item.source.rpartition("@")[0] for item in items if item.offer == offer}
         states: _States = {}
-        for shard in sorted(range(source.at.shards), key=lambda shard: shard != self._live.shard):
-            if all(there in states and states[there][1] for there in needed):
-                break  # most often a rank has saved all that it needs
-            state = source.read_once(layout.extra_of(shard)).get(name)
-            for there, (shape, values) in (self._by_name(source, name, state) if state is not None else {}).items():
+        for state in source.registered_on_all(name, self._live.shard):
+            for there, (shape, values) in self._by_name(source, name, state).items():
                 if there in needed and (values or there not in states):
                     states[there] = (shape, values)
+            if all(there in states and states[there][1] for there in needed):
+                break  # most often a rank has saved all that it needs
         return states
 
     def _value(self, source: OpenSource, name: str) -> Any:
-        if name not in source.at.extras_of_ranks:
-            return source.value(layout.EXTRA, name)
-        return source.own_state(layout.extra_of, name, min(self._live.shard, source.at.shards - 1))
+        return source.registered(name, min(self._live.shard, source.at.shards - 1))
 
     def _by_name(self, source: OpenSource, name: str, saved: Any) -> _States:
         if not is_named(saved):

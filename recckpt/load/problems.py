@@ -54,20 +54,17 @@ class Problems:
         """Add a name whose state does not fit."""
         self.mismatched[name] = (found, expected)
         self._mismatched_in[name] = entry.label
-        self._about(entry)
+        self._add(self.misfits, entry.label)
 
     def miss(self, entries: Sequence[Entry], name: str) -> None:
         """Add a name of the model that entries must have and lack."""
         self.missing.append(name)
         for entry in entries:
-            self._about(entry)
+            self._add(self.misfits, entry.label)
 
     def surprise(self, entry: Entry, name: str) -> None:
         """Add a name that the model must have and lacks."""
         self.unexpected.append(name)
-        self._about(entry)
-
-    def _about(self, entry: Entry) -> None:
         self._add(self.misfits, entry.label)
 
     def _add(self, known: list[str], text: str) -> None:

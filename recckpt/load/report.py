@@ -135,10 +135,8 @@ class LoadPlan:
 
     def _verdict(self) -> str:
         """Say how much of the model is loaded, in a few words."""
-        return f"{count(len(self.taken))} of {plural(len(self.items), 'name')} from {self._from()}"
-
-    def _from(self) -> str:
-        return escaped(self.sources[0]) if len(self.sources) == 1 else plural(len(self.sources), "checkpoint")
+        sources = escaped(self.sources[0]) if len(self.sources) == 1 else plural(len(self.sources), "checkpoint")
+        return f"{count(len(self.taken))} of {plural(len(self.items), 'name')} from {sources}"
 
     def log_summary(self) -> None:
         """Log how much comes from where, and as a warning what starts from scratch."""

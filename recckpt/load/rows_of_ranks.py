@@ -7,12 +7,12 @@ from fractions import Fraction
 from itertools import pairwise
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.names import ID
 from recckpt.load.live_state import LiveState
 from recckpt.load.report import LoadReport
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.sparse.files.catalogs import count_error
 
 Counts = Mapping[tuple[str, str], tuple[Slice, int]]  # table there and here -> ids of a rank, rows of them
 
@@ -36,9 +36,7 @@ def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[C
         rows = dict(counts[key] for counts in of_ranks if key in counts)
         entry = checkpoint.manifest.named_table(key[0])
         if _tile(rows) and sum(rows.values()) != entry.rows:
-            path, where = layout.join(checkpoint.directory, layout.MANIFEST), f"table {entry.name!r}"
-            expected = f"{sum(rows.values())}, as in its chain"
-            yield CorruptCheckpointError(path, where, found=f"{entry.rows} rows", expected=expected)
+            yield count_error(checkpoint.directory, entry.name, entry.rows, sum(rows.values()))
 
 
 def _tile(slices: Mapping[Slice, int]) -> bool:

@@ -19,8 +19,9 @@ from torch import nn
 
 from recckpt import CheckpointReader, Saver, dataset
 from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
-from recckpt.convert.narrowed import narrowed, widened
+from recckpt.convert.narrowed import narrowed
 from recckpt.errors import ConversionError
+from recckpt.format.dtypes import widened
 from recckpt.sparse import HashTable
 from recckpt.types import SlotSpec
 

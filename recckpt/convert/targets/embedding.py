@@ -6,12 +6,12 @@ import tempfile
 
 import numpy as np
 
-from recckpt.convert.narrowed import widened
 from recckpt.convert.source import LeftOut
 from recckpt.convert.target_files import RECORDS, TargetFiles, file_name
 from recckpt.convert.targets.npy import in_numpy, write_header
 from recckpt.convert.view import Export, TableView
 from recckpt.errors import ConversionError
+from recckpt.format.dtypes import widened
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
 

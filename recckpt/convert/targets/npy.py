@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from recckpt.convert.narrowed import widened
 from recckpt.convert.source import LeftOut
 from recckpt.convert.target_files import DELETES, RECORDS, TargetFiles, file_name
 from recckpt.convert.view import Export, TableView
+from recckpt.format.dtypes import widened
 from recckpt.storage import Sink, SinkFile
 from recckpt.text import Progress
 from recckpt.types import SlotSpec

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import pyarrow as pa
 
-from recckpt.convert.narrowed import widened
 from recckpt.convert.source import LeftOut, SourceRows
 from recckpt.convert.target_files import DELETES, RECORDS, TargetFiles, file_name
 from recckpt.convert.view import Export, TableView
+from recckpt.format.dtypes import widened
 from recckpt.sparse.files.arrow_format import DTYPE_KEY, column_array, slot_field
 from recckpt.storage import SinkFile
 from recckpt.text import Progress

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.format.dtypes import widened
 from recckpt.sparse.files.once import Int64s, newest
 from recckpt.sparse.files.row_index import RowIndex
 from recckpt.types import SlotSpec
@@ -40,7 +41,7 @@ def aligned_rows(links: Iterable[RowIndex], table: str, ids: Int64s, slot: SlotS
     found = np.zeros(len(ids), np.bool_)
     for link, here, rows in newest(links, ids):
         read = link.values(rows, slot)
-        values[here] = (read.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_bfloat16 else read
+        values[here] = widened(read) if is_bfloat16 else read
         found[here] = True
     return AlignedRows(values, found)
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from recckpt.format.dtypes import widened
 from recckpt.types import SlotSpec
 
 TABLE, ID = "table", "id"  # part of the format
@@ -74,9 +75,7 @@ def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:
     """Return a column as a numpy array of shape (rows, *slot_shape), without a copy; bfloat16 as float32, with one."""
     dtype = np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype)
     values: npt.NDArray[Any] = np.frombuffer(column_buffer(array), dtype)
-    if slot.dtype == "bfloat16":
-        values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.reshape(len(array), *slot.shape)
+    return (widened(values) if slot.dtype == "bfloat16" else values).reshape(len(array), *slot.shape)
 
 
 def column_items(array: pa.Array) -> pa.Array:

@@ -118,6 +118,12 @@ def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]
                 yield CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected=expected)
 
 
+def count_error(directory: str, table: str, recorded: int, counted: int) -> CorruptCheckpointError:
+    """Return the error for a table that has other rows in its chain than its manifest says."""
+    path, where = layout.join(directory, layout.MANIFEST), f"table {table!r}"
+    return CorruptCheckpointError(path, where, found=f"{recorded} rows", expected=f"{counted}, as in its chain")
+
+
 def _is_all(slices: Collection[Slice | None]) -> bool:
     return any(own is None or own.is_everything for own in slices)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.format import layout
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in
+from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.known_ids import KnownIds, LinkRows, RepeatedIdError
 from recckpt.sparse.files.load_target import TableLoad
 from recckpt.sparse.files.row_filter import RowFilter, numbers
@@ -86,9 +86,7 @@ class TableFiller:
         owns_all = self._slice is None or self._slice.is_everything  # else a rank cannot tell
         is_whole_chain = not entry.is_whole and not self.load.is_update
         if is_whole_chain and owns_all and n_rows != entry.rows:
-            path, where = layout.join(self._newest, layout.MANIFEST), f"table {entry.name!r}"
-            expected = f"{n_rows}, as in its chain"
-            raise CorruptCheckpointError(path, where, found=f"{entry.rows} rows", expected=expected)
+            raise count_error(self._newest, entry.name, entry.rows, n_rows)
 
     def end(self) -> None:
         """Let rows that are new from now on start as they did before the load."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,9 +29,7 @@ class PartCheck:
 
     path: str
     errors: list[CorruptCheckpointError] = field(default_factory=list)
-    ids: dict[tuple[PartKind, str], IdCheck] = field(
-        default_factory=dict
-    )  # by kind and table: what the next has to fit to
+    ids: dict[tuple[PartKind, str], IdCheck] = field(default_factory=dict)  # by kind and table: for the next to fit to
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def check_part_anywhere(task: VerifyTask) -> PartCheck:
     return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda batch, values: None)
 
 
-def check_part(storage: Files, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
+def check_part(storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, seen: Seen) -> PartCheck:
     """Hold every byte of a part against its catalog entry; ``seen`` is called once with each whole batch."""
     path, passed = layout.join(directory, part.file), set[int]()
 
@@ -63,7 +61,6 @@ def check_part(storage: Files, directory: str, tables: Iterable[TableEntry], par
             passed.add(id(batch))
             seen(batch, values)
 
-    tables = list(tables)
     try:
         return check_twice(
             storage, path, lambda: _checked(storage, directory, tables, part, see_once), lambda done: done.errors
@@ -75,7 +72,7 @@ def check_part(storage: Files, directory: str, tables: Iterable[TableEntry], par
         return PartCheck(path, [CorruptCheckpointError(path, "", found=found, expected="a file that can be read")])
 
 
-def _checked(storage: Files, directory: str, tables: Iterable[TableEntry], part: Part, seen: Seen) -> PartCheck:
+def _checked(storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, seen: Seen) -> PartCheck:
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
     slots = {table.slots if part.holds == "rows" else () for table in tables if table.name in named}
@@ -102,7 +99,10 @@ def _checked(storage: Files, directory: str, tables: Iterable[TableEntry], part:
             if not errors:
                 seen(part.batches[number], values)
     if readable:
-        done.errors += _raised(reader.check_frame)
+        try:
+            reader.check_frame()
+        except CorruptCheckpointError as error:
+            done.errors.append(error)
     return done
 
 
@@ -128,10 +128,3 @@ def _batch_errors(
         found_ids = np.frombuffer(column_buffer(values.column(ID)), np.int64)
         for found, expected in ids.setdefault((part.holds, batch.table), IdCheck()).check(found_ids, batch):
             yield CorruptCheckpointError(reader.path, where, found=found, expected=expected)
-
-
-def _raised(check: Callable[[], None]) -> Iterator[CorruptCheckpointError]:
-    try:
-        check()
-    except CorruptCheckpointError as error:
-        yield error
