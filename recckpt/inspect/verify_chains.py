@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from recckpt.errors import (
-    CheckpointNotFoundError,
-    CheckpointRemovedError,
-    CorruptCheckpointError,
-    FormatVersionError,
-)
+from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.verify_checkpoint import Checkup, newer, unreadable

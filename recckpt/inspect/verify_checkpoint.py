@@ -20,13 +20,7 @@ from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.offer import encode_first
 from recckpt.format.tables import TableEntry
 from recckpt.format.tensor_index import TensorIndex
-from recckpt.output_dir.checkpoint_dir import (
-    Intent,
-    encode_intent,
-    file_problems,
-    read_checked,
-    read_manifest,
-)
+from recckpt.output_dir.checkpoint_dir import Intent, encode_intent, file_problems, read_checked, read_manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.catalogs import count_errors, shard_errors
 from recckpt.sparse.files.id_check import repeated_between_shards

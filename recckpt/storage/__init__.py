@@ -9,17 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recckpt.storage.base import (
-    ABSENT,
-    NOT_READABLE,
-    Draft,
-    Listed,
-    NewFiles,
-    NotPlainError,
-    Sink,
-    Storage,
-    missing,
-)
+from recckpt.storage.base import ABSENT, NOT_READABLE, Draft, Listed, NewFiles, NotPlainError, Sink, Storage, missing
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.sink_file import HashingSink, SinkFile
 

@@ -21,15 +21,7 @@ from recckpt.format import drafts, layout
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import Retries, RetryPolicy
-from recckpt.storage.sftp_files import (
-    SftpDraft,
-    SftpSink,
-    check_no_link,
-    file_size,
-    is_there,
-    real_path,
-    taken,
-)
+from recckpt.storage.sftp_files import SftpDraft, SftpSink, check_no_link, file_size, is_there, real_path, taken
 
 _T = TypeVar("_T")
 

@@ -7,14 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from recckpt.format.moments import time_of
-from recckpt.inspect.report.result import (
-    CheckpointSize,
-    Finding,
-    Level,
-    RunHealth,
-    TableHealth,
-    UnusableDirectory,
-)
+from recckpt.inspect.report.result import CheckpointSize, Finding, Level, RunHealth, TableHealth, UnusableDirectory
 from recckpt.inspect.report.row_counts import EXPLODING
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.watch.history import History

@@ -10,14 +10,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.watch.history import History, history_of
 from recckpt.inspect.watch.status import Status, status_of
-from recckpt.output_dir.checkpoint_dir import (
-    Intent,
-    Manifests,
-    listed_files,
-    read_intent,
-    read_manifest,
-    unlisted,
-)
+from recckpt.output_dir.checkpoint_dir import Intent, Manifests, listed_files, read_intent, read_manifest, unlisted
 from recckpt.output_dir.claims import Claim, claimed_epochs, read_claim
 from recckpt.output_dir.listing import Listing, look_around
 from recckpt.output_dir.timeline import read_timeline

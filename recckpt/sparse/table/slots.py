@@ -10,13 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.sparse.table.checks import (
-    check_slot_name,
-    check_values,
-    checked_initial,
-    checked_shape,
-    dtype_name,
-)
+from recckpt.sparse.table.checks import check_slot_name, check_values, checked_initial, checked_shape, dtype_name
 from recckpt.sparse.table.initializers import Initializer, default_initializer
 from recckpt.sparse.table.nn_module import TableModule
 from recckpt.sparse.table.row_store import RowStore
