@@ -36,7 +36,7 @@ class CheckedColumns:
         self._table = table
         self._checked = set[tuple[str, int, str]]()  # file, batch, column
         for part, _ in self._batches():
-            PartReader(table.storage, table.directory, part, table.entry.slots).check_messages()
+            table.part(part).check_messages()
 
     def batches(self, names: Sequence[str], shards: Sequence[Catalog] | None = None) -> Iterator[pa.RecordBatch]:
         """Yield these columns, of which ``table`` may be one, batch by batch in the order of the files.
@@ -103,8 +103,7 @@ class _Readers:
         with self._lock:
             reader = self._idle[part.file].pop() if self._idle[part.file] else None
         if reader is None:
-            table = self._table
-            reader = PartReader(table.storage, table.directory, part, table.entry.slots, self._columns)
+            reader = self._table.part(part, self._columns)
         yield reader
         with self._lock:
             self._idle[part.file].append(reader)

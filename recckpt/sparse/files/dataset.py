@@ -16,7 +16,6 @@ from recckpt.sparse.files.arrow_format import TABLE, column_array, column_values
 from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.checked_columns import CheckedColumns, columns_schema, table_column
 from recckpt.sparse.files.met_shards import shards_that_meet, with_ids_in
-from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_schema
 from recckpt.types import SlotSpec
 
@@ -39,10 +38,9 @@ def _of_parts(table: TableReader) -> ds.Dataset:
     name, file_format = table.entry.name, ds.IpcFileFormat()
     fragments, is_shared = [], False
     for part, numbers in (each for catalog in table.catalogs for each in catalog.parts_of(name, "rows")):
-        reader = PartReader(table.storage, table.directory, part, table.entry.slots)
         ranges = [part.batches[number].ids for number in numbers]
         ids = with_ids_in((min(least for least, _ in ranges), max(greatest for _, greatest in ranges)))
-        fragments.append(file_format.make_fragment(reader.source(), partition_expression=ids))
+        fragments.append(file_format.make_fragment(table.part(part).source(), partition_expression=ids))
         is_shared |= len(numbers) < len(part.batches)
     dataset = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
     return dataset.filter(ds.field(TABLE) == name) if is_shared else dataset  # a filter copies what it lets through

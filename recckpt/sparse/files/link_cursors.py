@@ -145,10 +145,9 @@ class _Cursor:
 
     def _read(self, part: Part, number: int) -> _Batch:
         link = self._link
-        slots, specs = (link.entry.slots, link.specs) if self._has_rows else ((), ())
+        specs = link.specs if self._has_rows else ()
         if self._open is None or self._open[0] is not part:
-            reader = PartReader(link.storage, link.directory, part, slots, [slot.name for slot in specs])
-            self._open = part, reader
+            self._open = part, link.part(part, [slot.name for slot in specs])
         arrays = self._order.read(self._open[1], number)
         columns = [np.frombuffer(column_buffer(arrays[spec.name]), row_of(spec)) for spec in (ID_SPEC, *specs)]
         return _Batch(columns, is_mapped=self._open[1].mapped is not None)

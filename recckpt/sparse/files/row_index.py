@@ -95,8 +95,7 @@ class RowIndex:
     def _reader(self, part: Part, slot: str) -> PartReader:
         key = part.file, slot
         if key not in self._readers:
-            table = self._table
-            self._readers[key] = PartReader(table.storage, table.directory, part, table.entry.slots, [slot])
+            self._readers[key] = self._table.part(part, [slot])
         return self._readers[key]
 
 

@@ -53,6 +53,11 @@ class TableReader:
         """Whether an id may be in two shards, by what their catalogs say."""
         return may_repeat(self.catalogs, self.entry.name)
 
+    def part(self, part: Part, names: Sequence[str] | None = None) -> PartReader:
+        """Return the reader of a part that has rows or deletes of the table, and of these slots; None for all."""
+        slots = self.entry.slots if part.holds == "rows" else ()
+        return PartReader(self.storage, self.directory, part, slots, names)
+
     def of_shards(self, *catalogs: Catalog) -> TableReader:
         """Return the reader of some shards alone."""
         return replace(self, catalogs=catalogs)
@@ -116,14 +121,14 @@ class TableReader:
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a part.
         """
-        order, specs = IdCheck(), self.entry.slots if kind == "rows" else ()
+        order = IdCheck()
         schema, names = (self.schema, self.slots) if kind == "rows" else (table_schema(()), ())
         for part, numbers in catalog.parts_of(self.entry.name, kind):
             batches = ((number, part.batches[number]) for number in numbers)
             met = [number for number, batch in batches if ids is None or ids.meets(batch.buckets, batch.ids)]
             if not met:
                 continue
-            reader = PartReader(self.storage, self.directory, part, specs, names)
+            reader = self.part(part, names)
             for number in met:
                 columns = order.read(reader, number)
                 yield part, number, pa.RecordBatch.from_arrays([columns[name] for name in (ID, *names)], schema=schema)
