@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from recckpt.cli import convert_options, look_options
 from recckpt.cli.examples import EXAMPLES
+from recckpt.cli.look_options import natural, positive
 from recckpt.cli.result import GOOD
 
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
@@ -64,7 +65,7 @@ def _add_looking(command: Command) -> None:
     show = command("show", "show what a checkpoint holds")
     show.add_argument("--files", action="store_true", help="list the files too, and name those of each table")
     head = command("head", "print the first rows of a table")
-    head.add_argument("-n", type=_natural, default=10, metavar="N", help="number of rows (default: %(default)s)")
+    head.add_argument("-n", type=natural, default=10, metavar="N", help="number of rows (default: %(default)s)")
     get = command("get", "print rows of a table by id")
     for with_checkpoint in (show, head, get):
         with_checkpoint.add_argument("checkpoint", metavar="CKPT", help=_ANY_CHECKPOINT)
@@ -78,7 +79,7 @@ def _add_looking(command: Command) -> None:
     depth.add_argument("--deep", action="store_true", default=True, help="read every byte (the default)")
     depth.add_argument("--quick", dest="deep", action="store_false", help="look at manifests and file sizes only")
     threads_help = "files to read at once (default: 8, locally at most one a core)"
-    verify.add_argument("--threads", type=_positive, metavar="N", help=threads_help)
+    verify.add_argument("--threads", type=positive, metavar="N", help=threads_help)
     absent_help = f"look for these ids instead, in every file that is there, and list what holds them; {_IDS}"
     verify.add_argument("--absent", metavar="FILE", help=absent_help)
     verify.add_argument("--table", metavar="TABLE", help="with --absent: the table that is meant (default: all)")
@@ -125,23 +126,9 @@ def _add_compact(command: Command) -> None:
     adopt_help = "take the output dir over and commit what was made; without it the trainer does, at its next save"
     compact.add_argument("--adopt", action="store_true", help=adopt_help)
     workers_help = "threads that work (default: %(default)s, locally at most one a core)"
-    compact.add_argument("--workers", type=_positive, default=4, metavar="N", help=workers_help)
+    compact.add_argument("--workers", type=positive, default=4, metavar="N", help=workers_help)
     budget_help = "memory to use, such as 512MB or 1GiB (default: 256MiB)"
     compact.add_argument("--budget", type=_size, default=256 << 20, metavar="SIZE", help=budget_help)
-
-
-def _natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def _size(text: str) -> int:
@@ -158,22 +145,15 @@ def _id(text: str) -> int:
     return number
 
 
-_natural.__name__ = _positive.__name__ = "count"  # as argparse calls it in "invalid ... value"
-_id.__name__ = "id"
-_size.__name__ = "size"
+_id.__name__, _size.__name__ = "id", "size"  # as argparse calls it in "invalid ... value"
 
 
 class _Version(argparse.Action):
     """Looks the version up only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
         from recckpt.format.manifest import VERSION
+        from recckpt.output_dir.writer import WRITER
 
-        try:
-            installed = version("recckpt")
-        except PackageNotFoundError:
-            installed = "(not installed)"
-        print(f"recckpt {installed}, format version {VERSION}")
+        print(f"recckpt {WRITER.get('recckpt', '(not installed)')}, format version {VERSION}")
         parser.exit(GOOD)

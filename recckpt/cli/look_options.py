@@ -18,7 +18,7 @@ def add_diff(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("after", metavar="AFTER", help="the same")
     tolerance_help = "values of tables and tensors that differ by no more are the same (default: %(default)s)"
     add("--tolerance", type=_tolerance, default=0.0, metavar="X", help=tolerance_help)
-    add("--top", type=_count, default=10, metavar="N", help="rows to name that moved most (default: %(default)s)")
+    add("--top", type=natural, default=10, metavar="N", help="rows to name that moved most (default: %(default)s)")
     add("--html", metavar="FILE", help="write a page that needs nothing else to this file too; must not exist")
 
 
@@ -30,7 +30,7 @@ def add_report(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     out_help = "the page to write (default: report.html, with --json none); must not exist"
     add("--out", metavar="FILE.html", help=out_help)
     add("--quick", dest="deep", action="store_false", help="read no rows: manifests, sizes and the timeline only")
-    add("--threads", type=_threads, metavar="N", help="files to read at once (default: 8, locally at most one a core)")
+    add("--threads", type=positive, metavar="N", help="files to read at once (default: 8, locally at most one a core)")
     _add_overdue(parser)
 
 
@@ -71,14 +71,16 @@ def _tolerance(text: str) -> float:
     return number
 
 
-def _count(text: str) -> int:
+def natural(text: str) -> int:
+    """Return a count that may be 0; ValueError for all else."""
     number = int(text)
     if number < 0:
         raise ValueError(text)
     return number
 
 
-def _threads(text: str) -> int:
+def positive(text: str) -> int:
+    """Return a count of at least 1; ValueError for all else."""
     number = int(text)
     if number < 1:
         raise ValueError(text)
@@ -94,4 +96,4 @@ def _seconds(text: str) -> float:
 
 # as argparse calls it in "invalid ... value"
 _tolerance.__name__, _seconds.__name__ = "number", "number of seconds"
-_count.__name__ = _threads.__name__ = "count"
+natural.__name__ = positive.__name__ = "count"

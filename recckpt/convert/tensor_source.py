@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,16 +33,13 @@ class TensorSource:
         contents: what is not rows; :attr:`contents` has the tables too.
         tables: made of tensors.
         path: of the source, for messages.
-        close: closes the files.
 
     Raises:
         ConversionError: the tensors of a table do not belong together.
     """
 
-    def __init__(
-        self, contents: SourceContents, tables: list[TensorTable], path: str, close: Callable[[], None] = lambda: None
-    ) -> None:
-        self._path, self._close = path, close
+    def __init__(self, contents: SourceContents, tables: list[TensorTable], path: str) -> None:
+        self._path = path
         self._tables = {table.name: table for table in tables}
         listed = tuple(self._listed(table) for table in tables)
         self.contents = replace(contents, tables=(*contents.tables, *listed))
@@ -60,8 +57,7 @@ class TensorSource:
             yield SourceRows(ids, [made_of.slots[slot.name].read(begin, end) for slot in table.slots])
 
     def close(self) -> None:
-        """Close the files."""
-        self._close()
+        """Do nothing: tensors open files only to read them."""
 
     def _listed(self, table: TensorTable) -> SourceTable:
         of_ids = [table.ids] if table.ids else []

@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.forgetting.ids_in_files import Ids, IdsInFiles, ids_in_files
@@ -25,6 +24,7 @@ from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import close_request, meant_in, pending, put_request, remove_drafts
 from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.writer import WRITER
 from recckpt.storage import Storage
 from recckpt.text import plural
 
@@ -62,7 +62,7 @@ def forget_as_owner(storage: Storage, fence: Fence, table: str, ids: Ids, by: st
     """
     with fence.settling():
         done = finish_pending(storage, fence)
-        request = Request(secrets.token_hex(16), table, ids, time_now(), by, _version())
+        request = Request(secrets.token_hex(16), table, ids, time_now(), by, WRITER.get("recckpt", "unknown"))
         put_request(storage, request)
         return [*done, _carry_out(storage, fence, request, is_resumed=False)]
 
@@ -201,10 +201,3 @@ def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], requ
                 f"{storage.url_of(directory)}: found {left[0]}, which could not be removed and may hold the ids; the "
                 "log says why: mend that, and run `recckpt forget DIR` to go on"
             )
-
-
-def _version() -> str:
-    try:
-        return version("recckpt")
-    except PackageNotFoundError:
-        return "unknown"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from recckpt.sparse.optim.optimizer import SparseOptimizer, Tables, slot_dtype
@@ -12,7 +14,19 @@ from recckpt.types import flag
 _NUMBERS = ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay")
 
 
-class SparseAdagrad(SparseOptimizer):
+class _Adagrad(SparseOptimizer):
+    """A rule of Adagrad, whose ``numbers`` are the hyper-parameters in the order of ``_NUMBERS``."""
+
+    def __init__(self, tables: Tables, numbers: Sequence[float | Tensor], maximize: bool) -> None:
+        defaults = dict(zip(_NUMBERS, numbers, strict=True))
+        super().__init__(tables, {**defaults, "maximize": flag("maximize", maximize)})
+
+    def _check(self, group: Group) -> None:
+        for name in _NUMBERS:
+            check_number(group, name)
+
+
+class SparseAdagrad(_Adagrad):
     """Adagrad, by the rule of ``torch.optim.Adagrad``, on touched rows only.
 
     ``sum += grads ** 2; weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) + eps)``, with
@@ -43,21 +57,7 @@ class SparseAdagrad(SparseOptimizer):
         weight_decay: float = 0.0,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            tables,
-            {
-                "lr": lr,
-                "lr_decay": lr_decay,
-                "eps": eps,
-                "initial_accumulator_value": initial_accumulator_value,
-                "weight_decay": weight_decay,
-                "maximize": flag("maximize", maximize),
-            },
-        )
-
-    def _check(self, group: Group) -> None:
-        for name in _NUMBERS:
-            check_number(group, name)
+        super().__init__(tables, (lr, lr_decay, eps, initial_accumulator_value, weight_decay), maximize)
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         initial = group["initial_accumulator_value"]
@@ -69,7 +69,7 @@ class SparseAdagrad(SparseOptimizer):
         weights.addcdiv_(grads, sums.sqrt().add_(group["eps"]), value=-learning_rate(step, group))
 
 
-class SparseRowWiseAdagrad(SparseOptimizer):
+class SparseRowWiseAdagrad(_Adagrad):
     """Adagrad with one sum a row, by the rule of FBGEMM (``OptimType.EXACT_ROWWISE_ADAGRAD``), TorchRec and RecIS.
 
     ``sum += mean(grads ** 2)`` over the row, ``weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) +
@@ -99,21 +99,7 @@ class SparseRowWiseAdagrad(SparseOptimizer):
         weight_decay: float = 0.0,
         maximize: bool = False,
     ) -> None:
-        super().__init__(
-            tables,
-            {
-                "lr": lr,
-                "lr_decay": lr_decay,
-                "eps": eps,
-                "initial_accumulator_value": initial_accumulator_value,
-                "weight_decay": weight_decay,
-                "maximize": flag("maximize", maximize),
-            },
-        )
-
-    def _check(self, group: Group) -> None:
-        for name in _NUMBERS:
-            check_number(group, name)
+        super().__init__(tables, (lr, lr_decay, eps, initial_accumulator_value, weight_decay), maximize)
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         table.add_slot(self.slot_names[0], (), slot_dtype(table), group["initial_accumulator_value"])
