@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, get_args
 
 from recckpt.load.report import LoadPlan, LoadReport
@@ -46,6 +46,16 @@ class Resumable(OneProcess):
     def _forgotten(self) -> AbstractContextManager[None]:
         """Return the block in which the output dir is read, after what is to be forgotten there was. Collective."""
 
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Let the run go on from what the block loads, once what is under way has ended. Collective."""
+        with self._turn():
+            self._autosave.settle_on_all()
+            self._saver.trainers.check_restore(is_logged=self._ranks().rank == 0)
+            with self._forgotten():
+                yield
+            self._autosave.start()
+
     def restore(
         self,
         global_step: int | Literal["latest", "best"] | None = None,
@@ -81,15 +91,10 @@ class Resumable(OneProcess):
             ValueError: ``hyper_parameters`` is neither, or :meth:`load_model_bank` has replaced them before.
         """
         keeps = _keeps(hyper_parameters)
-        with self._turn():
-            self._autosave.settle_on_all()
-            self._saver.trainers.check_restore(is_logged=self._ranks().rank == 0)
-            with self._forgotten():
-                step = self._restorer.restore(
-                    global_step, load_conf=load_conf, rng=rng, required=required, keeps_settings=keeps
-                )
-            self._autosave.start()
-            return step
+        with self._loading():
+            return self._restorer.restore(
+                global_step, load_conf=load_conf, rng=rng, required=required, keeps_settings=keeps
+            )
 
     def load_model_bank(
         self, bank: Sequence[Mapping[str, Any]] | None, *, hyper_parameters: HyperParameters = "load"
@@ -112,13 +117,8 @@ class Resumable(OneProcess):
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
         keeps = _keeps(hyper_parameters)
-        with self._turn():
-            self._autosave.settle_on_all()
-            self._saver.trainers.check_restore(is_logged=self._ranks().rank == 0)
-            with self._forgotten():
-                report = self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
-            self._autosave.start()
-            return report
+        with self._loading():
+            return self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
 
     def plan(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadPlan:
         """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
