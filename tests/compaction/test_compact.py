@@ -3,12 +3,15 @@
 import multiprocessing
 import pickle
 import shutil
+import subprocess
+import sys
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from support import paths
 from support.builders import flip_bit
 from support.delta_runs import rows_of, run_with_chain
 
@@ -101,6 +104,13 @@ def test_processes_do_the_work(run):
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as workers:  # a fork would inherit locks
         done = recckpt.compact(run.url, executor=workers)
     check_adopted(run, done.directory)
+
+
+def test_it_imports_no_libraries_that_take_longer_than_a_small_compaction(run):
+    code = f"import recckpt, sys; print(recckpt.compact({run.url!r}).n_rows)"
+    code += "; assert 'pyarrow' in sys.modules and not {'pandas', 'torch', 'numba'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=paths.ROOT, check=False)
+    assert (done.stdout, done.stderr) == (f"{len(rows_of(run, 'ckpt_3'))}\n", "")
 
 
 def test_with_little_memory_the_same_comes_out(run, monkeypatch):

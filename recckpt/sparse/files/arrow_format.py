@@ -50,6 +50,13 @@ def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
     return pa.schema(head + [slot_field(slot) for slot in slots])
 
 
+def names_array(names: Sequence[str]) -> pa.Array:
+    """Return names as an Arrow array; ``pa.array`` imports pandas to make one, where that is installed."""
+    encoded = [name.encode() for name in names]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pa.Array.from_buffers(pa.utf8(), len(names), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))])
+
+
 def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
     """Wrap the bytes of a column as an Arrow array, without a copy."""
     values = pa.Array.from_buffers(_ARROW[spec.dtype], n_rows * math.prod(spec.shape), [None, buffer])

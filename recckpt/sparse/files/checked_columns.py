@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from recckpt.format.catalog import Catalog, Part
 from recckpt.parallel.ahead import made_ahead
-from recckpt.sparse.files.arrow_format import ID, TABLE, ids_in, part_schema
+from recckpt.sparse.files.arrow_format import ID, TABLE, ids_in, names_array, part_schema
 from recckpt.sparse.files.id_check import check_range
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader
@@ -86,7 +86,7 @@ def columns_schema(slots: Sequence[SlotSpec], names: Iterable[str]) -> pa.Schema
 
 def table_column(table: str, n_rows: int) -> pa.Array:
     """Return the column by which readers tell tables apart, for rows of one table."""
-    return pa.DictionaryArray.from_arrays(np.zeros(n_rows, np.int16), pa.array([table]))
+    return pa.DictionaryArray.from_arrays(np.zeros(n_rows, np.int16), names_array([table]))
 
 
 class _Readers:

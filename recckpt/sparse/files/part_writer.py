@@ -15,7 +15,7 @@ import xxhash
 
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part, PartKind
-from recckpt.sparse.files.arrow_format import ID_SPEC, TABLE, column_array, part_schema
+from recckpt.sparse.files.arrow_format import ID_SPEC, TABLE, column_array, names_array, part_schema
 from recckpt.sparse.files.part_plan import PartPlan, row_bytes
 from recckpt.storage import Sink, SinkFile
 from recckpt.types import SlotSpec
@@ -96,7 +96,7 @@ class PartWriter:
     ) -> None:
         self._file, self._tables, self._holds = file, tuple(tables), holds
         self._numbers = {name: number for number, name in enumerate(tables)}
-        self._dictionary = pa.array(self._tables, pa.utf8())
+        self._dictionary = names_array(self._tables)
         self._schema = part_schema(slots)
         self._framed = _FrameSink(sink)
         self._batches: list[Batch] = []
