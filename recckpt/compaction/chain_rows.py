@@ -36,7 +36,7 @@ class ChainRows:
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
         """Yield the rows in buckets [begin, end)."""
         entry = self.links[0].entry
-        for batch in merged_range(self.links, (begin, end), self.budget_bytes, self.used):
+        for batch in merged_range(self.links, (begin, end), self.budget_bytes, self.used, is_reused=True):
             ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
             values = ((slot, np.frombuffer(column_buffer(batch.column(slot.name)), np.uint8)) for slot in entry.slots)
             yield RowBatch(entry.name, ids, [ColumnBytes(slot, len(ids), [value]) for slot, value in values])

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
-from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, down_to_whole, ids_of
+from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, down_to_whole, ids_of, row_of
 from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.sparse.files.table_reader import TableReader, table_damage, table_schema
 from recckpt.types import SlotSpec
@@ -38,14 +38,20 @@ def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.
 
 
 def merged_range(
-    links: Sequence[TableReader], buckets: tuple[int, int], budget_bytes: int, used: Callable[[Piece, Int64s], object]
+    links: Sequence[TableReader],
+    buckets: tuple[int, int],
+    budget_bytes: int,
+    used: Callable[[Piece, Int64s], object],
+    *,
+    is_reused: bool = False,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a table in buckets [begin, end), in their order, from the links of a chain, newest first.
 
     Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
     ``budget_bytes``, and a batch of the files, however many links there are: the fewer bytes there are for each of
     them, the more often batches that lie on both sides of a border between ranges of buckets are read again, of files
-    that are not mapped. ``used`` is called with the rows of each piece before they are yielded.
+    that are not mapped. ``used`` is called with the rows of each piece before they are yielded. With ``is_reused`` a batch lies in
+    memory that the next one overwrites: the first touch of fresh memory takes longer than the copy.
 
     Raises:
         CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.
@@ -53,8 +59,9 @@ def merged_range(
     met = down_to_whole(links)
     chain, slots = [LinkCursor(link, buckets) for link in met], met[0].specs
     batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // (8 + sum(slot.row_bytes for slot in slots)))
+    room = [np.empty(batch_rows, row_of(spec)) for spec in (ID_SPEC, *slots)] if is_reused else None
     for part in bucket_ranges(met, buckets, budget_bytes * 3 // 4):
-        yield from RangeRows(chain, part, used).batches(slots, batch_rows)
+        yield from RangeRows(chain, part, used).batches(slots, batch_rows, room)
 
 
 def check_count(newest: TableReader, n_rows: int) -> None:
@@ -100,11 +107,13 @@ class RangeRows:
         self.hashes: Hashes = all_hashes[order]
         self._of_piece, self._rows = of_piece[order], np.concatenate([np.empty(0, np.int64), *kept])[order]
 
-    def batches(self, slots: Sequence[SlotSpec], batch_rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, so many at a time."""
+    def batches(
+        self, slots: Sequence[SlotSpec], batch_rows: int, room: Piece | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows, so many at a time; copies go to ``room`` as with :meth:`take`."""
         schema = table_schema(slots)
         for first in range(0, len(self.hashes), batch_rows):
-            columns = self.take(np.arange(first, min(first + batch_rows, len(self.hashes))))
+            columns = self.take(np.arange(first, min(first + batch_rows, len(self.hashes))), room)
             arrays = [
                 column_array(spec, pa.py_buffer(values.view(np.uint8)), len(values))
                 for spec, values in zip((ID_SPEC, *slots), columns, strict=True)
