@@ -50,8 +50,8 @@ def merged_range(
     Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
     ``budget_bytes``, and a batch of the files, however many links there are: the fewer bytes there are for each of
     them, the more often batches that lie on both sides of a border between ranges of buckets are read again, of files
-    that are not mapped. ``used`` is called with the rows of each piece before they are yielded. With ``is_reused`` a batch lies in
-    memory that the next one overwrites: the first touch of fresh memory takes longer than the copy.
+    that are not mapped. ``used`` is called with the rows of each piece before they are yielded. With ``is_reused`` the
+    next batch may overwrite the one before: the first touch of fresh memory takes longer than the copy.
 
     Raises:
         CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.

@@ -136,6 +136,9 @@ def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(
         chain.insert(0, writer.link(len(model), shards, apart, is_whole=is_whole, **sizes))
     if chain:
         assert rows_in(list(merged_rows(chain, budget_bytes))) == model
+        reused = merged_range(chain, (0, N_BUCKETS), budget_bytes, lambda piece, rows: None, is_reused=True)
+        copies = [pa.ipc.read_record_batch(batch.serialize(), batch.schema) for batch in reused]
+        assert rows_in(copies) == model
         ranges = pairwise(sorted({0, *borders, N_BUCKETS}))
         found = [merged_range(chain, buckets, budget_bytes, lambda piece, rows: None) for buckets in ranges]
         assert rows_in([batch for batches in found for batch in batches]) == model
