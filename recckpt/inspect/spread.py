@@ -71,7 +71,7 @@ class Histogram:
             self._count()
 
     def _count(self) -> None:
-        values = np.concatenate([np.empty(0), *self._waiting])
+        values = self._waiting[0] if len(self._waiting) == 1 else np.concatenate([np.empty(0), *self._waiting])
         self._waiting, self._n_waiting = [], 0
         if len(values) and not np.isfinite(values.max()):  # which NaN is not either
             finite = values[np.isfinite(values)]

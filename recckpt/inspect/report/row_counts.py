@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ _LEAST = 1e-30  # sums of squares from this on are as exact as float32 is
 _WITHIN = (1e-240, 1e300)  # what stands for sums that float64 cannot hold either
 
 Array = npt.NDArray[Any]
+Rows = Int64s | slice  # of arrays: their numbers, or slice(None) for all
 
 
 class TakenAt(NamedTuple):
@@ -46,40 +47,42 @@ class RowCounts:
         self._largest: list[LargeRow] = []
         self.n_rows = self._dead = self._untrained = 0
 
-    def add(self, ids: Int64s, columns: Mapping[str, Array]) -> None:
-        """Count rows: columns of all slots, each of shape (rows, values)."""
-        self.n_rows += len(ids)
-        untrained = np.full(len(ids), bool(self._optimizer))
+    def add(self, ids: Int64s, columns: Mapping[str, Array], rows: Rows = slice(None)) -> None:
+        """Count some of the rows: columns of all slots, each of shape (rows, values).
+
+        Few rows are meant to be left out: sums are made of all, which takes less than to copy those that count.
+        """
+        ids = ids[rows]
         if not len(ids):
             return
+        self.n_rows += len(ids)
         for slot in self._entry.slots:
             values = columns[slot.name]
             if slot.name == EMBEDDING:
-                self._add_embeddings(ids, values)
+                self._add_embeddings(ids, values, rows)
             elif _is_tracked(slot):
-                self._add_tracked(slot.name, values[:, 0])
-            else:
-                squares = self._squares(slot.name, ids, values)
-                if slot.name in self._optimizer:
-                    untrained &= squares == 0
-        self._untrained += int(np.count_nonzero(untrained))
+                self._add_tracked(slot.name, values[rows, 0])
+            elif values.dtype.kind == "f" and not np.isfinite(values).all():
+                self._add_not_finite(slot.name, ids, _squares(values)[rows])
+        if self._optimizer:
+            self._untrained += _n_zeros([columns[name] for name in self._optimizer], rows)
 
-    def _add_embeddings(self, ids: Int64s, values: Array) -> None:
+    def _add_embeddings(self, ids: Int64s, values: Array, rows: Rows) -> None:
         if values.dtype.kind != "f":  # such as counts of ids that wait for a row
             return
-        norms = np.sqrt(self._squares(EMBEDDING, ids, values), dtype=np.float64)
+        squares = _squares(values)[rows]
+        self._add_not_finite(EMBEDDING, ids, squares)
+        norms = np.sqrt(squares, dtype=np.float64)
         self._dead += len(norms) - int(np.count_nonzero(norms))
         self._numbers["norms"].add(norms)
         self._keep_largest(ids, norms)
 
-    def _squares(self, slot: str, ids: Int64s, values: Array) -> Array:
-        """Return the sum of squares of each row, and count the rows of which it is NaN: a value is not finite."""
-        squares = _squares(values)
+    def _add_not_finite(self, slot: str, ids: Int64s, squares: Array) -> None:
+        """Count the rows whose sum of squares is NaN: a value is not finite."""
         if np.isnan(squares.max()):
             wrong = np.flatnonzero(np.isnan(squares))
             self._not_finite[slot] = self._not_finite.get(slot, 0) + len(wrong)
             self._name_not_finite(map(int, ids[wrong[:_NAMED_ROWS]]))
-        return squares
 
     def _name_not_finite(self, ids: Any) -> None:
         self._not_finite_ids = list(dict.fromkeys([*self._not_finite_ids, *ids]))[:_NAMED_ROWS]
@@ -142,6 +145,15 @@ class RowCounts:
 
 def _is_tracked(slot: SlotSpec) -> bool:
     return slot.name in (COUNT, LAST_STEP, LAST_TIME) and not slot.shape
+
+
+def _n_zeros(columns: Sequence[Array], rows: Rows) -> int:
+    """Return of how many of the rows all values are zero, in all columns."""
+    left = np.flatnonzero(columns[0][rows, 0] == 0)  # few: the first value tells most rows
+    left = left if isinstance(rows, slice) else rows[left]
+    for values in columns:
+        left = left[(values[left] == 0).all(axis=1)]
+    return len(left)
 
 
 def _squares(values: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The tables of a checkpoint read once, every byte checked: of one alone part by part, of a chain merged (no torch)."""
+"""The tables of a checkpoint read once, every byte checked: part by part, of a chain link by link (no torch here)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from recckpt.inspect.report.row_counts import RowCounts, TakenAt
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer
 from recckpt.sparse.files.id_check import repeated_between_shards
-from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of, row_of
-from recckpt.sparse.files.merged_rows import RangeRows, check_count
+from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, row_of
+from recckpt.sparse.files.merged_rows import check_count, current_rows
+from recckpt.sparse.files.once import Int64s
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, between_parts, check_part
 from recckpt.types import SlotSpec
 
-_CHUNK_ROWS, _CHUNK_BYTES = 1 << 14, 8 << 20  # that are looked at at once, at most
+_CHUNK_ROWS, _CHUNK_BYTES = 1 << 15, 8 << 20  # that are looked at at once, at most
 _SLICE_ROWS = 1 << 18  # of a table of a chain, worth a thread
 _MERGE_BYTES = 256 << 20  # of all threads
 
@@ -74,8 +75,7 @@ def _read_part(
         columns = [(spec, values.column(spec.name)) for spec in (ID_SPEC, *entry.slots)]
         piece = [np.frombuffer(column_buffer(column), row_of(spec)) for spec, column in columns]
         counted = counts.setdefault(batch.table, RowCounts(entry, clock))
-        for rows in _chunks(batch.rows, entry):
-            _count(counted, entry.slots, [column[rows] for column in piece])
+        _count(counted, entry.slots, piece, np.arange(batch.rows))
         advance(values.nbytes)
 
     entries = [entry for name in part.tables if (entry := manifest.table(name))]
@@ -153,21 +153,22 @@ def _read_slice(
     entry, specs = chain[0].entry, chain[0].specs
     counts, cursors = RowCounts(entry, clock), [LinkCursor(link, buckets) for link in chain]
     for within in bucket_ranges(chain, buckets, budget_bytes * 3 // 4):
-        rows = RangeRows(cursors, within, lambda piece, rows: None)
-        for chunk in _chunks(len(rows.hashes), entry):
-            _count(counts, specs, rows.take(np.arange(chunk.start, chunk.stop)))
-        advance(len(rows.hashes) * entry.row_bytes)
+        for piece, _, rows in current_rows(cursors, within):
+            _count(counts, specs, piece, rows)
+            advance(len(rows) * entry.row_bytes)
     return counts
 
 
-def _chunks(n_rows: int, table: TableEntry) -> Iterator[slice]:
-    step = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // table.row_bytes))
-    return (slice(first, min(first + step, n_rows)) for first in range(0, n_rows, step))
-
-
-def _count(counts: RowCounts, slots: Sequence[SlotSpec], piece: Piece) -> None:
-    columns = zip(slots, piece[1:], strict=True)
-    counts.add(ids_of([piece]), {slot.name: numbers(column, slot) for slot, column in columns})
+def _count(counts: RowCounts, slots: Sequence[SlotSpec], piece: Piece, rows: Int64s) -> None:
+    """Count some rows of a piece, which are in order."""
+    if not len(rows):
+        return
+    step = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // sum(column.itemsize for column in piece)))
+    firsts = np.arange(0, len(piece[0]), step)
+    for first, some in zip(firsts, np.split(rows, np.searchsorted(rows, firsts[1:])), strict=True):
+        chunk = [column[first : first + step] for column in piece]
+        values = {slot.name: numbers(column, slot) for slot, column in zip(slots, chunk[1:], strict=True)}
+        counts.add(chunk[0].view(np.int64), values, slice(None) if len(some) == len(chunk[0]) else some - first)
 
 
 def _unread(table: TableEntry, error: Exception) -> TableHealth:

@@ -70,6 +70,23 @@ def check_count(newest: TableReader, n_rows: int) -> None:
         raise table_damage(newest, "", f"{n_rows} rows in the chain", f"{newest.entry.rows}, by the manifest")
 
 
+def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[Piece, Hashes, Int64s]]:
+    """Yield each piece of a range of buckets, newest link first: with the hashes of its ids, and its rows that count.
+
+    Those are the rows that no newer link names.
+    """
+    newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
+    for cursor in chain:
+        pieces, deleted = cursor.between(*buckets)
+        is_oldest = cursor is chain[-1]
+        own = pieces if is_oldest else _as_one(pieces)
+        of_link = [_hashes([piece]) for piece in own]
+        for piece, hashed in zip(own, of_link, strict=True):
+            yield piece, hashed, newer.new(hashed)
+        if not is_oldest:
+            newer.add(*of_link, _hashes(deleted))
+
+
 class RangeRows:
     """The rows of a range of buckets: where each of them lies, in bucket order.
 
@@ -81,22 +98,13 @@ class RangeRows:
         self, chain: Sequence[LinkCursor], buckets: tuple[int, int], used: Callable[[Piece, Int64s], object]
     ) -> None:
         self._pieces: list[Piece] = []
-        newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
         kept: list[Int64s] = []  # rows of each piece
         hashes: list[Hashes] = []  # of these rows
-        for cursor in chain:
-            pieces, deleted = cursor.between(*buckets)
-            is_oldest = cursor is chain[-1]
-            own = pieces if is_oldest else _as_one(pieces)
-            of_link = [_hashes([piece]) for piece in own]
-            for piece, hashed in zip(own, of_link, strict=True):
-                rows = newer.new(hashed)
-                used(piece, rows)
-                kept.append(rows)
-                hashes.append(hashed[rows])
-            self._pieces += own
-            if not is_oldest:
-                newer.add(*of_link, _hashes(deleted))
+        for piece, hashed, rows in current_rows(chain, buckets):
+            used(piece, rows)
+            self._pieces.append(piece)
+            kept.append(rows)
+            hashes.append(hashed[rows])
         all_hashes = np.concatenate([np.empty(0, np.uint64), *hashes])
         buckets_of = (all_hashes >> np.uint64(48)).astype(np.uint16)
         numbers = np.arange(len(kept), dtype=np.min_scalar_type(len(kept)))

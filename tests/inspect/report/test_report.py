@@ -111,6 +111,43 @@ def test_rows_of_a_chain_count_once_as_they_are_now(tmp_path, monkeypatch):
     assert found.rows_read == found.rows == len(columns["embedding"])
 
 
+def test_rows_that_a_delta_has_replaced_or_deleted_count_nowhere(tmp_path):
+    table = HashTable(2, name="item", track=("count",))
+    table.add_slot("sparse_m", (2,), torch.float32)
+    n_rows = 100
+    rows, moments, counts = torch.ones(n_rows, 2), torch.ones(n_rows, 2), torch.ones(n_rows, dtype=torch.int64)
+    rows[0], rows[1], rows[2], moments[3], moments[4] = 1e4, 0.0, math.nan, math.inf, 0.0
+    rows[5], counts[5] = 3e30, 10**6
+    table.insert(torch.arange(n_rows), rows, {"sparse_m": moments, "count": counts})
+    saver = Saver(torch.nn.ModuleDict({"item": table}), None, str(tmp_path), deltas=True)
+    saver.save("full")
+    before = recckpt.report(tmp_path).table("item")
+    assert (before.dead, before.untrained, before.not_finite) == (1, 1, {"embedding": 1, "sparse_m": 1})
+
+    table.insert(torch.arange(5), torch.ones(5, 2), {"sparse_m": torch.ones(5, 2), "count": torch.ones(5).long()})
+    table.erase(torch.tensor([5]))
+    saver.save("delta")
+    report = recckpt.report(tmp_path)
+    found = report.table("item")
+    assert len(report.checkpoints[-1].links) == 2
+    assert (found.rows_read, found.dead, found.untrained, found.exploding) == (n_rows - 1, 0, 0, 0)
+    assert (found.not_finite, found.not_finite_ids) == ({}, ())
+    assert found.largest[0].norm == found.norms.spread.most == pytest.approx(math.sqrt(2))
+    assert found.counts.spread.most == 1
+
+
+def test_rows_of_which_only_later_values_are_not_zero_are_trained(tmp_path):
+    table = HashTable(1, name="item")
+    for slot in ("sparse_m", "sparse_v"):
+        table.add_slot(slot, (2,), torch.float32)
+    first = torch.tensor([[0.0, 0.0], [0.0, 1e-30], [0.0, -0.0], [0.0, math.nan]])
+    second = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    table.insert(torch.arange(4), torch.ones(4, 1), {"sparse_m": first, "sparse_v": second})
+    saved(tmp_path, [table])
+    found = recckpt.report(tmp_path).table("item")
+    assert (found.untrained, found.not_finite, found.not_finite_ids) == (1, {"sparse_m": 1}, (3,))
+
+
 def test_values_that_float32_cannot_square_are_no_zeros_and_not_infinite(tmp_path):
     table = empty("item")
     table.insert(torch.arange(4), torch.tensor([[1e-30, 0.0], [3e30, 0.0], [0.0, 0.0], [1.0, 1.0]]))
