@@ -46,7 +46,7 @@ class SlotComparer:
         n_rows = len(before)
         rows = np.arange(n_rows)
         if not self._most_changed and self._before.dtype == self._after.dtype:
-            rows = np.flatnonzero(_differ(before, after))
+            rows = np.flatnonzero(differ(before, after))
             before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
         if not len(rows):
             return Moves(rows, np.empty(0), np.empty(0))
@@ -68,7 +68,7 @@ class SlotComparer:
         return Moves(rows[changed], l2[changed], cosine[changed])
 
 
-def _differ(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+def differ(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     """Say of each row whether any byte differs."""
     width = next(width for width in (8, 4, 2, 1) if before.dtype.itemsize % width == 0)
     words = np.dtype(f"u{width}")

@@ -8,29 +8,31 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff.bucket_diff import BucketDiff, Pair
-from recckpt.inspect.diff.distances import SlotComparer
+from recckpt.inspect.diff.distances import SlotComparer, differ
 from recckpt.inspect.diff.pairing import paired
 from recckpt.inspect.diff.result import TableDiff
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC
-from recckpt.sparse.files.link_cursors import LinkCursor, bucket_ranges, ids_of, row_of
+from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, ids_of, row_of
 from recckpt.sparse.files.merged_rows import RangeRows, check_count
 from recckpt.sparse.files.once import Int64s
 from recckpt.sparse.files.table_reader import TableReader
+from recckpt.types import SlotSpec
 
-_RANGE_BYTES = 4 << 20  # of each link, that are read and compared at once: half a batch, which stays in the caches
+_RANGE_BYTES = 16 << 20  # of each link, that are read and compared at once: two batches, which stay in the caches
 _CHUNK_BYTES = 4 << 20  # of a slot, that are compared at once
-_MOST_ENDS = 8  # of batches, at which rows are cut
+_LEAST_ROWS = 1 << 10  # of a chunk that is cut where batches end
+_FEW = 0.5  # of the rows: where more have changed, to look for them by their bytes takes longer than it saves
 _SLICE_ROWS = 1 << 20  # of a table, worth a thread
 _MAPPED_THREADS = 2  # of files in memory: the batches of more drive each other out of the caches
 
 Advance = Callable[[int], object]
+Pairing = tuple[Int64s, Int64s]  # rows of both sides that have the same ids
 
 
 class DiffOptions(NamedTuple):
@@ -87,31 +89,38 @@ def _compare_slice(
     comparers = [SlotComparer(*pair, options.tolerance) for pair in pairs]
     cursors = [[LinkCursor(link, buckets) for link in chain] for chain in chains]
     columns = [(ID_SPEC, *chain[0].specs) for chain in chains]
-    names = [slot.name for slot in columns[1]]
-    in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
-    chunk_rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
-    room = [[np.empty(chunk_rows, row_of(slot)) for slot in side] for side in columns]
+    room = _Room(columns, pairs)
+    has_bytes = all(before.dtype == after.dtype for before, after in pairs)
+    few_changed = True
     for part in bucket_ranges([link for chain in chains for link in chain], buckets, options.budget_bytes):
         sides = [RangeRows(cursor, part, lambda piece, rows: None) for cursor in cursors]
-        at = paired(sides[0].hashes, sides[1].hashes)
-        diff.n_both += len(at[0])
+        both = paired(sides[0].hashes, sides[1].hashes)
+        n_both, n_changed = len(both[0]), diff.n_changed
+        diff.n_both += n_both
         for number, side in enumerate(sides):
             diff.n_rows[number] += len(side.hashes)
             advance(len(side.hashes) * sum(slot.row_bytes for slot in columns[number]))
-        for chunk in _chunks(sides, at, chunk_rows):
-            before, after = (side.take(rows[chunk], own) for side, rows, own in zip(sides, at, room, strict=True))
-            _compare_rows(before, [after[column] for column in in_order], pairs, comparers, diff)
+        different = _different(sides, both, room) if has_bytes and few_changed else both
+        for _, before, after in room.chunks(sides, different):
+            _compare_rows(before, after, pairs, comparers, diff)
+        few_changed = diff.n_changed - n_changed <= _FEW * n_both
     return diff
 
 
+def _different(sides: Sequence[RangeRows], both: Pairing, room: _Room) -> Pairing:
+    """Return the rows, among those that both sides have, of which any byte differs."""
+    differs = np.zeros(len(both[0]), np.bool_)
+    for chunk, before, after in room.chunks(sides, both):
+        for one, other in zip(before[1:], after[1:], strict=True):
+            differs[chunk] |= differ(one, other)
+    rows = np.flatnonzero(differs)
+    return both[0][rows], both[1][rows]
+
+
 def _compare_rows(
-    before: Sequence[npt.NDArray[np.void]],
-    after: Sequence[npt.NDArray[np.void]],
-    pairs: Sequence[Pair],
-    comparers: Sequence[SlotComparer],
-    diff: BucketDiff,
+    before: Piece, after: Piece, pairs: Sequence[Pair], comparers: Sequence[SlotComparer], diff: BucketDiff
 ) -> None:
-    ids = ids_of([list(before)])
+    ids = ids_of([before])
     changed = np.zeros(len(ids), np.bool_)
     for column, (pair, comparer) in enumerate(zip(pairs, comparers, strict=True), start=1):
         moves = comparer.moves(before[column], after[column])
@@ -120,10 +129,28 @@ def _compare_rows(
     diff.add_changed(int(np.count_nonzero(changed)))
 
 
-def _chunks(sides: Sequence[RangeRows], at: Sequence[Int64s], chunk_rows: int) -> Iterator[slice]:
-    """Cut rows into chunks, also where a batch of the files ends on either side: within one, rows are not copied."""
-    n_rows = len(at[0])
-    ends = np.concatenate([side.piece_ends(rows) for side, rows in zip(sides, at, strict=True)])
-    batch_ends = ends.tolist() if len(ends) <= _MOST_ENDS else []  # more where links of a chain are merged
-    cuts = sorted({0, n_rows, *range(0, n_rows, chunk_rows), *batch_ends})
-    return (slice(first, last) for first, last in pairwise(cuts))
+class _Room:
+    """Memory for the rows of a chunk, on both sides: kept, since the first touch of memory is slow."""
+
+    def __init__(self, columns: Sequence[Sequence[SlotSpec]], pairs: Sequence[Pair]) -> None:
+        self._rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
+        self._room = [[np.empty(self._rows, row_of(slot)) for slot in side] for side in columns]
+        names = [slot.name for slot in columns[1]]
+        self._in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
+
+    def chunks(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[tuple[slice, Piece, Piece]]:
+        """Yield rows of both sides, which are good until the next: ids, and the slots in the order of the first."""
+        for chunk in self._cut(sides, at):
+            before, after = (side.take(rows[chunk], own) for side, rows, own in zip(sides, at, self._room, strict=True))
+            yield chunk, before, [after[column] for column in self._in_order]
+
+    def _cut(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[slice]:
+        """Cut rows into chunks, also where a batch of the files ends on either side: within one, rows are not copied.
+
+        Not where few rows lie between the ends, as where the links of a chain are merged.
+        """
+        n_rows = len(at[0])
+        ends = np.concatenate([side.piece_ends(rows) for side, rows in zip(sides, at, strict=True)])
+        batch_ends = ends.tolist() if len(ends) * _LEAST_ROWS <= n_rows else []
+        cuts = sorted({0, n_rows, *range(0, n_rows, self._rows), *batch_ends})
+        return (slice(first, last) for first, last in pairwise(cuts))
