@@ -103,13 +103,18 @@ def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> t
             np.einsum("ij,ij->i", one, other).astype(np.float64)
             for one, other in ((step, step), (step, before), (before, before))
         )
-        l2, cosine = np.sqrt(moved), _cosine(moved, along, size)
-        size_after = size + 2 * along + moved
+        l2 = np.sqrt(moved)
+        # Of lengths a and b: |b - a|^2 and (b - a)a give the cosine also where the step is small.
+        grown = 2 * along + moved
+        size_after = size + grown
+        norm, norm_after = np.sqrt(size), np.sqrt(np.maximum(size_after, 0))
+        across = moved - np.square(grown / (norm + norm_after))
+        cosine = np.clip(across / (2 * norm * norm_after), 0, 2)
         largest = np.abs(step).max(axis=1).astype(np.float64) if want_largest else l2
         least, most = _SAFE
-        is_safe = (moved > least) & (moved < most)
-        is_safe &= (size > least) & (size < most) & (size_after > 1e-4 * size) & (size_after < most)
-        is_along = is_safe & (2 * cosine * np.sqrt(size * size_after) <= _ACROSS * moved)
+        is_safe = (np.minimum(moved, size) > least) & (np.maximum(moved, size) < most)
+        is_safe &= (size_after > 1e-4 * size) & (size_after < most)
+        is_along = is_safe & (across <= _ACROSS * moved)
     shrunk, rest = np.flatnonzero(is_along), np.flatnonzero(~is_safe)
     if len(shrunk) and before.shape[1] > 1:
         cosine[shrunk] = _cosine_along(before[shrunk], after[shrunk])
@@ -117,14 +122,6 @@ def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> t
         l2[rest], cosine[rest], exact = _exact(before[rest], after[rest])
         largest[rest] = exact if want_largest else l2[rest]
     return l2, (cosine if before.shape[1] > 1 else np.full(len(l2), np.nan)), largest
-
-
-def _cosine(moved: Floats, along: Floats, size: Floats) -> Floats:
-    """Return cosine distances of rows a and b from \\|b - a\\|^2, (b - a)a and \\|a\\|^2: exact for small steps too."""
-    norm, norm_after = np.sqrt(size), np.sqrt(np.maximum(size + 2 * along + moved, 0))
-    longer = (2 * along + moved) / (norm + norm_after)
-    distances: Floats = np.clip((moved - longer * longer) / (2 * norm * norm_after), 0, 2)
-    return distances
 
 
 def _cosine_along(before: Array, after: Array) -> Floats:
