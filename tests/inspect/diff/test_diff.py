@@ -17,8 +17,9 @@ from support.paths import ROOT
 import recckpt
 from recckpt import CheckpointReader, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from recckpt.format.buckets import gen_slice
+from recckpt.format.buckets import bucket_of, gen_slice
 from recckpt.inspect.diff import diff as diff_module
+from recckpt.inspect.diff import tables as tables_module
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import column_values
 from recckpt.storage import open_storage
@@ -91,6 +92,30 @@ def test_rows_are_compared_by_id_whatever_the_number_of_ranks(tmp_path, monkeypa
         assert seen.l2.quantiles[0.5] == pytest.approx(np.quantile(lengths, 0.5, method="inverted_cdf"), rel=0.004)
     farthest = sorted(((-np.linalg.norm(step[:3]), id_) for id_, step in steps.items()))[:10]
     assert [row.id for row in found.moved] == [id_ for _, id_ in farthest]
+
+
+@pytest.mark.parametrize("changed_slots", [("embedding",), ("sparse_m",), ("embedding", "sparse_m")])
+def test_ranges_in_which_most_rows_changed_and_ranges_with_few_are_compared_alike(tmp_path, monkeypatch, changed_slots):
+    monkeypatch.setattr(tables_module, "_RANGE_BYTES", 8000)
+    monkeypatch.setattr(tables_module, "_CHUNK_BYTES", 200)
+    monkeypatch.setattr(tables_module, "_LEAST_ROWS", 1)
+    draw, ids = np.random.default_rng(0), torch.arange(1000)
+    buckets = bucket_of(ids.numpy())
+    share = np.select([buckets < 20_000, buckets < 40_000], [0.02, 1.0], 0.0)
+    changes = torch.from_numpy(draw.random(len(ids)) < share).float()[:, None]
+    slots = {"embedding": torch.zeros(len(ids), 3), "sparse_m": torch.ones(len(ids), 2)}
+    for name in "ab":
+        table = HashTable(3, name="item")
+        table.add_slot("sparse_m", (2,), torch.float32)
+        table.insert(ids, slots["embedding"], {"sparse_m": slots["sparse_m"]})
+        save_tables(opened(tmp_path / name), [table], batch_bytes=1000)
+        slots |= {slot: slots[slot] + changes for slot in changed_slots}
+    found = recckpt.diff(tmp_path / "a", tmp_path / "b").table("item")
+    agrees_with_rows(found, tmp_path / "a", tmp_path / "b", "item")
+    assert 200 < found.changed == int(changes.sum())
+    assert {slot.name: slot.changed for slot in found.slots} == {
+        slot: found.changed if slot in changed_slots else 0 for slot in slots
+    }
 
 
 @pytest.mark.parametrize(("one", "other"), [("ckpt_1", "ckpt_3"), ("ckpt_3", "ckpt_2"), ("ckpt_3", "ckpt_1")])
