@@ -50,13 +50,14 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, read_manifest
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.meetings import Meetings
 from recckpt.save import commit as saving
 from recckpt.save import save as hallway
 from recckpt.save.decide import decide
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.write import RankRecord
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse.files import loader as row_loading
+from recckpt.sparse.files import link_pass as row_loading
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 
@@ -312,8 +313,9 @@ def planned(job: Job, storage: CountedStorage, rank: int, ranks: int) -> dict[st
         record = read_manifest(storage, "ckpt_0")
         assert record is not None
         source = LocatedCheckpoint(parse_load_conf(None), storage, Checkpoint("ckpt_0", record))
+        alone = Meetings()
         with opening.opened([source], live.needs) as sources:
-            loading.load(live, sources, Problems(), concurrency=1, download_dir=None, rng=False)
+            loading.load(live, sources, Problems(), concurrency=1, download_dir=None, rng=False, meetings=alone)
     return {
         "plan_cpu_sec": time.process_time() - begin_cpu,
         "plan_clock_sec": time.perf_counter() - begin,

@@ -23,6 +23,7 @@ from recckpt.format.catalog import Batch, Part
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
+from recckpt.parallel.process_group import Parcel
 from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.policies.deltas import Chain, Deltas
 from recckpt.save.check import Owned
@@ -210,6 +211,10 @@ class OneOfMany:
         if isinstance(result, tuple) and isinstance(result[0], Intent):
             self._intent = result[0]
         return value
+
+    def exchange(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
+        """Return the mark of rank 0 as that of all, and nothing else."""
+        return [mark] * self.size, [np.empty(0, np.uint8)] * self.size
 
     def twin(self) -> OneOfMany:
         """Return itself: there is one thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from recckpt.format.manifest import FileEntry
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
-from recckpt.sparse.files.catalogs import met_shards, parts_by_shard, read_catalog, read_catalogs, shards_with
+from recckpt.sparse.files.catalogs import meets, met_shards, read_catalog, read_catalogs, shards_with
 from recckpt.sparse.files.id_set import IdSet
 from recckpt.storage import Storage
 
@@ -92,18 +92,19 @@ class OpenLink:
         """Open all files with rows."""
         self.files.keep_open(file.name for file in self.manifest.files if layout.has_rows(file.name))
 
-    def open_parts(self, tables: Collection[str], slices: Collection[Slice | None]) -> list[list[Part]]:
-        """Open the files that may have rows or deletes of tables in some slices, and return these parts by shard.
+    def open_parts(self, tables: Collection[str], slices: Collection[Slice | None]) -> Mapping[int, Sequence[Part]]:
+        """Open the files that may have rows or deletes of tables in some slices.
 
         Reads the catalogs of the shards that the slices meet, and no others.
+
+        Returns:
+            All parts of these shards, by number: ranks that share batches look at the same ones.
         """
         self.files.keep_open(file.name for file in self.catalog_files(slices))
-        by_shard = [
-            [part for part in parts if not {*part.tables}.isdisjoint(tables)]
-            for parts in parts_by_shard(self.checkpoint, self.files, slices)
-        ]
-        self.files.keep_open(part.file for parts in by_shard for part in parts)
-        return by_shard
+        catalogs = read_catalogs(self.checkpoint, self.files, slices)
+        parts = [part for catalog in catalogs for part in catalog.parts if meets(part, slices)]
+        self.files.keep_open(part.file for part in parts if not {*part.tables}.isdisjoint(tables))
+        return {catalog.shard: catalog.parts for catalog in catalogs}
 
     def catalog_files(self, slices: Collection[Slice | None]) -> list[FileEntry]:
         """Return the catalogs of the shards that may have rows of some slices."""

@@ -66,6 +66,11 @@ class Slice:
         part = bucket_of(np.ascontiguousarray(ids, dtype=np.int64)) * self.size // N_BUCKETS
         return (part >= self.begin) & (part < self.end)
 
+    @property
+    def buckets(self) -> tuple[int, int]:
+        """The buckets [begin, end) that are inside."""
+        return -(-self.begin * N_BUCKETS // self.size), -(-self.end * N_BUCKETS // self.size)
+
     def meets(self, begin: int, end: int) -> bool:
         """Say whether any bucket of [begin, end) lies in this slice."""
         first, last = begin * self.size // N_BUCKETS, (end - 1) * self.size // N_BUCKETS

@@ -21,6 +21,7 @@ from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
+from recckpt.parallel.meetings import Meetings
 from recckpt.sparse.average.averaged import AverageTable
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
@@ -30,6 +31,8 @@ from recckpt.sparse.split import load_dense
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
 from recckpt.types import SavableTable
+
+Fill = Callable[[Callable[[], object]], Loaded]  # tables; is given what to call once all bytes are checked
 
 
 def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> LoadPlan:
@@ -46,9 +49,10 @@ def load(
     concurrency: int,
     download_dir: WorkDir | None,
     rng: bool,
+    meetings: Meetings,
     has_bar: bool = True,
 ) -> LoadReport:
-    """Fill live state; whatever does not fit is refused before anything changes.
+    """Fill live state; whatever does not fit is refused before anything changes. Collective.
 
     Args:
         live: what to fill.
@@ -57,6 +61,7 @@ def load(
         concurrency: number of reader threads.
         download_dir: where to copy files that cannot be mapped, before they are read; None reads them where they lie.
         rng: whether to restore the random generators from the last source, if as many ranks wrote it.
+        meetings: where this rank meets those that load with it.
         has_bar: whether to show a bar where it takes long.
 
     Raises:
@@ -76,7 +81,7 @@ def load(
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     progress = Progress(f"loading {what}", n_bytes, has_bar=has_bar and live.shard == 0)
     settings = HyperParameters(live, kept=any(source.at.entry.keeps_settings for source in sources))
-    loaded = _apply(live, other, rows, progress, concurrency)
+    loaded = _apply(live, other, rows, partial(_fill_tables, rows, progress, concurrency, meetings))
     others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
     settings.after_load(" and ".join(planned.sources), other.extra, others, with_log=live.shard == 0)
     _forget_admitted(live.targets.values(), planned.items, sources)
@@ -108,22 +113,13 @@ def _as_taken(item: Planned, loaded: Loaded) -> Planned:
     return replace(item, thing=replace(there, rows=rows, n_bytes=there.n_bytes * rows // there.rows))
 
 
-def _apply(
-    live: LiveState, other: OtherState, rows: Sequence[LinkLoad], progress: Progress, concurrency: int
-) -> Loaded:
+def _apply(live: LiveState, other: OtherState, rows: Sequence[LinkLoad], fill: Fill) -> Loaded:
     """Change the live state; return what was loaded into tables."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(_optimizer_loaded(live.sparse_optim, other.sparse_optim))
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
-
-        def give_rests() -> None:
-            for give_rest in rests:
-                give_rest()
-
-        with progress:
-            loaded = load_tables(rows, concurrency=concurrency, advance=progress.advance, when_checked=give_rests)
-            progress.add_rows(sum(loaded.rows_taken.values()))
+        loaded = fill(lambda: [give_rest() for give_rest in rests])
         for load in (load for link in rows for load in link.tables):
             load.take_history()
         if other.dense:
@@ -166,6 +162,21 @@ def _optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | No
         raise
 
 
+def _fill_tables(
+    rows: Sequence[LinkLoad],
+    progress: Progress,
+    concurrency: int,
+    meetings: Meetings,
+    when_checked: Callable[[], object],
+) -> Loaded:
+    with progress:
+        loaded = load_tables(
+            rows, concurrency=concurrency, advance=progress.advance, when_checked=when_checked, meetings=meetings
+        )
+        progress.add_rows(sum(loaded.rows_taken.values()))
+    return loaded
+
+
 def _rows(
     targets: Mapping[str, LoadTarget],
     items: Sequence[Planned],
@@ -180,8 +191,8 @@ def _rows(
             by_source[item.offer].append(item)
     rows: list[LinkLoad] = []
     step = _global_step(items, sources)
-    for slots, source in zip(by_source, sources, strict=True):
-        rows += source.rows(_table_loads(slots, source, targets, step), download_dir, concurrency)
+    for number, (slots, source) in enumerate(zip(by_source, sources, strict=True)):
+        rows += source.rows(number, _table_loads(slots, source, targets, step), download_dir, concurrency)
     return rows
 
 

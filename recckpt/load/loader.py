@@ -24,6 +24,7 @@ from recckpt.load.report import LoadPlan, LoadReport, Planned
 from recckpt.load.source import LocatedBank, LocatedCheckpoint, locate_asked, locate_bank
 from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.ranks import this_rank
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.storage import Storage
@@ -113,14 +114,21 @@ class Loader:
     def _load(self, shard_id: int | None, bank: LocatedBank) -> LoadReport:
         live = self.live_state(shard_id)
         with opened(bank.sources, live.needs) as sources:
-            report = self.load_sources(live, sources, bank.problems)
+            alone = Meetings()  # whoever calls a saver by itself may be the only one who does
+            report = self.load_sources(live, sources, bank.problems, meetings=alone)
             self.note_if_whole(live, sources, report)
             return report
 
     def load_sources(
-        self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool = False
+        self,
+        live: LiveState,
+        sources: Sequence[OpenSource],
+        problems: Problems,
+        *,
+        meetings: Meetings,
+        rng: bool = False,
     ) -> LoadReport:
-        """Load from checkpoints that are open; what every load and restore comes down to."""
+        """Load from checkpoints that are open; what every load and restore comes down to. Collective."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
         with self._begun(live, sources) as span:
             report = loading.load(
@@ -130,6 +138,7 @@ class Loader:
                 concurrency=self.concurrency,
                 download_dir=self.download_dir,
                 rng=rng,
+                meetings=meetings,
                 has_bar=self.has_bar,
             )
             span.end(attributes={"rows": sum(report.rows_taken.values()), "bytes": report.bytes_read})

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -98,18 +99,26 @@ class OpenSource:
         unsaved = self.at.checkpoint.manifest.training.unsaved
         return LoadCandidate(self.at.entry, self.at.label, inventory, reduced_tables(self.at.checkpoint), unsaved)
 
-    def rows(self, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int) -> list[LinkLoad]:
+    def rows(
+        self, number: int, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int
+    ) -> list[LinkLoad]:
         """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself.
 
-        Files that cannot be mapped are copied to ``download_dir`` first, if there is one.
+        Args:
+            number: of this source among those that are loaded.
+            tables: what to fill.
+            download_dir: where files that cannot be mapped are copied before they are read; None: nowhere.
+            concurrency: number of threads that copy.
         """
         from recckpt.sparse.files.load_target import LinkLoad  # torch, which a plan does without
 
         loads = []
-        for link, batches in zip(self._chain.links, self._batches, strict=False):
-            loads.append(LinkLoad([load for load in tables if load.entry.name in batches.tables], batches))
+        for at, (link, batches) in enumerate(zip(self._chain.links, self._batches, strict=False)):
+            taken = [load for load in tables if load.entry.name in batches.tables]
+            fetch = None
             if download_dir is not None:
-                link.files.fetch(loads[-1].files(), download_dir, concurrency)
+                fetch = partial(link.files.fetch, download_dir=download_dir, concurrency=concurrency)
+            loads.append(LinkLoad((number, at), taken, batches, fetch))
         return loads
 
     def state(self, name: str) -> Mapping[str, Any]:

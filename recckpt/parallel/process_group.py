@@ -8,15 +8,19 @@ import re
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from recckpt.parallel.lost_ranks import RollCall, within
 
 _T = TypeVar("_T")
+Parcel = npt.NDArray[np.uint8]  # bytes from one rank to another
 _made = count()  # the same on all ranks, which make groups together
 
 
@@ -45,6 +49,12 @@ class Group(Protocol):
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value to all. Collective."""
+
+    def exchange(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
+        """Send a mark to all ranks and a parcel to each, by its number; return those of all. Collective.
+
+        What a rank sends itself is dropped.
+        """
 
     def twin(self) -> Group:
         """Return another group of the same ranks, for another thread. Collective."""
@@ -111,6 +121,24 @@ class ProcessGroup:
         values = [value]
         self._collective(lambda: self._dist.broadcast_object_list(values, src=0, group=self._group))
         return values[0]
+
+    def exchange(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
+        """Return the marks of all ranks, and what each has sent to this one."""
+        import torch
+
+        sent = [parcel if to != self.rank else parcel[:0] for to, parcel in enumerate(parcels)]
+        header = torch.tensor([[mark, len(parcel)] for parcel in sent], dtype=torch.int64, device="cpu")
+        message = torch.from_numpy(np.concatenate(sent))
+        answer = torch.empty_like(header)
+
+        def exchange() -> tuple[list[int], list[Parcel]]:
+            self._dist.all_to_all_single(answer, header, group=self._group)
+            marks, sizes = answer.T.tolist()
+            received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            self._dist.all_to_all_single(received, message, sizes, list(map(len, sent)), group=self._group)
+            return marks, np.split(received.numpy(), np.cumsum(sizes)[:-1])
+
+        return self._collective(exchange)
 
     def twin(self) -> ProcessGroup:
         """Return another group of the same ranks, for another thread. Collective."""

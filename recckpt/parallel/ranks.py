@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-from recckpt.errors import RankLostError, RecckptError
+from recckpt.errors import PartlyLoadedError, RankLostError, RecckptError
+from recckpt.parallel.meetings import Meetings
+from recckpt.parallel.outcomes import Failed, Reason, error_of, outcome_of, sendable
 from recckpt.parallel.process_group import Group, group_of
 
 DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-Failed = Callable[[int, str], RecckptError]
 Lost = Callable[[RankLostError], RecckptError]
 
 
@@ -110,8 +111,8 @@ class Ranks:
             return [self._alone(work)]
 
         def act(group: Group) -> list[_T]:
-            result, failure = _outcome(work)
-            outcomes = group.all_gather((result, _sendable(failure)))
+            result, failure = outcome_of(work)
+            outcomes = group.all_gather((result, sendable(failure)))
             for rank, (_, reason) in enumerate(outcomes):
                 self._raise_alike(rank, reason, failure if rank == group.rank else None)
             return [result for result, _ in outcomes]
@@ -138,8 +139,8 @@ class Ranks:
             return self._alone(work)
 
         def act(group: Group) -> _T:
-            own, failure = _outcome(work) if group.rank == 0 else (None, None)
-            result, reason = group.broadcast((own, _sendable(failure)))
+            own, failure = outcome_of(work) if group.rank == 0 else (None, None)
+            result, reason = group.broadcast((own, sendable(failure)))
             self._raise_alike(0, reason, failure)
             return cast(_T, result)
 
@@ -162,19 +163,46 @@ class Ranks:
             return self._alone(lambda: conclude([work()]))
 
         def act(group: Group) -> _R:
-            result, failure = _outcome(work)
-            outcomes = group.gather_to_first((result, _sendable(failure)))
+            result, failure = outcome_of(work)
+            outcomes = group.gather_to_first((result, sendable(failure)))
             rank, own, conclusion = 0, failure, None
-            reason: RecckptError | str | None = None
+            reason: Reason | None = None
             if outcomes is not None:
                 failed = ((at, reason) for at, (_, reason) in enumerate(outcomes) if reason is not None)
                 rank, reason = next(failed, (0, None))
                 if reason is None:
-                    conclusion, own = _outcome(lambda: conclude([result for result, _ in outcomes]))
-                    reason = _sendable(own)
+                    conclusion, own = outcome_of(lambda: conclude([result for result, _ in outcomes]))
+                    reason = sendable(own)
             rank, reason, conclusion = group.broadcast((rank, reason, conclusion))
             self._raise_alike(rank, reason, own if rank == group.rank else None)
             return cast(_R, conclusion)
+
+        return self._act(self.connection, act)
+
+    def in_meetings(self, work: Callable[[Meetings], _T]) -> _T:
+        """Do work on every rank, in which all come to the same meetings, and return what it gave here. Collective.
+
+        Raises:
+            RecckptError: work failed on a rank, here or there: those that are at a meeting, or come to one, raise its
+                failure from there, and in the end all raise alike; where tables have changed, what says so.
+        """
+        if self.connection is None:
+            return self._alone(lambda: work(Meetings()))
+
+        def act(group: Group) -> _T:
+            meetings = Meetings(group, self.failed)
+            result, failure = outcome_of(lambda: work(meetings))
+            _, failure_elsewhere = outcome_of(lambda: meetings.end(failure))
+            failure = failure or failure_elsewhere
+            if failure is None:
+                return cast(_T, result)
+            reasons = group.all_gather(sendable(failure))
+            changed = (rank for rank, reason in enumerate(reasons) if isinstance(reason, PartlyLoadedError))
+            rank = next(changed, 0)
+            if rank == group.rank:
+                self._raise_alike(rank, reasons[rank], failure)
+            own = None if isinstance(failure, RecckptError) else failure
+            raise error_of(rank, reasons[rank], self.failed) from own
 
         return self._act(self.connection, act)
 
@@ -197,15 +225,13 @@ class Ranks:
                 raise
             raise self.lost(error) from error
 
-    def _raise_alike(self, rank: int, reason: RecckptError | str | None, own: Exception | None) -> None:
+    def _raise_alike(self, rank: int, reason: Reason | None, own: Exception | None) -> None:
         """Raise what went wrong on a rank, if something did: where it is this rank, by its own error."""
         if reason is None:
             return
-        if isinstance(reason, RecckptError):
-            raise own or reason
-        if self.failed is not None:
+        if isinstance(reason, str) and self.failed is not None:
             raise self.failed(rank, reason) from own
-        raise own or RecckptError(f"rank {rank} failed: {reason}")
+        raise own or error_of(rank, reason, None)
 
 
 class RanksNow(dict[tuple[int, int], Ranks]):
@@ -281,17 +307,3 @@ def rank_and_size() -> tuple[int, int]:
             "for itself)"
         )
     return rank, size
-
-
-def _outcome(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
-
-
-def _sendable(failure: Exception | None) -> RecckptError | str | None:
-    """Return an error as it is sent to other ranks: ours as they are, others by their text."""
-    if failure is None or isinstance(failure, RecckptError):
-        return failure
-    return f"{type(failure).__name__}: {failure}"

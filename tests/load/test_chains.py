@@ -12,6 +12,7 @@ from support.drawn import drawn
 from support.foreign import ForeignTable
 from support.forge import Tables
 from support.spec_writer import Held, write_delta_of, write_full
+from support.thread_ranks import no_others
 
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
@@ -80,11 +81,16 @@ class Chain:
         shutil.rmtree(self.root)
 
 
+def how():
+    """Return how one rank loads by itself."""
+    return {"concurrency": 2, "download_dir": None, "rng": False, "meetings": no_others()}
+
+
 def load(source, tables, shard=0, shards=1):
     """Load tables of one rank."""
     live = LiveState(Tables(tables), None, extra_registry(), io_registry(), shard, shards)
     with opened([source], live.needs) as sources:
-        return loading.load(live, sources, Problems(), concurrency=2, download_dir=None, rng=False)
+        return loading.load(live, sources, Problems(), **how())
 
 
 def table_of(name, rows=(), slice=None):
@@ -226,7 +232,7 @@ def test_links_that_are_removed_after_they_were_opened_are_read_to_the_end(make)
     with opened([chain.source()], live.needs) as sources:
         for link in chain.written:
             shutil.rmtree(link.directory)
-        loading.load(live, sources, Problems(), concurrency=2, download_dir=None, rng=False)
+        loading.load(live, sources, Problems(), **how())
     assert rows_of(table) == chain.rows["a"]
 
 
@@ -244,7 +250,7 @@ def test_a_long_chain_leaves_maps_to_the_process(make, monkeypatch):
     live = LiveState(Tables([table]), None, extra_registry(), io_registry(), 0, 1)
     with opened([chain.source()], live.needs) as sources:
         assert [len(link.files._maps) for link in sources[0]._chain.links] == [2] * 6, "of three files each"
-        loading.load(live, sources, Problems(), concurrency=2, download_dir=None, rng=False)
+        loading.load(live, sources, Problems(), **how())
     assert rows_of(table) == chain.rows["a"]
 
 

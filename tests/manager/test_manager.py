@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.builders import ClickModel, Run, checkpoints, flip_bit, state_of, table_state, tree
 from support.sweeps import mostly_slow
+from support.thread_ranks import no_others
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -446,7 +447,7 @@ def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_pa
         )
         live = manager.saver.loader.live_state(0, shard_num)
         with opened([source], live.needs) as sources:
-            manager.saver.loader.load_sources(live, sources, Problems(), rng=True)
+            manager.saver.loader.load_sources(live, sources, Problems(), meetings=no_others(), rng=True)
 
     load(2)
     assert torch.equal(torch.get_rng_state(), before)

@@ -31,6 +31,7 @@ from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import locate
+from recckpt.parallel.meetings import Meetings
 from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import column_buffer
@@ -150,7 +151,7 @@ def load(
     """Load tables by what a ``load_conf`` says and return the number of rows."""
     live = LiveState(Tables(tables), None, extra_registry(), io_registry(), 0, 1)
     source = LocatedCheckpoint(parse_load_conf(conf or None), storage, locate(storage, ckpt_id))
-    how = {"concurrency": concurrency, "download_dir": download_dir, "rng": False}
+    how = {"concurrency": concurrency, "download_dir": download_dir, "rng": False, "meetings": Meetings()}
     with opened([source], live.needs) as sources:
         report = loading.load(live, sources, Problems(), **how)
     return sum(report.rows_taken.values())

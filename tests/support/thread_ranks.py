@@ -3,6 +3,9 @@
 import pickle
 import threading
 
+import numpy as np
+
+from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.parallel.threads import run_all
 
@@ -46,8 +49,19 @@ class ThreadGroup:
     def broadcast(self, value):
         return self.wire.exchange("broadcast", self.rank, value, lambda sender: sender == 0)[0]
 
+    def exchange(self, mark, parcels):
+        sent = [None if to == self.rank else np.array(parcel) for to, parcel in enumerate(parcels)]
+        of_ranks = self.wire.exchange("exchange", self.rank, (mark, sent), lambda sender: True)
+        own = [np.empty(0, np.uint8) if sent[self.rank] is None else sent[self.rank] for _, sent in of_ranks]
+        return [mark for mark, _ in of_ranks], own
+
     def twin(self):
         return self
+
+
+def no_others():
+    """Return the meetings of a rank that loads alone."""
+    return Meetings()
 
 
 def alone(group):

@@ -40,14 +40,8 @@ def shards_with(manifest: Manifest, table: TableEntry, ids: IdSet) -> list[int]:
 
 def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Part]:
     """Return the parts of a checkpoint that may have rows of slices; arguments and errors of `read_catalogs`."""
-    return [part for parts in parts_by_shard(checkpoint, storage, slices) for part in parts]
-
-
-def parts_by_shard(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None]) -> list[list[Part]]:
-    """Return the same parts, those of one shard together."""
-    is_all = _is_all(slices)
-    catalogs_read = read_catalogs(checkpoint, storage, slices)
-    return [[part for part in catalog.parts if is_all or _meets(part, slices)] for catalog in catalogs_read]
+    parts = (part for catalog in read_catalogs(checkpoint, storage, slices) for part in catalog.parts)
+    return [part for part in parts if meets(part, slices)]
 
 
 def read_catalogs(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Catalog]:
@@ -128,5 +122,6 @@ def _is_all(slices: Collection[Slice | None]) -> bool:
     return any(own is None or own.is_everything for own in slices)
 
 
-def _meets(part: Part, slices: Collection[Slice | None]) -> bool:
-    return any(own.meets(*batch.buckets) for batch in part.batches for own in slices if own)
+def meets(part: Part, slices: Collection[Slice | None]) -> bool:
+    """Say whether a part may have rows of slices, of which None stands for all ids."""
+    return _is_all(slices) or any(own.meets(*batch.buckets) for batch in part.batches for own in slices if own)

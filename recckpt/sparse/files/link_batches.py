@@ -18,19 +18,19 @@ from recckpt.types import SlotSpec
 
 @dataclass(frozen=True)
 class LinkBatches:
-    """The parts of one link that may have rows or deletes for a rank.
+    """The parts of one link, of the shards that may have rows or deletes for a rank.
 
     Attributes:
         files: of the link.
         directory: where it lies.
         tables: of which rows are read from it: newer links hold all rows of the others.
-        parts: by shard; the deletes of a shard are read before its rows.
+        parts: by number of the shard; the deletes of a link are read before its rows.
     """
 
     files: Files
     directory: str
     tables: Collection[str]
-    parts: Sequence[Sequence[Part]]
+    parts: Mapping[int, Sequence[Part]]
 
     def read(
         self, part: Part, numbers: Iterable[int], slots: Sequence[SlotSpec], columns: Collection[str]

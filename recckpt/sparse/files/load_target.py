@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from recckpt.format import layout
 from recckpt.format.catalog import Batch, Part
 from recckpt.format.tables import TableEntry
 from recckpt.policies.evict import LAST_TIME
 from recckpt.sparse.files.ages import Ages
+from recckpt.sparse.files.deal import TableRequest
 from recckpt.sparse.files.link_batches import LinkBatches
+from recckpt.sparse.files.owners import SliceOwners
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_target import LoadTarget
 from recckpt.types import SavableTable
@@ -37,6 +38,18 @@ class TableLoad:
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""
         return self.target.slice is None or self.target.slice.meets(*batch.buckets)
+
+    def share(self, batch: Batch) -> float:
+        """Return about which share of the rows of a batch the table owns."""
+        owned = self.target.slice
+        return 1.0 if owned is None else SliceOwners({0: [owned]}).shares(batch).get(0, 0.0)
+
+    @property
+    def request(self) -> TableRequest:
+        """What the rank takes of the table of the checkpoint, as other ranks get it."""
+        owned = self.target.slice
+        slices = None if owned is None or self.target.owns_all else (owned,)
+        return TableRequest(self.columns, self.row_bytes, slices)
 
     @property
     def empties(self) -> bool:
@@ -80,16 +93,24 @@ class LinkLoad:
     """What is taken of a link; a table of it may fill several.
 
     The links of a chain have the same :class:`TableLoad` for a table, as far as they count.
+
+    Attributes:
+        number: of the checkpoint among those that are loaded, and of the link in its chain: the same on all ranks.
+        tables: what is filled.
+        batches: what it is filled with.
+        fetch: copies files to this host, by their paths, before they are read; None to read them where they lie.
     """
 
+    number: tuple[int, int]
     tables: Sequence[TableLoad]
     batches: LinkBatches
+    fetch: Callable[[Iterable[str]], object] | None = None
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the rows that are read, in the columns that are read."""
+        """Bytes of the rows that the tables own, about, in the columns that are read."""
         return sum(
-            batch.rows * load.row_bytes
+            round(batch.rows * load.share(batch)) * load.row_bytes
             for part in self._parts()
             for batch in part.batches
             for load in self.takers(batch)
@@ -100,11 +121,5 @@ class LinkLoad:
         """Return the loads that may take something of a batch."""
         return [load for load in self.tables if load.entry.name == batch.table and load.wants(batch)]
 
-    def files(self) -> Iterator[str]:
-        """Yield the files that have something for the tables, by their slices."""
-        for part in self._parts():
-            if any(map(self.takers, part.batches)):
-                yield layout.join(self.batches.directory, part.file)
-
     def _parts(self) -> Iterator[Part]:
-        return (part for parts in self.batches.parts for part in parts)
+        return (part for parts in self.batches.parts.values() for part in parts)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import torch
 from torch import Tensor
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.sparse.files.arrow_format import column_buffer, ids_in
+from recckpt.sparse.files.batch_rows import BatchRows
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.known_ids import KnownIds, LinkRows, RepeatedIdError
 from recckpt.sparse.files.load_target import TableLoad
 from recckpt.sparse.files.row_filter import RowFilter, numbers
 from recckpt.sparse.files.rows_aside import RowsAside, chosen
-from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
@@ -83,9 +79,8 @@ class TableFiller:
             return
         self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
         self._known, entry = KnownIds(), self.load.entry
-        owns_all = self._slice is None or self._slice.is_everything  # else a rank cannot tell
         is_whole_chain = not entry.is_whole and not self.load.is_update
-        if is_whole_chain and owns_all and n_rows != entry.rows:
+        if is_whole_chain and self._target.owns_all and n_rows != entry.rows:  # of a slice nobody knows how many
             raise count_error(self._newest, entry.name, entry.rows, n_rows)
 
     def end(self) -> None:
@@ -102,19 +97,24 @@ class TableFiller:
         """Whether the table has lost rows or values."""
         return self._touched and not self._target.was_empty
 
-    def check(self, columns: Mapping[str, pa.Array], path: str) -> None:
-        """Refuse a batch as ``fill`` would, before ``start``, and change nothing."""
-        ids, _ = self._owned(ids_in(columns), {})
-        self._new_rows(ids, {}, path)
+    def check(self, rows: BatchRows) -> int:
+        """Refuse rows as ``fill`` would, before ``start``, and change nothing."""
+        ids, _ = self._owned(rows.ids, {})
+        self._new_rows(ids, {}, rows.path)
+        return len(ids)
 
-    def fill(self, columns: Mapping[str, pa.Array], path: str) -> None:
-        """Take the rows of one batch that the table owns and the filter keeps, and no newer link has named.
+    def fill(self, rows: BatchRows) -> int:
+        """Take those of the rows that the table owns and the filter keeps, and no newer link has named.
 
-        Refuse the batch where an id comes twice.
+        Refuse them where an id comes twice. Return how many the table owns.
         """
-        ids = ids_in(columns)
-        rows = {name: _as_tensor(columns[name], spec, len(ids)) for name, spec in self._specs.items()}
-        ids, rows = self._owned(ids, rows)
+        ids, values = self._owned(rows.ids, {name: rows.tensor(spec) for name, spec in self._specs.items()})
+        n_own = len(ids)
+        self._take(ids, values, rows.path)
+        return n_own
+
+    def _take(self, ids: Int64s, rows: dict[str, Tensor], path: str) -> None:
+        """Take rows that the table owns."""
         if not self._is_set and (self.load.with_rows or self._n_links > 1):
             ids, rows = self._new_rows(ids, rows, path)
         ids, rows = self._kept(ids, rows)
@@ -135,7 +135,7 @@ class TableFiller:
 
     def _owned(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the table owns."""
-        if self._slice is None or self._slice.is_everything:
+        if self._slice is None or self._target.owns_all:
             return ids, rows
         return _rows_of(ids, rows, np.flatnonzero(self._slice.owns(ids)))
 
@@ -188,10 +188,3 @@ class TableFiller:
 
 def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int64s, dict[str, Tensor]]:
     return (ids, values) if len(rows) == len(ids) else (ids[rows], chosen(values, rows, len(ids)))
-
-
-def _as_tensor(array: pa.Array, spec: SlotSpec, n_rows: int) -> Tensor:
-    """Wrap the bytes of a column as a tensor that lives as long as the array; read only."""
-    buffer = column_buffer(array)
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * buffer.size).from_address(buffer.address))
-    return torch.from_numpy(memory).view(getattr(torch, spec.dtype)).view(n_rows, *spec.shape)

@@ -52,6 +52,11 @@ class LoadTarget:
     def __len__(self) -> int:
         return len(self.table)
 
+    @property
+    def owns_all(self) -> bool:
+        """Whether it owns every id."""
+        return self.slice is None or self.slice.is_everything
+
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
         """Return what becomes of the dates of rows of a checkpoint; arguments as of :func:`ages_of`."""
         return Ages()

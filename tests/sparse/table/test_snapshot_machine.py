@@ -22,6 +22,7 @@ from support.counting import Counting
 from support.forge import rows_of, written_parts
 from support.stepped import Stepped, halt_where_columns_are_read
 from support.sweeps import SWEEP_STRIDE
+from support.thread_ranks import no_others
 from torch import nn
 
 from recckpt import Saver
@@ -94,8 +95,8 @@ class Saving:
     def as_load(self, table: HashTable, clear: bool) -> LinkLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
         load = TableLoad(target_of(table), self.entry, slots, True, clear, RowFilter(), False, Ages())
-        batches = LinkBatches(self._storage, self._directory, {load.entry.name}, [self.parts])
-        return LinkLoad([load], batches)
+        batches = LinkBatches(self._storage, self._directory, {load.entry.name}, {0: self.parts})
+        return LinkLoad((0, 0), [load], batches)
 
     def _save(self, saver: SparseSaver) -> None:
         self.parts = written_parts(saver, [self.snapshot], self._storage, self._directory).parts
@@ -205,7 +206,8 @@ class Fire(RuleBasedStateMachine):
         if self.finished:
             saved = self.finished[number % len(self.finished)]
             loads = [saved.as_load(self.table, clear)]
-            load_tables(loads, concurrency=2, advance=lambda n: None, when_checked=lambda: None)
+            calls = {"advance": lambda n: None, "when_checked": lambda: None}
+            load_tables(loads, concurrency=2, meetings=no_others(), **calls)
             if clear:
                 self.model.clear()
             for id_, row in saved.expected.items():

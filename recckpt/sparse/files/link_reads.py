@@ -1,0 +1,160 @@
+"""What one rank reads of a link: for itself alone, and what other ranks need as well, in windows that bound memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format.buckets import bucket_of
+from recckpt.format.catalog import Batch, Part, PartKind
+from recckpt.sparse.files.batch_rows import BatchRows
+from recckpt.sparse.files.deal import Requests, Turn
+from recckpt.sparse.files.id_check import check_range
+from recckpt.sparse.files.link_batches import LinkBatches
+from recckpt.sparse.files.load_target import TableLoad
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.table.kernels import first_outside
+from recckpt.types import SlotSpec
+
+RUN_BATCHES = 16  # that one thread reads before it takes the next run
+WINDOW_BYTES = 16 << 20  # about what a rank sends in a round, if a batch has no more
+
+
+@dataclass(frozen=True)
+class DealtBatch:
+    """A batch that this rank reads.
+
+    Attributes:
+        number: in its part.
+        columns: slots that ranks need of it.
+        others: other ranks that need rows of it.
+        sent_bytes: about how many of its bytes they need.
+    """
+
+    number: int
+    columns: frozenset[str]
+    others: tuple[int, ...] = ()
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """Batches of one part, of which the same columns are read, by one thread."""
+
+    shard: int
+    part: Part
+    batches: Sequence[DealtBatch]
+
+    def read(self, link: LinkBatches, slots: Sequence[SlotSpec]) -> Iterator[tuple[DealtBatch, BatchRows]]:
+        """Yield each batch and its rows, checked; ``slots`` are those of its tables."""
+        by_number = {batch.number: batch for batch in self.batches}
+        for number, columns, reader in link.read(self.part, by_number, slots, self.batches[0].columns):
+            table = self.part.batches[number].table
+            rows = BatchRows.of_columns(table, self.shard, reader.path, columns)
+            _check_buckets(rows.ids, reader, number)
+            yield by_number[number], rows
+
+
+class LinkReads:
+    """What this rank reads of a link.
+
+    Attributes:
+        own: kind of part -> batches that no other rank needs.
+        windows: kind of part -> batches that others need too, by the round in which they are read.
+        whole_parts: parts of which this rank reads all batches.
+        own_files: parts of which no other rank reads a batch.
+
+    Args:
+        batches: of the link.
+        takers: what fills tables of this rank by a batch.
+        requests: what all ranks take of the link.
+        rank: number of this one.
+    """
+
+    def __init__(
+        self,
+        batches: LinkBatches,
+        takers: Callable[[Batch], Sequence[TableLoad]],
+        requests: Requests,
+        rank: int,
+    ) -> None:
+        self._takers, self._requests, self._rank = takers, requests, rank
+        self.own: dict[PartKind, list[BatchRun]] = {"rows": [], "deletes": []}
+        self.whole_parts: list[Part] = []
+        self.own_files: list[str] = []
+        shared: dict[PartKind, list[tuple[int, Part, DealtBatch]]] = {"rows": [], "deletes": []}
+        for shard, parts in batches.parts.items():
+            turns = requests.deal(parts, shard)
+            for part in parts:
+                dealt = list(self._dealt(part, turns))
+                self._note(part, len(dealt), turns)
+                self.own[part.holds] += _runs(shard, part, [batch for batch in dealt if not batch.others])
+                shared[part.holds] += [(shard, part, batch) for batch in dealt if batch.others]
+        self.windows = {kind: list(_windows(some)) for kind, some in shared.items()}
+
+    def _dealt(self, part: Part, turns: Mapping[tuple[str, int], Turn]) -> Iterator[DealtBatch]:
+        """Yield the batches of a part that this rank reads."""
+        for number, batch in enumerate(part.batches):
+            loads, turn = self._takers(batch), turns.get((part.file, number))
+            if not loads:
+                continue
+            columns = frozenset[str]().union(*(load.columns for load in loads))
+            if turn is None or self._rank not in turn.shares:  # it takes all ids of the table
+                yield DealtBatch(number, columns)
+            elif turn.reader == self._rank:
+                others = tuple(rank for rank in turn.shares if rank != self._rank)
+                columns = columns.union(*(self._requests.columns(batch.table, rank) for rank in others))
+                row_bytes = 8 if part.holds == "deletes" else max(load.row_bytes for load in loads)
+                sent_bytes = round(batch.rows * row_bytes * sum(turn.shares[rank] for rank in others))
+                yield DealtBatch(number, columns, others, sent_bytes)
+
+    def _note(self, part: Part, n_dealt: int, turns: Mapping[tuple[str, int], Turn]) -> None:
+        """Note whether this rank reads a part alone, and whether as a whole."""
+        readers = {turns[at].reader for at in ((part.file, n) for n in range(len(part.batches))) if at in turns}
+        if n_dealt and readers <= {self._rank}:
+            self.own_files.append(part.file)
+        if n_dealt and n_dealt == len(part.batches):
+            self.whole_parts.append(part)
+
+
+def _runs(shard: int, part: Part, batches: Sequence[DealtBatch]) -> Iterator[BatchRun]:
+    """Yield batches that are read by the same columns, some at a time."""
+    by_columns: dict[frozenset[str], list[DealtBatch]] = {}
+    for batch in batches:
+        by_columns.setdefault(batch.columns, []).append(batch)
+    for some in by_columns.values():
+        for begin in range(0, len(some), RUN_BATCHES):
+            yield BatchRun(shard, part, some[begin : begin + RUN_BATCHES])
+
+
+def _windows(shared: Sequence[tuple[int, Part, DealtBatch]]) -> Iterator[list[BatchRun]]:
+    """Yield what is read and sent in each round: at least one batch, and no more than a window has room for."""
+    number, left, numbers = -1, 0, []
+    for _, _, batch in shared:
+        if batch.sent_bytes > left:
+            number, left = number + 1, WINDOW_BYTES
+        left -= batch.sent_bytes
+        numbers.append(number)
+    for _, window in groupby(zip(numbers, shared, strict=True), key=lambda each: each[0]):
+        runs = groupby((each for _, each in window), key=lambda each: (each[0], each[1].file))
+        yield [run for _, some in runs for run in _runs_of(list(some))]
+
+
+def _runs_of(some: Sequence[tuple[int, Part, DealtBatch]]) -> Iterator[BatchRun]:
+    shard, part, _ = some[0]
+    return _runs(shard, part, [batch for _, _, batch in some])
+
+
+def _check_buckets(ids: npt.NDArray[np.int64], reader: PartReader, number: int) -> None:
+    """Check that the ids are of the buckets, and in the range, by which readers choose their batches."""
+    buckets = reader.part.batches[number].buckets
+    at = first_outside(ids, *buckets)
+    if at >= 0:
+        stray = f"id {ids[at]} of bucket {bucket_of(ids[at : at + 1])[0]}"
+        raise reader.damage(number, stray, f"ids of buckets {list(buckets)}")
+    for found, expected in check_range(ids, reader.part.batches[number]):
+        raise reader.damage(number, found, expected)

@@ -1,0 +1,117 @@
+"""Who reads the batches that several ranks need: one of them, alike on all, and each about what it owns."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recckpt.format.buckets import N_BUCKETS, Slice, bucket_of, gen_slice
+from recckpt.format.catalog import Batch, Part
+from recckpt.sparse.files.deal import Requests, TableRequest
+from recckpt.sparse.files.owners import SliceOwners
+
+ROW_BYTES = 100
+
+
+def request(*slices):
+    return TableRequest(frozenset({"embedding"}), ROW_BYTES, slices or None)
+
+
+def evenly(n_ranks, tables=("t",)):
+    """Return the requests of ranks that own equal slices of tables."""
+    return Requests([dict.fromkeys(tables, request(gen_slice(rank, n_ranks))) for rank in range(n_ranks)])
+
+
+def part_of(n_batches, *, table="t", file="p", buckets=(0, N_BUCKETS), rows=50):
+    """Return a part whose batches have equal ranges of buckets, one after the other."""
+    edges = np.linspace(*buckets, n_batches + 1).astype(int).tolist()
+    batches = [Batch(table, rows, span, {}) for span in pairwise(edges)]
+    return Part(file, 1 << 20, 0, (table,), tuple(batches))
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 5, 64])
+def test_ranks_as_of_the_save_read_their_own_batches_and_nobody_else_needs_one(n_ranks):
+    for shard in range(n_ranks):
+        own = gen_slice(shard, n_ranks)
+        turns = evenly(n_ranks).deal([part_of(7, buckets=own.buckets)], shard)
+        assert {turn.reader for turn in turns.values()} == {shard}
+        assert all(turn.shares == {shard: pytest.approx(1.0)} for turn in turns.values())
+
+
+def test_a_batch_goes_to_the_rank_that_owns_most_of_it():
+    turns = evenly(2).deal([part_of(3)], 0)
+    assert [turns["p", number].reader for number in (0, 2)] == [0, 1]
+    assert turns["p", 1].shares == {0: pytest.approx(0.5, abs=0.01), 1: pytest.approx(0.5, abs=0.01)}
+    almost = Requests([{"t": request(Slice(0, 100))}, {"t": request(Slice(100, N_BUCKETS))}])
+    assert almost.deal([part_of(1)], 0)["p", 0].reader == 1
+
+
+@given(
+    n_ranks=st.integers(1, 9),
+    parts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 200)), min_size=1, max_size=6),
+    shard=st.integers(0, 3),
+)
+def test_each_rank_reads_of_a_shard_what_it_owns_give_or_take_the_largest_batches(n_ranks, parts, shard):
+    some = [part_of(n, rows=rows, file=f"p{at}") for at, (n, rows) in enumerate(parts)]
+    turns = evenly(n_ranks).deal(some, shard)
+    assert len(turns) == sum(len(part.batches) for part in some)
+    read, largest = Counter(), max(rows for _, rows in parts) * ROW_BYTES
+    for part in some:
+        for number, batch in enumerate(part.batches):
+            assert turns[part.file, number].reader in turns[part.file, number].shares
+            read[turns[part.file, number].reader] += batch.rows * ROW_BYTES
+    owned = sum(read.values()) / n_ranks
+    assert all(abs(read[rank] - owned) <= 2 * largest + n_ranks for rank in range(n_ranks))
+
+
+def test_small_tables_of_one_batch_each_are_spread_over_the_ranks():
+    names = [f"t{number}" for number in range(200)]
+    parts = [part_of(1, table=name, file=name) for name in names]
+    turns = evenly(4, names).deal(parts, 0)
+    assert Counter(turn.reader for turn in turns.values()) == dict.fromkeys(range(4), 50)
+
+
+def test_shards_begin_with_different_ranks():
+    readers = [evenly(4).deal([part_of(1)], shard)["p", 0].reader for shard in range(4)]
+    assert sorted(readers) == [0, 1, 2, 3]
+
+
+def test_tables_that_a_rank_takes_as_a_whole_or_not_at_all_are_not_shared():
+    requests = Requests([{"t": request()}, {"t": request(gen_slice(0, 2)), "u": request()}, {}])
+    turns = requests.deal([part_of(4), part_of(1, table="u", file="u")], 0)
+    assert {turn.reader for turn in turns.values()} == {1}
+    assert turns.keys() == {("p", 0), ("p", 1)}
+
+
+def test_a_rank_that_fills_two_tables_from_one_needs_what_both_need():
+    first = TableRequest(frozenset({"a"}), 10, (gen_slice(0, 4),))
+    second = TableRequest(frozenset({"b"}), 12, (gen_slice(1, 4),))
+    assert first | second == TableRequest(frozenset({"a", "b"}), 12, (gen_slice(0, 4), gen_slice(1, 4)))
+    assert (first | request()).slices is None
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50),
+    st.integers(1, 7),
+    st.sampled_from([7, 100, N_BUCKETS]),
+)
+def test_owners_by_buckets_own_what_their_slices_own(ids, n_ranks, size):
+    ids = np.array(ids, np.int64)
+    slices = {rank: [gen_slice(rank, n_ranks, size)] for rank in range(n_ranks)}
+    owners = SliceOwners(slices)
+    for rank, positions in owners.of(ids, range(n_ranks)):
+        assert positions.tolist() == np.flatnonzero(slices[rank][0].owns(ids)).tolist()
+    for bucket in bucket_of(ids).tolist():
+        batch = Batch("t", 1, (bucket, bucket + 1), {})
+        assert owners.shares(batch) == {rank: 1.0 for rank in slices if slices[rank][0].meets(*batch.buckets)}
+
+
+def test_copies_of_a_slice_on_two_ranks_both_get_its_rows():
+    owners = SliceOwners({0: [gen_slice(0, 2)], 1: [gen_slice(1, 2)], 2: [gen_slice(1, 2)], 3: [Slice(5, 5)]})
+    assert owners.shares(Batch("t", 1, (N_BUCKETS // 2, N_BUCKETS), {})) == {1: 1.0, 2: 1.0}
+    ids = np.arange(100)
+    (_, second), (_, third) = owners.of(ids, [1, 2])
+    assert second.tolist() == third.tolist() == np.flatnonzero(gen_slice(1, 2).owns(ids)).tolist()
