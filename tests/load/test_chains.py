@@ -12,7 +12,7 @@ from support.drawn import drawn
 from support.foreign import ForeignTable
 from support.forge import Tables
 from support.spec_writer import Held, write_delta_of, write_full
-from support.thread_ranks import no_others
+from support.thread_ranks import ThreadGroup, Wire, alone, no_others
 
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
@@ -24,6 +24,7 @@ from recckpt.load.problems import Problems
 from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
+from recckpt.parallel.threads import run_all
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.storage import open_storage
@@ -81,16 +82,27 @@ class Chain:
         shutil.rmtree(self.root)
 
 
-def how():
-    """Return how one rank loads by itself."""
-    return {"concurrency": 2, "download_dir": None, "rng": False, "meetings": no_others()}
+def how(meetings=None):
+    """Return how a rank loads, by itself where it has no meetings."""
+    return {"concurrency": 2, "download_dir": None, "rng": False, "meetings": meetings or no_others()}
 
 
-def load(source, tables, shard=0, shards=1):
+def load(source, tables, shard=0, shards=1, meetings=None):
     """Load tables of one rank."""
     live = LiveState(Tables(tables), None, extra_registry(), io_registry(), shard, shards)
     with opened([source], live.needs) as sources:
-        return loading.load(live, sources, Problems(), **how())
+        return loading.load(live, sources, Problems(), **how(meetings))
+
+
+def load_together(source, ranks_tables):
+    """Load tables of several ranks, which read each batch once."""
+    ranks, wire = len(ranks_tables), Wire(len(ranks_tables))
+
+    def on_rank(rank):
+        together = alone(ThreadGroup(rank, wire))
+        return together.in_meetings(lambda meetings: load(source, ranks_tables[rank], rank, ranks, meetings))
+
+    return run_all(on_rank, range(ranks), ranks)
 
 
 def table_of(name, rows=(), slice=None):
@@ -139,15 +151,27 @@ def expected_rows(before, chain_rows, conf, kept):
     return rows
 
 
-@drawn(st.lists(SHARDS, min_size=1, max_size=5), REPLACED, CONFS, IDS, st.integers(1, 3), few=8, many=1000)
-def test_a_chain_gives_the_rows_of_a_dict_however_it_is_loaded(links, replaced, conf, before, ranks):
+@drawn(
+    st.lists(SHARDS, min_size=1, max_size=5),
+    REPLACED,
+    CONFS,
+    IDS,
+    st.integers(1, 4),
+    st.booleans(),
+    few=12,
+    many=1000,
+)
+def test_a_chain_gives_the_rows_of_a_dict_however_it_is_loaded(links, replaced, conf, before, ranks, is_together):
     chain = Chain(links, replaced)
     try:
         where = parse_load_conf(conf).where
         ranks_tables = [
             [table_of(name, before, gen_slice(n, ranks) if ranks > 1 else None) for name in "ab"] for n in range(ranks)
         ]
-        reports = [load(chain.source(conf), tables, n, ranks) for n, tables in enumerate(ranks_tables)]
+        if is_together:
+            reports = load_together(chain.source(conf), ranks_tables)
+        else:
+            reports = [load(chain.source(conf), tables, n, ranks) for n, tables in enumerate(ranks_tables)]
         for name, *of_ranks in zip("ab", *ranks_tables, strict=True):
 
             def kept(id_, found):

@@ -10,7 +10,7 @@ SPECS = (
     SlotSpec("embedding", "float32", (3,)),
     SlotSpec("count", "int64", ()),
     SlotSpec("half", "bfloat16", (2, 3)),
-    SlotSpec("flag", "bool", ()),
+    SlotSpec("flag", "uint8", ()),
 )
 
 
