@@ -1,8 +1,10 @@
-"""Saving with two ranks against one rank with two writers, and two ways to dense state; one JSON line a case.
+"""Saving with two ranks against one with two writers, two ways to dense state, and what ranks read; a JSON line a case.
 
-The two ranks are processes of this machine, under gloo. Rounds alternate, so that both meet the same noise.
+The ranks are processes of this machine, under gloo. Rounds alternate, so that both meet the same noise. ``restore``
+counts what 1 to 8 ranks read of parts, over what there is, where as many ranks as ``--saved-by`` says have saved.
 
     python benchmarks/ranks.py --rows 1000000 --rounds 5 --root /dev/shm
+    python benchmarks/ranks.py --cases restore --rows 400000 --saved-by 1 3
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,15 @@ from machine import describe_machine
 from measuring import report, scratch, warm
 from torch import nn
 
-from recckpt import Saver
+from recckpt import CheckpointManager, Saver
+from recckpt.load.report import LoadReport
 from recckpt.sparse import HashTable, Slice, SparseAdam, gen_slice
 from recckpt.storage import open_storage
 
 DIM = 32
 RANKS = 2
+MOST_RANKS = 8
+CASES = ("save", "dense", "restore")
 
 
 def main() -> None:
@@ -39,40 +44,90 @@ def main() -> None:
     parser.add_argument("--dense-mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--root", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--rank", nargs=2, metavar=("RANK", "PORT"), type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--saved-by", type=int, nargs="*", default=[1, 3], help="ranks that save for the case restore")
+    parser.add_argument(
+        "--cases", nargs="*", choices=["save", "dense", "restore"], default=["save", "dense", "restore"]
+    )
+    parser.add_argument("--rank", nargs=3, metavar=("RANK", "OF", "PORT"), type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank, port = args.rank
-        be_rank(rank, port, args)
+        be_rank(*args.rank, args)
         return
     report({"case": "machine", **describe_machine()})
     with scratch(args.root) as root:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
         options = ["--rows", args.rows, "--dense-mib", args.dense_mib, "--rounds", args.rounds, "--root", root]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([sys.executable, *map(str, [__file__, *options, "--rank", rank, port])], env=environment)
-            for rank in range(RANKS)
-        ]
-        try:
-            codes = [rank.wait() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        on_ranks(RANKS, [*options, "--cases", *(case for case in args.cases if case != "restore")])
+        for saved_by in args.saved_by if "restore" in args.cases else ():
+            for size in (saved_by, *range(1, MOST_RANKS + 1)):
+                on_ranks(size, [*options, "--cases", "restore", "--saved-by", saved_by])
+
+
+def on_ranks(size: int, options: Sequence[object]) -> None:
+    """Run the cases that options name on as many processes."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, *map(str, [__file__, *options, "--rank", rank, size, port])], env=environment)
+        for rank in range(size)
+    ]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
     if any(codes):
         raise SystemExit(f"the ranks ended with {codes}")
 
 
-def be_rank(rank: int, port: int, args: argparse.Namespace) -> None:
-    """Take part in all cases."""
+def be_rank(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
+    """Take part in the cases."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    compare_saves(rank, args)
-    compare_dense(rank, args)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    if "save" in args.cases:
+        compare_saves(rank, args)
+    if "dense" in args.cases:
+        compare_dense(rank, args)
+    if "restore" in args.cases:
+        count_reads(rank, size, args)
     dist.destroy_process_group()
+
+
+def count_reads(rank: int, size: int, args: argparse.Namespace) -> None:
+    """Save, where nothing is saved yet; else restore, and report what the ranks have read of what there is."""
+    [saved_by] = args.saved_by
+    url = args.root / f"saved-by-{saved_by}"
+    own = gen_slice(rank, size)
+    if not url.exists():
+        dist.barrier()
+        filled = saver_of(args.rows, own, url, concurrency=1)
+        dist.barrier()
+        filled.save("ckpt_1", step=1)
+        return
+    table = HashTable(DIM, name="t", slice=own)
+    saver = Saver(nn.ModuleDict({"t": table}), SparseAdam([table]), str(url), concurrency=1)
+    manager = CheckpointManager(saver, 1)
+    reports: list[LoadReport] = []
+    seconds = taken_by(lambda: reports.append(manager.load_model_bank([])))
+    of_ranks: list[Any] = [None] * size
+    dist.all_gather_object(of_ranks, (reports[0].bytes_read, len(table)))
+    if rank == 0:
+        stored = sum(path.stat().st_size for path in url.rglob("*.arrow"))
+        n_bytes = [each for each, _ in of_ranks]
+        report(
+            {
+                "case": "restore",
+                "saved_by": saved_by,
+                "ranks": size,
+                "rows": sum(n_rows for _, n_rows in of_ranks),
+                "stored": stored,
+                "read_over_stored": round(sum(n_bytes) / stored, 3),
+                "most_over_mean": round(max(n_bytes) * size / sum(n_bytes), 3),
+                "sec": round(seconds, 3),
+            }
+        )
 
 
 def compare_saves(rank: int, args: argparse.Namespace) -> None:

@@ -28,7 +28,6 @@ from recckpt.manager.run_state import Run
 from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first, usable
-from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import best_id, best_in
 from recckpt.storage import Storage
@@ -223,10 +222,8 @@ class Restorer:
     def _load_sources(
         self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool
     ) -> LoadReport:
-        def load(meetings: Meetings) -> LoadReport:
-            return self._loader.load_sources(live, sources, problems, meetings=meetings, rng=rng)
-
-        return self._ranks.in_meetings(load)
+        load = partial(self._loader.load_sources, live, sources, problems, rng=rng)
+        return self._ranks.in_meetings(lambda meetings: load(meetings=meetings))
 
     def _check_rows(self, live: LiveState, checkpoint: Checkpoint, report: LoadReport) -> None:
         """Refuse a chain that has given all ranks together more or fewer rows than it says; one alone has done so."""

@@ -41,6 +41,7 @@ resharding: A job whose rows follow from their ids, for test_resharding.py; as a
 rooms: Ranks that are threads of one process: what they send each other lies in memory.
 rotating_run: A run that saves and rotates without a pause, and readers of it; driven by
     faults/test_readers_in_rotation.py.
+shared_reads: A job whose ranks save a chain and restore it; as a script, by real ranks, of which one may be killed.
 signalled_run: A process that forks runs which are sent signals; driven by test_signals.py and the sweep in
     tests/faults.
 spec_reader: Reads the rows of a checkpoint by docs/format.md and nothing else: an independent judge, which knows no

@@ -7,7 +7,7 @@ from functools import reduce
 from operator import or_
 
 from recckpt.parallel.meetings import Meetings
-from recckpt.sparse.files.deal import Requests, TableRequest
+from recckpt.sparse.files.deal import LinkRequests, TableRequest
 from recckpt.sparse.files.link_pass import LinkPass, PassOfOthers, Rounds, Take
 from recckpt.sparse.files.load_target import LinkLoad
 from recckpt.sparse.files.table_fill import TableFiller
@@ -35,7 +35,7 @@ class AgreedPasses:
         self._passes: list[LinkPass | PassOfOthers] = []
         for key in sorted({key for requests, _ in of_ranks for key in requests}):
             if key in own:
-                requests = Requests([requests.get(key, {}) for requests, _ in of_ranks])
+                requests = LinkRequests([requests.get(key, {}) for requests, _ in of_ranks])
                 self._passes.append(LinkPass(by_number[key[1:]], fillers[key], requests, meetings))
             else:
                 self._passes.append(PassOfOthers(meetings))

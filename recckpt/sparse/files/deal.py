@@ -39,7 +39,7 @@ class Turn:
     shares: Mapping[int, float]
 
 
-class Requests:
+class LinkRequests:
     """What the ranks take of a link, by table.
 
     Args:

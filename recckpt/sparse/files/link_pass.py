@@ -12,7 +12,7 @@ from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.batch_rows import BatchRows, packed, unpacked
-from recckpt.sparse.files.deal import Requests
+from recckpt.sparse.files.deal import LinkRequests
 from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.sparse.files.link_reads import BatchRun, LinkReads
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
@@ -38,7 +38,7 @@ class LinkPass:
         self,
         link: LinkLoad,
         fillers: Mapping[str, Sequence[TableFiller]],
-        requests: Requests,
+        requests: LinkRequests,
         meetings: Meetings,
     ) -> None:
         self._link, self._batches, self._fillers = link, link.batches, fillers

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from recckpt.format.buckets import bucket_of
 from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.sparse.files.batch_rows import BatchRows
-from recckpt.sparse.files.deal import Requests, Turn
+from recckpt.sparse.files.deal import LinkRequests, Turn
 from recckpt.sparse.files.id_check import check_range
 from recckpt.sparse.files.link_batches import LinkBatches
 from recckpt.sparse.files.load_target import TableLoad
@@ -79,7 +79,7 @@ class LinkReads:
         self,
         batches: LinkBatches,
         takers: Callable[[Batch], Sequence[TableLoad]],
-        requests: Requests,
+        requests: LinkRequests,
         rank: int,
     ) -> None:
         self._takers, self._requests, self._rank = takers, requests, rank

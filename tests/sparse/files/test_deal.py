@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from recckpt.format.buckets import N_BUCKETS, Slice, bucket_of, gen_slice
 from recckpt.format.catalog import Batch, Part
-from recckpt.sparse.files.deal import Requests, TableRequest
+from recckpt.sparse.files.deal import LinkRequests, TableRequest
 from recckpt.sparse.files.owners import SliceOwners
 
 ROW_BYTES = 100
@@ -22,7 +22,7 @@ def request(*slices):
 
 def evenly(n_ranks, tables=("t",)):
     """Return the requests of ranks that own equal slices of tables."""
-    return Requests([dict.fromkeys(tables, request(gen_slice(rank, n_ranks))) for rank in range(n_ranks)])
+    return LinkRequests([dict.fromkeys(tables, request(gen_slice(rank, n_ranks))) for rank in range(n_ranks)])
 
 
 def part_of(n_batches, *, table="t", file="p", buckets=(0, N_BUCKETS), rows=50):
@@ -45,7 +45,7 @@ def test_a_batch_goes_to_the_rank_that_owns_most_of_it():
     turns = evenly(2).deal([part_of(3)], 0)
     assert [turns["p", number].reader for number in (0, 2)] == [0, 1]
     assert turns["p", 1].shares == {0: pytest.approx(0.5, abs=0.01), 1: pytest.approx(0.5, abs=0.01)}
-    almost = Requests([{"t": request(Slice(0, 100))}, {"t": request(Slice(100, N_BUCKETS))}])
+    almost = LinkRequests([{"t": request(Slice(0, 100))}, {"t": request(Slice(100, N_BUCKETS))}])
     assert almost.deal([part_of(1)], 0)["p", 0].reader == 1
 
 
@@ -80,7 +80,7 @@ def test_shards_begin_with_different_ranks():
 
 
 def test_tables_that_a_rank_takes_as_a_whole_or_not_at_all_are_not_shared():
-    requests = Requests([{"t": request()}, {"t": request(gen_slice(0, 2)), "u": request()}, {}])
+    requests = LinkRequests([{"t": request()}, {"t": request(gen_slice(0, 2)), "u": request()}, {}])
     turns = requests.deal([part_of(4), part_of(1, table="u", file="u")], 0)
     assert {turn.reader for turn in turns.values()} == {1}
     assert turns.keys() == {("p", 0), ("p", 1)}
