@@ -51,7 +51,8 @@ def main() -> None:
     parser.add_argument("--rank", nargs=3, metavar=("RANK", "OF", "PORT"), type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        be_rank(*args.rank, args)
+        rank, size, port = args.rank
+        be_rank(rank, size, port, args)
         return
     report({"case": "machine", **describe_machine()})
     with scratch(args.root) as root:

@@ -218,7 +218,7 @@ def counted(monkeypatch):
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_the_storage_gives_each_byte_about_once_to_one_to_eight_ranks(counted, n_ranks):
-    url, n_rows = f"memory://read-once-{n_ranks}", 24_000
+    url, n_rows = f"memory://read-once-{n_ranks}", 12_000
     saved = on_ranks(
         n_ranks, lambda rank, connect: Job(url, rank, n_ranks, connect=connect, batch_bytes=256 << 10).save(n_rows)
     )
