@@ -142,11 +142,11 @@ OF_MARKS = {
     "marks_know_their_base": Plant(f"{MARKS}:Frozen.is_replaced", "self._base != base", "self._base is None"),
     "upserts_beat_deletes": Plant(
         "recckpt.sparse.files.link_pass:LinkPass.run",
-        "        n_bytes += self._read_kind(",
-        "        for table, fillers in self._fillers.items():\n"
-        "            for filler in fillers:\n"
-        "                filler.end_link(deletes.of(table))\n"
-        "        n_bytes += self._read_kind(",
+        "    n_bytes += self._read_kind(",
+        "    for table, fillers in self._fillers.items():\n"
+        "        for filler in fillers:\n"
+        "            filler.end_link(deletes.of(table))\n"
+        "    n_bytes += self._read_kind(",
     ),
 }
 
