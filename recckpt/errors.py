@@ -145,6 +145,10 @@ class StateMismatchError(RecckptError, ValueError):
         self.missing, self.unexpected, self.mismatched = list(missing), list(unexpected), mismatched
 
 
+class LiveTableError(RecckptError, ValueError):
+    """A table that is not recckpt's cannot be saved or loaded where it lies; says which, why, and what to do."""
+
+
 class LoadConfError(RecckptError, ValueError):
     """A ``load_conf`` or model bank asks for what does not exist, or is malformed; says all that is wrong.
 

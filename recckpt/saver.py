@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from recckpt.dense.optimizers import by_name
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.format.manifest import Manifest
+from recckpt.live.tables import LiveTables
 from recckpt.load.conf import Bank
 from recckpt.load.loader import Loader
 from recckpt.load.report import LoadPlan, LoadReport
@@ -73,6 +74,7 @@ class Saver(Registration):
         store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
         progress: whether saves and loads of more than two seconds show a bar, on a terminal or in a notebook.
         run: what metrics call this job (``recckpt.run``); None for the last name in ``output_dir``.
+        tables: what :func:`recckpt.live.live_tables` has found in the model; None leaves its embeddings dense.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, ``sparse_optim`` trains other tables, or
@@ -102,6 +104,7 @@ class Saver(Registration):
         store: Mapping[str, Any] | None = None,
         progress: bool = True,
         run: str | None = None,
+        tables: LiveTables | None = None,
     ) -> None:
         super().__init__()
         arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save, progress=progress)
@@ -116,17 +119,25 @@ class Saver(Registration):
         storage.prepare()  # late: it makes the output dir
         refuse_checkpoint(storage)
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
-        extra, io_state = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model))), io_registry()
-        self._extra, self._io_state, self.trainers = extra, io_state, Trainers(model, sparse_optim, extra, choice)
-        self._live = Live(model, sparse_optim, extra, io_state, choice, self.trainers)
+        live = arguments.live_tables_of(model, tables)
+        extra = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model), live.is_live))
+        self._extra, self._io_state = extra, io_registry()
+        self.trainers = Trainers(model, sparse_optim, extra, choice, live)
+        self._live = Live(model, sparse_optim, extra, self._io_state, choice, self.trainers, live)
         fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
         self._to = Destination(
             storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes, progress
         )
         self.forgetting, self.counted_run = Forgetting(self._to), CountedRun()
-        of_loads = model, sparse_optim, extra, io_state, storage, concurrency, transfers.download_dir, progress, name
-        whole = changes.on_whole_restore if changes else None
-        self.loader = Loader(*of_loads, before_own=self.forgetting.before_load, on_whole_restore=whole)
+        of_loads = model, sparse_optim, extra, self._io_state, storage, concurrency, transfers.download_dir
+        self.loader = Loader(
+            *of_loads,
+            progress,
+            name,
+            before_own=self.forgetting.before_load,
+            on_whole_restore=changes.on_whole_restore if changes else None,
+            live_tables=live,
+        )
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
 
     def __setattr__(self, name: str, value: Any) -> None:

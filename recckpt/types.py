@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -84,6 +84,91 @@ class SavableTable(Protocol):
 
     def __len__(self) -> int:
         """Return the number of rows."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """What one rank has of a live table: a range of its rows, whole or some of their columns.
+
+    Attributes:
+        rows: (first, end) of the rows; their numbers are the ids.
+        columns: (first, end) of the columns of the embedding; None for all.
+        replica: which of several equal copies of these rows it is.
+        n_replicas: how many there are, one each on as many ranks.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None = None
+    replica: int = 0
+    n_replicas: int = 1
+
+    @property
+    def own_rows(self) -> tuple[int, int]:
+        """(first, end) of the rows that this copy saves: of k copies each saves a k-th, and every row is saved once."""
+        first, end = self.rows
+        return tuple(first + (end - first) * i // self.n_replicas for i in (self.replica, self.replica + 1))  # type: ignore[return-value]
+
+
+class Door(Protocol):
+    """Through which an adapter says what is about to change in a live table. Thread-safe; recckpt implements it.
+
+    Rows are those of the box, from 0 on.
+    """
+
+    def announce(self, rows: Tensor) -> None:
+        """Say that ``rows``, int64 of any device, repeats allowed, are about to change; some more do no harm."""
+
+    def announce_all(self) -> None:
+        """Say that any row is about to change: which ones do is not known."""
+
+    def replaced(self) -> None:
+        """Say that all rows are others now, as after a load; no snapshot is to be read any more."""
+
+    def failed(self, error: Exception) -> None:
+        """Say that the adapter no longer knows what changes; the next save raises this, and training goes on."""
+
+
+@runtime_checkable
+class LiveTable(Protocol):
+    """A table in the memory of somebody else, which recckpt saves and restores where it lies.
+
+    All methods are called in the thread that calls the saver.
+
+    Attributes:
+        name: in checkpoints.
+        n_rows: how many rows the table has over all ranks.
+    """
+
+    name: str
+    n_rows: int
+
+    def box(self) -> Box:
+        """Return what of the table is on this rank; (0, 0) rows where that is nothing."""
+
+    def prepare(self) -> None:
+        """Bring the memory up to date before it is read or written: flush caches, wait for evictions.
+
+        Raises:
+            LiveTableError: it cannot be read now, as while the weights are stashed elsewhere.
+        """
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the slots of now by name, ``embedding`` among them: contiguous views, (rows of the box, *shape).
+
+        Asked at every save and load: memory that is not that of before, and other slots, make the next save hold all.
+        """
+
+    def attach(self, door: Door) -> Callable[[], object]:
+        """Begin to announce changes, each before it is made; return what ends that."""
+
+    def scalars(self) -> Mapping[str, int | float]:
+        """Return what the optimizer counts for the whole table, such as ``step``."""
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the settings of the optimizer as they stand in a parameter group, such as ``lr`` and ``eps``."""
+
+    def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
+        """Take over scalars and settings after a load, once its last row is in the tensors."""
 
 
 def is_optimizer_slot(name: str) -> bool:

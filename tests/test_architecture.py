@@ -23,6 +23,7 @@ ROOMS = """
     load  save  checkpointer
     compaction  forgetting
     checkpoint
+    live
     sparse  dense
     output_dir
     storage  policies

@@ -21,11 +21,18 @@ class NamedOptimizer:
 
     An optimizer whose state is of another form keeps that form.
     ``named_parameters`` gives (name, parameter) of the model as it is now, of a tied parameter each of its names.
+    ``is_table`` says of a parameter that it is saved as a table, with its states: they are not saved here, and a load
+    leaves them as they are.
     """
 
-    def __init__(self, optimizer: Optimizer, named_parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Callable[[], Iterable[tuple[str, Tensor]]],
+        is_table: Callable[[Tensor], bool] = lambda parameter: False,
+    ) -> None:
         self.optimizer = optimizer
-        self._named_parameters = named_parameters
+        self._named_parameters, self._is_table = named_parameters, is_table
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict with the names and shapes of the parameters in each group."""
@@ -99,7 +106,7 @@ class NamedOptimizer:
         """
         groups = zip(self._group_names(), self.optimizer.param_groups, strict=True)
         pairs = (pair for names, group in groups for pair in zip(names, group["params"], strict=True))
-        return [names for names, parameter in pairs if has_values(parameter)]
+        return [names for names, parameter in pairs if has_values(parameter) and not self._is_table(parameter)]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -107,14 +114,21 @@ class NamedOptimizer:
         return {name: some for name, some in self._flat() if has_values(some) and self._is_own(some)}
 
     def _state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        state, tables = self.optimizer.state_dict(), self._states_of_tables()
+        return {**state, "state": {i: one for i, one in state["state"].items() if i not in tables}} if tables else state
 
     def _give(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        tables = self._states_of_tables()
+        self.optimizer.load_state_dict({**state, "state": {**state["state"], **tables}} if tables else state)
 
     def _is_own(self, parameter: Tensor) -> bool:
-        """Say whether this rank has the state of a parameter."""
-        return True
+        """Say whether this rank has the state of a parameter that is saved here."""
+        return not self._is_table(parameter)
+
+    def _states_of_tables(self) -> dict[int, Any]:
+        """Return torch's index -> state of the parameters that are saved as tables."""
+        own = self.optimizer.state
+        return {i: own[one] for i, (_, one) in enumerate(self._flat()) if self._is_table(one) and one in own}
 
     def _flat(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) in the order of torch's indices."""
@@ -181,7 +195,9 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (NAMES, SHAPES)}
 
 
-def by_name(obj: Any, named_parameters: Callable[[], Any]) -> Any:
+def by_name(
+    obj: Any, named_parameters: Callable[[], Any], is_table: Callable[[Tensor], bool] = lambda parameter: False
+) -> Any:
     """Return what stands for a registered object: dense optimizers keep their state by the names of parameters."""
     if not isinstance(obj, Optimizer):
         return obj
@@ -190,7 +206,7 @@ def by_name(obj: Any, named_parameters: Callable[[], Any]) -> Any:
     is_zero = callable(
         getattr(obj, "consolidate_state_dict", None)
     )  # ZeroRedundancyOptimizer, and what gathers like it
-    return (ZeroOptimizer if is_zero else NamedOptimizer)(obj, named_parameters)
+    return (ZeroOptimizer if is_zero else NamedOptimizer)(obj, named_parameters, is_table)
 
 
 class ZeroOptimizer(NamedOptimizer):

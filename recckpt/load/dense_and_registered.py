@@ -47,7 +47,7 @@ def read_other_state(
             **dense_optimizer_states(live, items, sources),
         },
         io_state={item.name.text: _position(live, item, source) for item, source in taken["io_state"]},
-        sparse_optim=sparse_optimizer_state(live.sparse_optim, items, sources),
+        sparse_optim=sparse_optimizer_state(live.row_optimizers, items, sources),
         generators=_generators(live, sources[-1]) if rng else {},
     )
 

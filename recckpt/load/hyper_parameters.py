@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from recckpt.dense.optimizers import NAMES, SHAPES
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.live.optimizers import RowOptimizers
 from recckpt.load.live_state import LiveState
 from recckpt.sparse.optim.param_groups import plain
 
@@ -41,9 +42,10 @@ class HyperParameters:
         self.kept = kept
         objects = live.extra.objects
         optimizers = {name: obj for name, obj in objects.items() if isinstance(obj, Optimizer)}
-        if live.sparse_optim is not None:
-            optimizers[SPARSE_OPTIM] = live.sparse_optim
-        self._groups = {name: (one, [dict(group) for group in one.param_groups]) for name, one in optimizers.items()}
+        own: dict[str, Optimizer | RowOptimizers] = {**optimizers}
+        if live.row_optimizers is not None:
+            own[SPARSE_OPTIM] = live.row_optimizers
+        self._groups = {name: (one, [dict(group) for group in one.param_groups]) for name, one in own.items()}
         self._schedules = {
             name: schedules for name, obj in objects.items() if (schedules := [*map(_schedule, _schedulers(obj))])
         }
@@ -80,6 +82,9 @@ class HyperParameters:
 
     def _put_back(self) -> None:
         for optimizer, groups in self._groups.values():
+            if isinstance(optimizer, RowOptimizers):
+                optimizer.set_settings(groups)
+                continue
             for before, now in zip(groups, optimizer.param_groups, strict=True):
                 own = {**before, "params": now["params"]}
                 now.clear()

@@ -17,6 +17,10 @@ from recckpt.dense.optimizers import NamedOptimizer
 from recckpt.dense.registered import Registry
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import GLOBAL_STEP, ID, Name, slot_name, state_name
+from recckpt.live.attached import AttachedTable
+from recckpt.live.optimizers import RowOptimizers, row_optimizers
+from recckpt.live.tables import NO_TABLES, LiveTables
+from recckpt.live.target import LiveTarget
 from recckpt.load.inventory import PLAIN, Inventory, Thing
 from recckpt.load.open_source import Needs
 from recckpt.load.problems import Problems
@@ -38,10 +42,16 @@ class LiveState:
     io_state: Registry
     shard: int
     shards: int
+    live_tables: LiveTables = NO_TABLES
+
+    @property
+    def row_optimizers(self) -> Optimizer | RowOptimizers | None:
+        """The optimizers of the rows of all tables."""
+        return row_optimizers(self.sparse_optim, self.live_tables)
 
     @cached_property
     def _state(self) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-        return state_of(self.model)
+        return self.live_tables.joined(*state_of(self.model))
 
     @property
     def tables(self) -> Mapping[str, SavableTable]:
@@ -51,7 +61,10 @@ class LiveState:
     @cached_property
     def targets(self) -> Mapping[str, LoadTarget]:
         """What fills the tables, by name."""
-        return {name: target_of(table) for name, table in self.tables.items()}
+        return {
+            name: LiveTarget(table) if isinstance(table, AttachedTable) else target_of(table)
+            for name, table in self.tables.items()
+        }
 
     @property
     def dense(self) -> Mapping[str, Any]:
@@ -85,7 +98,7 @@ class LiveState:
             for parameter, *tied in optimizer.names:
                 things[state_name(parameter, name)] = Thing(PLAIN, tied=tuple(tied))
         things |= {Name("io_state", name): Thing(PLAIN) for name in self.io_state}
-        if self.sparse_optim is not None:
+        if self.row_optimizers is not None:
             things[Name("sparse_opt", SPARSE_OPTIM)] = Thing(PLAIN)
         return things
 
@@ -137,7 +150,7 @@ def _check_foreign(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Iterable[Planned], problems: Problems
 ) -> None:
     """A table that is not ours has no way to take anything but whole rows, as they are."""
-    foreign = {name for name, target in live.targets.items() if not target.is_own}
+    foreign = {name for name, target in live.targets.items() if not target.takes_slots}
     taken: dict[str, dict[str, Planned]] = {}
     for item in items:
         if item.offer is not None and item.name.table in foreign:

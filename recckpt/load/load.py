@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from recckpt.dense.state_copy import load_rng
 from recckpt.errors import RecckptError, StateMismatchError
 from recckpt.format.names import GLOBAL_STEP, ID
+from recckpt.live.optimizers import RowOptimizers
 from recckpt.load.dense_and_registered import OtherState, read_other_state
 from recckpt.load.hyper_parameters import HyperParameters
 from recckpt.load.live_state import LiveState, check_live
@@ -116,7 +117,7 @@ def _as_taken(item: Planned, loaded: Loaded) -> Planned:
 def _apply(live: LiveState, other: OtherState, rows: Sequence[LinkLoad], fill: Fill) -> Loaded:
     """Change the live state; return what was loaded into tables."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
-        undone_on_error.enter_context(_optimizer_loaded(live.sparse_optim, other.sparse_optim))
+        undone_on_error.enter_context(_optimizer_loaded(live.row_optimizers, other.sparse_optim))
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
         loaded = fill(lambda: [give_rest() for give_rest in rests])
@@ -142,7 +143,7 @@ def _forget_admitted(targets: Iterable[LoadTarget], items: Iterable[Planned], so
 
 
 @contextmanager
-def _optimizer_loaded(optimizer: Optimizer | None, state: Mapping[str, Any] | None) -> Iterator[None]:
+def _optimizer_loaded(optimizer: Optimizer | RowOptimizers | None, state: Mapping[str, Any] | None) -> Iterator[None]:
     """Load the sparse optimizer's scalars, and undo it if the block fails."""
     if optimizer is None or state is None:
         yield

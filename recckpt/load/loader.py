@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from recckpt.dense.registered import Registry
 from recckpt.format.manifest import Manifest
 from recckpt.format.names import ID, Pattern
+from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.load import load as loading
 from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
@@ -46,6 +47,7 @@ class Loader:
         before_own: is called before :meth:`load` opens a checkpoint of the own output dir.
         on_whole_restore: is called with a checkpoint of the own output dir and the tables of this rank once these have
             become exactly those of the checkpoint; None where nobody asks.
+        live_tables: those of the model that are not ours.
         is_resumed: whether a checkpoint of the own output dir was loaded.
     """
 
@@ -60,6 +62,7 @@ class Loader:
     run: str = ""
     before_own: Callable[[], object] = lambda: None
     on_whole_restore: Callable[[Checkpoint, Iterable[SavableTable]], object] | None = None
+    live_tables: LiveTables = NO_TABLES
     is_resumed: bool = field(default=False, init=False)
 
     def load(
@@ -153,7 +156,7 @@ class Loader:
     def live_state(self, shard_id: int | None = None, shard_num: int | None = None) -> LiveState:
         """Return what a load fills, as it is now."""
         shard, shards = this_rank(shard_id, shard_num)
-        return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards)
+        return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards, self.live_tables)
 
     def _begun(self, live: LiveState, sources: Sequence[OpenSource]) -> Operation:
         """Return the span of a load that begins, which the first rank gives to OpenTelemetry for all."""

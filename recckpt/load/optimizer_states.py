@@ -17,6 +17,7 @@ from recckpt.dense.sharded import may_be_sharded
 from recckpt.format import layout
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import ID, Name, state_name
+from recckpt.live.optimizers import RowOptimizers
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
 from recckpt.load.report import Planned
@@ -158,7 +159,7 @@ def _source(parameter: str, source: OpenSource) -> str:
 
 
 def sparse_optimizer_state(
-    optimizer: Optimizer | None, items: Sequence[Planned], sources: Sequence[OpenSource]
+    optimizer: Optimizer | RowOptimizers | None, items: Sequence[Planned], sources: Sequence[OpenSource]
 ) -> dict[str, Any] | None:
     """Return the scalars to load into the sparse optimizer, None where there are none to take.
 

@@ -14,6 +14,7 @@ from recckpt.format import layout
 from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.format.manifest import Scalar
 from recckpt.format.safe_names import is_encodable
+from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.policies.keep import as_keep
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
@@ -44,6 +45,23 @@ def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
             f"{name!r}; save it by register_for_checkpointing"
         )
     check_trained(sparse_optim, tables)
+    return tables
+
+
+def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
+    """Return the live tables that a saver is given, none for None.
+
+    Raises:
+        TypeError: they are something else.
+        ValueError: they are those of another model, or have the name of a table of the model.
+    """
+    if tables is None:
+        return NO_TABLES
+    if not isinstance(tables, LiveTables):
+        raise TypeError(f"tables must be what recckpt.live.tables(model) returns, found a {type(tables).__name__}")
+    if tables.model is not model:
+        raise ValueError("tables must be the live tables of the model of the saver, found those of another one")
+    tables.joined(*state_of(model))
     return tables
 
 

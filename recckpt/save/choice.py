@@ -12,7 +12,7 @@ from recckpt.format.reduced import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.sparse.files.reduced_rows import TableChoice, file_order
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.store import is_stored
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, SavableTable, SlotSpec, is_list
 
@@ -159,7 +159,7 @@ def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
 
 def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
     """Return the slots of a table, of our own or a user's."""
-    if isinstance(table, HashTable):
+    if is_stored(table):
         return [column.spec for column in table.store.columns.values()]
     return source_of(table).slots
 

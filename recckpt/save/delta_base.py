@@ -14,7 +14,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.policies.deltas import Chain, Deltas, as_deltas
 from recckpt.sparse.table.marks import Tracker
-from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.store import is_stored
 from recckpt.storage import Storage
 from recckpt.types import SavableTable, SlotSpec
 
@@ -66,7 +66,7 @@ class Changes:
         if self.base is None or self.base.save_id != restored.save_id:
             self.base = replace(restored, is_candidate=True)
         for table in tables:
-            if isinstance(table, HashTable):
+            if is_stored(table):
                 self.tracker.begin(table, restored.save_id)
 
     def is_base_gone(self, storage: Storage, fence: Fence) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,6 +13,8 @@ from recckpt.dense.rank_digests import RankDigests
 from recckpt.dense.registered import Registry
 from recckpt.dense.state_copy import DenseBuffers
 from recckpt.format.manifest import Scalar
+from recckpt.live.optimizers import RowOptimizers, row_optimizers
+from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
@@ -22,9 +25,11 @@ from recckpt.save.save_info import SaveInfo
 from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.timeline import Timeline
 from recckpt.save.trainers import Trainers
+from recckpt.sparse.split import state_of
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
 from recckpt.telemetry import Operation
+from recckpt.types import SavableTable
 
 State = Mapping[str, Scalar] | None
 OnSave = Callable[[SaveInfo], object]
@@ -34,7 +39,7 @@ OnSave = Callable[[SaveInfo], object]
 class Live:
     """What is saved: a model, the optimizer of its tables, registered objects; and which part of the tables.
 
-    ``trainers`` knows who trains the model.
+    ``trainers`` knows who trains the model, and ``live_tables`` are those of its tables that are not ours.
     """
 
     model: nn.Module
@@ -43,6 +48,21 @@ class Live:
     io_state: Registry
     choice: Choice
     trainers: Trainers
+    live_tables: LiveTables = NO_TABLES
+
+    @property
+    def parts(self) -> tuple[dict[str, SavableTable], dict[str, Any]]:
+        """The tables of the model by name, and its dense state.
+
+        Raises:
+            ValueError: two tables share a name.
+        """
+        return self.live_tables.joined(*state_of(self.model))
+
+    @property
+    def row_optimizers(self) -> Optimizer | RowOptimizers | None:
+        """The optimizers of the rows of all tables."""
+        return row_optimizers(self.sparse_optim, self.live_tables)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from recckpt.save.full_or_delta import DeltaProposal, delta_proposal
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.room import measured_room
 from recckpt.save.stage import Staged, stage
-from recckpt.sparse.split import state_of
 from recckpt.types import SavableTable
 
 State = tuple[Mapping[str, SavableTable], Mapping[str, Any]]  # the tables of a model, and its dense state
@@ -90,7 +89,7 @@ def propose(
     proposal = Proposal(job.info.ckpt_id, job.info.step, live.choice, writes_deltas=to.changes is not None)
     parts = room = staged = None
     with errors.kept(Phase.CHECK):
-        parts = state_of(live.model)
+        parts = live.parts
         checked = check(live, *parts, ranks.rank)
         proposal = replace(proposal, owned=checked.owned, unmatched=checked.unmatched, n_bytes=checked.n_bytes)
         with errors.kept(Phase.CONFIRM):

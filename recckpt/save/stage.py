@@ -21,6 +21,8 @@ from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
 from recckpt.format.tables import ClockDates
 from recckpt.format.training import Lineage, Training
+from recckpt.live.attached import AttachedTable
+from recckpt.live.optimizers import RowOptimizers
 from recckpt.save.arguments import as_scalars
 from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.full_or_delta import FULL, Kind
@@ -28,6 +30,7 @@ from recckpt.save.job import Live
 from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
+from recckpt.sparse.table.store import is_stored
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import SavableTable
 
@@ -68,14 +71,16 @@ class Staged:
     ) -> None:
         """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
         for table in tables.values():
-            with table.store.lock if isinstance(table, HashTable) else nullcontext():  # slots and rows of one moment
+            if isinstance(table, AttachedTable):
+                table.live.prepare()
+            with table.store.lock if is_stored(table) else nullcontext():  # slots and rows of one moment
                 of_table = choice.of_table(table)
                 chosen = None if of_table.is_everything else of_table.of(table.name, slots_of_table(table))
                 slots = None if chosen is None else chosen.read
                 if isinstance(table, HashTable):
                     self.evicted_to[table.name] = table.eviction.evicted_to(table.store)
                     self.clock[table.name] = table.tracking.clock_dates
-                if tracker is not None and isinstance(table, HashTable):
+                if tracker is not None and is_stored(table):
                     self.frozen[table.name] = tracker.freeze(table, slots)
                     self.tables.append(self.frozen[table.name].snapshot)
                 else:
@@ -144,7 +149,7 @@ def stage(
         ValueError, TypeError: what could not be loaded back safely, or is neither number nor string in ``state``.
         StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
     """
-    scalars = {**_learning_rates(live.sparse_optim), **as_scalars(state)}
+    scalars = {**_learning_rates(live.row_optimizers), **as_scalars(state)}
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
@@ -174,7 +179,7 @@ def _common(
     live: Live, dense: Mapping[str, Any], sharded: ShardedTensors, copy: Copy
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return dense tensors and extras, which are the same on all ranks."""
-    optim = live.sparse_optim
+    optim = live.row_optimizers
     extras = live.extra.dump(sharded.from_extra(copy))
     if optim is not None:
         extras[SPARSE_OPTIM] = portable("the sparse optimizer", copy(("sparse optimizer",), optim.state_dict()))
@@ -189,7 +194,7 @@ def _classes(extra: Registry) -> dict[str, Lineage]:
     return {name: lineage_of(obj) for name, obj in extra.objects.items() if isinstance(obj, Optimizer)}
 
 
-def _learning_rates(sparse_optim: Optimizer | None) -> dict[str, Scalar]:
+def _learning_rates(sparse_optim: Optimizer | RowOptimizers | None) -> dict[str, Scalar]:
     if sparse_optim is None:
         return {}
     return as_scalars({f"sparse_lr_{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)})

@@ -18,6 +18,7 @@ from recckpt.dense.optimizer_class import lineage_of, updater
 from recckpt.dense.optimizers import has_values
 from recckpt.dense.registered import Registry
 from recckpt.format.training import Unsaved
+from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.save.choice import Choice
 from recckpt.sparse.optim import optimizer as sparse_optimizers
 from recckpt.sparse.optim.optimizer import SparseOptimizer
@@ -47,10 +48,18 @@ class Trainers:
         sparse_optim: the optimizer of the tables that the saver has.
         extra: the registered objects.
         choice: which slots and rows of the tables are saved.
+        live_tables: those of the model whose optimizers' states are saved with their rows.
     """
 
-    def __init__(self, model: nn.Module, sparse_optim: Optimizer | None, extra: Registry, choice: Choice) -> None:
-        self._model, self._sparse_optim, self._extra = model, sparse_optim, extra
+    def __init__(
+        self,
+        model: nn.Module,
+        sparse_optim: Optimizer | None,
+        extra: Registry,
+        choice: Choice,
+        live_tables: LiveTables = NO_TABLES,
+    ) -> None:
+        self._model, self._sparse_optim, self._extra, self._live_tables = model, sparse_optim, extra, live_tables
         self._is_for_serving = choice.leaves_out_optimizers and sparse_optim is None
         self._logged: set[Hashable] = set()
         self._stepped: _Optimizers = weakref.WeakValueDictionary()
@@ -107,7 +116,8 @@ class Trainers:
         if any(saver._saves(optimizer) for saver in _alive(_savers)):
             return []
         left = set(_values_of(optimizer))
-        return [name for name, parameter in parameters_of(self._model) if id(parameter) in left]
+        dense = self._live_tables.without(parameters_of(self._model))
+        return [name for name, parameter in dense if id(parameter) in left]
 
     def _saves(self, optimizer: Optimizer) -> bool:
         """Say whether what an optimizer trains is trained by registered ones."""

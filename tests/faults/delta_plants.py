@@ -7,6 +7,7 @@ from faults.plant import Plant
 
 MARKS, OFFERS, ROTATION = "recckpt.sparse.table.marks", "recckpt.output_dir.offers", "recckpt.output_dir.rotation"
 SAVE, STORE = "recckpt.save", "recckpt.sparse.table.row_store:RowStore"
+OBSERVERS = "recckpt.sparse.table.observers:Observers"
 NO_MARKS = "(MarkSet(is_replaced=False),)"
 COMMITTED = "        if to.changes is not None and not record.ephemeral:\n            staged.committed(record.save_id)"
 OWN_NAME = "save_id = secrets.token_hex(16)"
@@ -88,7 +89,7 @@ OF_MARKS = {
         "self._since = _Since(base, (MarkSet(is_replaced=False), second))",
     ),
     "second_set": Plant(f"{MARKS}:Marks.end", "_Since(base, sets[1:])", f"_Since(base, {NO_MARKS})"),
-    "second_set_is_told": Plant(f"{STORE}._announce", "in self._mark_sets():", "in self._mark_sets()[:1]:"),
+    "second_set_is_told": Plant(f"{OBSERVERS}.announce", "in self.mark_sets():", "in self.mark_sets()[:1]:"),
     "erase_moves_marks": Plant(
         "recckpt.sparse.table.mark_set:MarkSet.move",
         "_move_marks(erasure.movers, erasure.holes, self.bits, self._count)",
@@ -97,7 +98,7 @@ OF_MARKS = {
     "erase_moves_second": Plant(
         f"{STORE}.erase",
         "marks.move(erasure)",
-        "(marks.move(erasure) if marks is self._mark_sets()[0] or marks.is_replaced\n"
+        "(marks.move(erasure) if marks is self._observers.mark_sets()[0] or marks.is_replaced\n"
         "                 else marks.bits.__setitem__(erasure.holes >> 3, 0))",
     ),
     "tombstones_kept_on_failure": Plant(
@@ -108,14 +109,14 @@ OF_MARKS = {
     "tombstones_in_both": Plant(
         f"{STORE}.erase",
         "marks.erase(erasure.ids, erasure.rows, len(rows))",
-        "marks.erase(*(erasure[1::-1] if marks is self._mark_sets()[0] else (erasure.ids[:0],) * 2), len(rows))",
+        "marks.erase(*(erasure[1::-1] if marks is self._observers.mark_sets()[0] else (erasure.ids[:0],) * 2), len(rows))",
     ),
     "replaced_kept_on_failure": Plant(
         f"{MARKS}:Marks.end",
         "self._since = _Since(before, sets[:1])",
         "self._since = [setattr(sets[0], 'is_replaced', sets[1].is_replaced), _Since(before, sets[:1])][1]",
     ),
-    "replaced_in_both": Plant(f"{STORE}._replaced", "in self._mark_sets():", "in self._mark_sets()[:1]:"),
+    "replaced_in_both": Plant(f"{OBSERVERS}.replaced", "in self.mark_sets():", "in self.mark_sets()[:1]:"),
     "present_are_not_deleted": Plant(f"{MARKS}:DeltaSource.deletes", "erased[upserts.find(erased) < 0]", "erased"),
     "new_slot_replaces": (
         Plant(f"{STORE}.add_column", "self._replaced()", "pass"),

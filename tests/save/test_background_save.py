@@ -256,7 +256,7 @@ def test_where_no_thread_can_be_started_the_save_is_over(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="no new thread"):
             saver.save_async("c")
     assert saver.is_saving is False
-    assert not any(reference() for reference in table.store._snapshots), "nothing is copied aside any more"
+    assert not any(reference() for reference in table.store._observers._snapshots), "nothing is copied aside any more"
     assert saver.save_async("c").wait().ckpt_id == "c"
 
 

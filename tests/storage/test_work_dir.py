@@ -99,7 +99,7 @@ def test_training_copies_nothing_aside_while_files_go_up(memory_url, work_dir, g
     handle = saver.save_async("c")
     held.wait()
     assert len(copies_in(work_dir)) > 1
-    [snapshot] = [reference() for reference in table.store._snapshots]
+    [snapshot] = [reference() for reference in table.store._observers._snapshots]
     with pytest.raises(RuntimeError, match="closed"):
         snapshot.ids.gather(np.arange(1))
     table.insert(torch.arange(1000), torch.ones(1000, 2))

@@ -147,6 +147,8 @@ TESTS = {
     "sparse/table/opaque.py": "sparse/table/test_table.py sparse/test_compile.py",
     "sparse/table/recomputation.py": "sparse/test_recomputation.py",
     "sparse/table/row_table.py": "sparse/average/test_models.py sparse/average/test_row_average.py",
+    "sparse/table/observers.py": "sparse/table/test_row_store.py sparse/table/test_snapshot.py sparse/table/test_marks.py",
+    "sparse/table/store.py": "sparse/table/test_row_store.py",
     "sparse/table/rows.py": "sparse/table/test_row_store.py sparse/table/test_table.py",
     "sparse/table/sharing.py": "sparse/table/test_table.py",
     "sparse/table/slots.py": "sparse/table/test_table.py",

@@ -100,6 +100,7 @@ class TableFiller:
     def check(self, rows: BatchRows) -> int:
         """Refuse rows as ``fill`` would, before ``start``, and change nothing."""
         ids, _ = self._owned(rows.ids, {})
+        self._target.check(ids)
         self._new_rows(ids, {}, rows.path)
         return len(ids)
 

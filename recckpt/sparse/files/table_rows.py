@@ -19,7 +19,7 @@ from recckpt.format.distinct import repeated
 from recckpt.sparse.table.checks import check_slot_name
 from recckpt.sparse.table.column import BLOCK_BYTES, Column
 from recckpt.sparse.table.kernels import count_buckets, place_rows
-from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.store import StoredIds, is_stored
 from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
@@ -152,7 +152,7 @@ class StillTable:
 
     name: str
     n_rows: int
-    ids: Column
+    ids: StoredIds
     columns: dict[str, Column]
     n_all: int
     n_kept = 0
@@ -187,8 +187,9 @@ def source_of(table: SavableTable) -> StillTable:
         StateMismatchError: a foreign table whose ids and slots do not have one row each.
         ValueError: no table, or no slot, can have this name.
     """
-    if isinstance(table, HashTable):
-        return StillTable(table.name, len(table), table.store.ids, _in_order(table.store.saved_columns), len(table))
+    if is_stored(table):
+        store = table.store
+        return StillTable(table.name, len(store), store.ids, _in_order(store.saved_columns), len(store))
     ids = table.ids().detach().cpu()
     for name in table.slots:
         check_slot_name(table.name, name)
@@ -224,7 +225,7 @@ def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *,
     Raises:
         StateMismatchError, ValueError: as :func:`source_of`; or an id is there twice in a foreign table.
     """
-    if isinstance(table, HashTable):
+    if is_stored(table):
         return table.store.snapshot(table.name, slots)
     source = source_of(table)
     if slots is not None:
@@ -236,7 +237,8 @@ def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *,
     if not detached:
         return source
     columns = {name: _copied(column, source.n_rows) for name, column in source.columns.items()}
-    return StillTable(source.name, source.n_rows, _copied(source.ids, source.n_rows), columns, source.n_all)
+    ids = Column.over(_ID_SPEC, source.ids.to_tensor(source.n_rows).clone())
+    return StillTable(source.name, source.n_rows, ids, columns, source.n_all)
 
 
 def _copied(column: Column, n_rows: int) -> Column:

@@ -34,12 +34,12 @@ class LoadTarget:
         slice: the ids that it owns; None for all.
         was_empty: whether it had no rows when the load began.
         aside: where rows are gathered that the table gets when the load is over; None where it gets them at once.
-        is_own: whether it is a HashTable, which takes single slots and converts what it takes.
+        takes_slots: whether it takes single slots, and converts what it takes.
         lock: for what threads share.
     """
 
     aside: RowsAside | None = None
-    is_own = False
+    takes_slots = False
 
     def __init__(self, table: SavableTable) -> None:
         self.table, self.lock, self.was_empty = table, threading.RLock(), len(table) == 0
@@ -60,6 +60,9 @@ class LoadTarget:
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
         """Return what becomes of the dates of rows of a checkpoint; arguments as of :func:`ages_of`."""
         return Ages()
+
+    def check(self, ids: Int64s) -> None:
+        """Refuse ids that the table cannot have a row of, before anything has changed."""
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -121,7 +124,7 @@ class LoadTarget:
 class OwnTarget(LoadTarget):
     """A table of ours. One that is empty, or to be emptied, gets all its rows at once when the load is over."""
 
-    is_own = True
+    takes_slots = True
 
     def __init__(self, table: HashTable) -> None:
         super().__init__(table)

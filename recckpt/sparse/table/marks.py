@@ -28,9 +28,8 @@ from recckpt.format.buckets import bucket_of
 from recckpt.format.distinct import distinct
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.mark_set import MarkSet, marked_rows
-from recckpt.sparse.table.nn_module import TableModule
-from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
+from recckpt.sparse.table.store import Store, StoredTable
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -42,19 +41,19 @@ class Tracker:
     def __init__(self) -> None:
         self._marks: dict[str, Marks] = {}
 
-    def begin(self, table: TableModule, base: str) -> None:
+    def begin(self, table: StoredTable, base: str) -> None:
         """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
         self._of(table).begin(base)
 
-    def freeze(self, table: TableModule, slots: Collection[str] | None = None) -> Frozen:
+    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> Frozen:
         """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
         return self._of(table).freeze(table.store, table.name, slots)
 
-    def is_unchanged(self, table: TableModule, base: str) -> bool:
+    def is_unchanged(self, table: StoredTable, base: str) -> bool:
         """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
         return self._of(table).is_unchanged(base)
 
-    def _of(self, table: TableModule) -> Marks:
+    def _of(self, table: StoredTable) -> Marks:
         marks = self._marks.get(table.name)
         if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
             marks = self._marks[table.name] = Marks(table.store)
@@ -71,7 +70,7 @@ class _Since(NamedTuple):
 class Marks:
     """What has changed in one store since the base of one saver. The store marks it, under its lock."""
 
-    def __init__(self, store: RowStore) -> None:
+    def __init__(self, store: Store) -> None:
         self.store, self._lock = weakref.ref(store), store.lock
         self._since = _Since(None, (MarkSet(is_replaced=True),))
         store.track(self)
@@ -91,7 +90,7 @@ class Marks:
         with self._lock:
             return self._since.base == base and not any(some.has_changes for some in self.sets)
 
-    def freeze(self, store: RowStore, name: str, slots: Collection[str] | None) -> Frozen:
+    def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> Frozen:
         """Return what has changed until now, and begin a second set."""
         with self._lock:
             (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)

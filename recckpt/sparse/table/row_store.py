@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -15,9 +13,11 @@ from torch import Tensor
 
 from recckpt.format.distinct import distinct
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.mark_set import HasMarkSets, MarkSet
+from recckpt.sparse.table.mark_set import HasMarkSets
+from recckpt.sparse.table.observers import Observers
 from recckpt.sparse.table.rows import Rows, last_occurrence
-from recckpt.sparse.table.snapshot import Log, Logs, Snapshot
+from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.store import Store
 from recckpt.sparse.table.visits import Visit
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -26,11 +26,10 @@ T = TypeVar("T")
 Take = Callable[[Mapping[str, Column], Int64s], T]
 FirstValues = Callable[[Int64s], Tensor]
 
-_SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # of logs, kept for the next: fresh memory is slow
 _TRIES = 3  # of a look-up without the lock
 
 
-class RowStore:
+class RowStore(Store):
     """The rows of a table, which any number of threads look up and change.
 
     The door: ``visit``, ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which
@@ -42,9 +41,7 @@ class RowStore:
     def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
         self.lock = threading.RLock()
         self._rows = Rows(device) if rows is None else rows
-        self._snapshots: list[weakref.ref[Snapshot]] = []
-        self._marks: list[weakref.ref[HasMarkSets]] = []
-        self._spare_logs: Logs | None = None
+        self._observers = Observers()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -87,20 +84,13 @@ class RowStore:
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
         with self.lock:
-            rows, names = self._rows, sorted(self._rows.columns, key=lambda s: (s != EMBEDDING, s))
-            columns = {slot: rows.columns[slot] for slot in names if slots is None or slot in slots}
-            specs = tuple(column.spec for column in columns.values())
-            logs, self._spare_logs = self._spare_logs, None
-            if logs is None or logs.slots.specs != specs:
-                logs = Logs(Log([rows.ids.spec]), Log(specs))
-            snapshot = Snapshot(name, len(rows), rows.ids, columns, logs=logs, on_close=partial(self._take_back, logs))
-            self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
-            return snapshot
+            rows = self._rows
+            return self._observers.snapshot(name, len(rows), rows.ids, rows.columns, slots)
 
     def track(self, marks: HasMarkSets) -> None:
         """Tell marks, for as long as somebody has them, of all that changes."""
         with self.lock:
-            self._marks = [*(r for r in self._marks if r() is not None), weakref.ref(marks)]
+            self._observers.track(marks)
 
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
         """Add a slot whose rows, old and new, start at ``initial``."""
@@ -163,8 +153,7 @@ class RowStore:
         """Count and stamp the rows of ``ids``, those that are new added, and return what ``take`` makes of them."""
         with self.lock:
             at, _ = self._claim(ids, frozenset(), embeddings)
-            is_copied_aside = any(reference() is not None for reference in self._snapshots)  # each row once
-            self._announce(distinct(at) if is_copied_aside else at, with_ids=False)
+            self._announce(distinct(at) if self._observers.has_snapshot else at, with_ids=False)  # each row once
             self._rows.visit(at, visit)
             return take(self._rows.columns, at)
 
@@ -210,11 +199,11 @@ class RowStore:
         with self.lock:
             rows = self._settled()
             erasure = rows.find_erasure(ids)
-            self._keep(erasure.holes, with_ids=True)
-            for marks in self._mark_sets():
+            self._observers.keep(erasure.holes, with_ids=True)
+            for marks in self._observers.mark_sets():
                 marks.erase(erasure.ids, erasure.rows, len(rows))
             rows.erase(erasure)
-            for marks in self._mark_sets():
+            for marks in self._observers.mark_sets():
                 marks.move(erasure)
             if rows.is_half_empty:
                 fitted = rows.fitted()
@@ -236,7 +225,7 @@ class RowStore:
         with self.lock:
             self._replaced()
             self._rows = other._rows
-            self._snapshots = []  # nothing changes any more what they read
+            self._observers.forget_snapshots()  # nothing changes any more what they read
 
     def to(self, device: torch.device) -> RowStore:
         """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
@@ -268,28 +257,7 @@ class RowStore:
 
     def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
         """Let snapshots copy, and marks mark, rows that are about to change."""
-        self._keep(rows, with_ids=with_ids)
-        for marks in self._mark_sets():
-            marks.mark(rows, self._rows.index.n_claimed)
+        self._observers.announce(rows, self._rows.index.n_claimed, with_ids=with_ids)
 
     def _replaced(self) -> None:
-        for marks in self._mark_sets():
-            marks.replace()
-
-    def _mark_sets(self) -> list[MarkSet]:
-        return [some for reference in self._marks if (marks := reference()) is not None for some in marks.sets]
-
-    def _keep(self, rows: Int64s, *, with_ids: bool) -> None:
-        """Let snapshots copy rows aside that are about to change."""
-        for reference in self._snapshots:
-            snapshot = reference()
-            if snapshot is not None and len(rows):
-                snapshot.keep_rows(rows)
-                if with_ids:
-                    snapshot.keep_ids(rows)
-
-    def _take_back(self, logs: Logs) -> None:
-        """Keep some of the memory of a snapshot that is over for the next one."""
-        logs.ids.forget(_SPARE_ID_BYTES)
-        logs.slots.forget(_SPARE_BYTES)
-        self._spare_logs = logs
+        self._observers.replaced()

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,7 @@ class PreImages:
         self._open: tuple[dict[str, Column], Log] | None = {n: c.frozen() for n, c in columns.items()}, log
         self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for the last time
         self._needed = np.zeros(0, np.uint8)  # a bit a row, once not all are
-        self._failure: MemoryError | None = None
+        self._failure: Exception | None = None
         self._lock = threading.Lock()
 
     def keep(self, rows: Int64s) -> None:
@@ -85,14 +85,23 @@ class PreImages:
                 log.places.claim(rows)
                 keep_rows(log.places, rows, self._marks)
             except MemoryError as error:  # the snapshot is lost, but training goes on
-                self._failure, self._open = error, None
+                self._fail(error)
             self.n_kept = len(log.places)
+
+    def fail(self, error: Exception) -> None:
+        """Let whoever reads from now on get this error: rows changed before they were copied aside."""
+        with self._lock:
+            if self._open is not None:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure, self._open = error, None
 
     def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         """Copy rows of columns into a target each; after ``is_last`` they may change, and are not read again.
 
         Raises RuntimeError where they were read for the last time before, or this is closed; MemoryError where keeping
-        rows failed.
+        rows failed; or what :meth:`fail` was given.
         """
         columns, _ = self._opened()
         for name, target in targets.items():
@@ -132,17 +141,48 @@ class PreImages:
 
 @dataclass(frozen=True)
 class Logs:
-    """Where a snapshot copies rows to; ids apart, since they seldom change."""
+    """Where a snapshot copies rows to; ids apart, since they seldom change, or never: None."""
 
-    ids: Log
+    ids: Log | None
     slots: Log
+
+
+class RowIds(Protocol):
+    """The ids of the rows of a snapshot."""
+
+    def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
+        """Copy the ids of rows, as they were at the moment of the snapshot; as often as one likes."""
+
+    def keep(self, rows: Int64s) -> None:
+        """Copy aside the ids of ``rows``, which are about to change."""
+
+    def narrow(self, bits: Bytes) -> None:
+        """Protect from now on, and let be read, only rows whose bit is 1."""
+
+    def close(self) -> None:
+        """Release all memory."""
+
+    def fail(self, error: Exception) -> None:
+        """Let whoever reads from now on get this error."""
+
+
+class IdImages(PreImages):
+    """Ids that lie in a column, and change where a row is erased."""
+
+    def __init__(self, n_rows: int, ids: Column, log: Log) -> None:
+        super().__init__(n_rows, {ids.spec.name: ids}, log)
+        self._name = ids.spec.name
+
+    def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
+        """Copy the ids of rows."""
+        self.read(rows, {self._name: target}, is_last=False)
 
 
 class Snapshot:
     """Rows 0 to ``n_rows - 1`` of a table at the moment this is made.
 
     Reading is thread-safe, also beside the one thread that changes the table; that one calls :meth:`keep_rows` and
-    :meth:`keep_ids` before it writes. Columns are read in their order. When the logs serve no longer ``on_close`` is
+    :meth:`keep_ids` before it writes. Columns are read in their order. When the log serves no longer ``on_close`` is
     called once, maybe from another thread; it must not refer to this.
     """
 
@@ -150,17 +190,15 @@ class Snapshot:
         self,
         name: str,
         n_rows: int,
-        ids: Column,
+        ids: RowIds,
         columns: Mapping[str, Column],
         *,
-        logs: Logs,
+        log: Log,
         on_close: Callable[[], object],
     ) -> None:
         self.name, self.n_rows = name, n_rows
         self.slots: tuple[SlotSpec, ...] = tuple(column.spec for column in columns.values())
-        self._slots = PreImages(n_rows, columns, logs.slots)
-        self._id_name = ids.spec.name
-        self._ids = PreImages(n_rows, {self._id_name: ids}, logs.ids)
+        self._slots, self._ids = PreImages(n_rows, columns, log), ids
         self._on_close = weakref.finalize(self, on_close)
         self._on_close.atexit = False
 
@@ -200,7 +238,7 @@ class Snapshot:
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows; as often as one likes."""
-        self._ids.read(rows, {self._id_name: target}, is_last=False)
+        self._ids.gather_into(rows, target)
 
     def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
         """Copy rows of some slots into a target each; as often as one likes, before they are read for the last time."""
@@ -214,6 +252,11 @@ class Snapshot:
         """Protect from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""
         self._slots.narrow(bits)
         self._ids.narrow(bits)
+
+    def fail(self, error: Exception) -> None:
+        """Let whoever reads from now on get this error: rows changed before they were copied aside."""
+        self._slots.fail(error)
+        self._ids.fail(error)
 
     def close(self) -> None:
         """Let the table go: nothing is copied aside any more, and nothing may be read."""

@@ -50,10 +50,10 @@ def upserts(source: DeltaSource | Snapshot) -> dict[int, float]:
 
 def test_a_table_that_nobody_tracks_marks_nothing():
     table, tracker = tracked(100)
-    assert len(table.store._mark_sets()) == 1
+    assert len(table.store._observers.mark_sets()) == 1
     del tracker
     gc.collect()
-    assert table.store._mark_sets() == []
+    assert table.store._observers.mark_sets() == []
     write(table, 1, 2)
 
 
@@ -88,7 +88,7 @@ def test_what_a_delta_would_hold_is_counted_without_looking_for_it():
         table.erase(torch.from_numpy(random.integers(0, 120, 2)))  # some of the last rows, too
         frozen = tracker.freeze(table)
         source = frozen.delta("base")
-        [marks, _] = table.store._mark_sets()
+        [marks, _] = table.store._observers.mark_sets()
         assert frozen.n_changed == source.n_rows + marks.n_erased
         assert marks.n_marked == np.unpackbits(marks.bits).sum()
 
@@ -169,7 +169,7 @@ def test_a_table_of_which_half_is_erased_is_replaced_and_keeps_no_ids():
     assert not tracker.freeze(table).is_replaced("base")
     table.erase(torch.arange(33, 40))
     assert tracker.freeze(table).is_replaced("base")
-    first, second = table.store._mark_sets()
+    first, second = table.store._observers.mark_sets()
     assert first.erased == []
     assert second.erased == []
 

@@ -12,7 +12,7 @@ from support.sweeps import mostly_slow
 
 from recckpt.sparse import HashTable
 from recckpt.sparse.table import column as column_module
-from recckpt.sparse.table import row_store as row_store_module
+from recckpt.sparse.table import observers as observers_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import IdIndex
@@ -114,7 +114,7 @@ def test_a_closed_or_forgotten_snapshot_costs_nothing():
     gc.collect()
     table.insert(torch.arange(100), torch.zeros(100, 3))
     other = table.store.snapshot("t")
-    assert len(table.store._snapshots) == 1
+    assert len(table.store._observers._snapshots) == 1
     assert other.n_kept == 0
 
 
@@ -138,12 +138,12 @@ def test_the_memory_of_a_snapshot_serves_the_next():
         assert read(snapshot, np.arange(1000)) == expected
         snapshot.close()
     assert len(addresses) == 1
-    assert table.store._spare_logs.slots.columns[EMBEDDING].blocks[0].data_ptr() in addresses
+    assert table.store._observers._spare_logs.slots.columns[EMBEDDING].blocks[0].data_ptr() in addresses
 
 
 def test_memory_beyond_a_limit_goes_back_when_a_snapshot_is_over(monkeypatch):
     monkeypatch.setattr(column_module, "BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(row_store_module, "_SPARE_BYTES", 5000)
+    monkeypatch.setattr(observers_module, "_SPARE_BYTES", 5000)
     table = table_of(5000)
     snapshot = table.store.snapshot("t")
     table.insert(torch.arange(5000), torch.zeros(5000, 3))

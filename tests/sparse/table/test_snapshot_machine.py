@@ -302,11 +302,11 @@ def without_telling(method):
     """Return a method of the store that tells no snapshot."""
 
     def silent(store, *args, **more):
-        snapshots, store._snapshots = store._snapshots, []
+        snapshots, store._observers._snapshots = store._observers._snapshots, []
         try:
             return method(store, *args, **more)
         finally:
-            store._snapshots = snapshots
+            store._observers._snapshots = snapshots
 
     return silent
 
@@ -317,13 +317,13 @@ def told_too_late(store, rows, values, flag=None):
 
 
 def cleared_in_place(store):
-    store._snapshots = []
+    store._observers.forget_snapshots()
     store.rows.index.clear()
 
 
 def shared_log(store, name, slots=None):
     snapshot = SNAPSHOT(store, name, slots)
-    store._spare_logs = Logs(snapshot._ids._opened()[1], snapshot._slots._opened()[1])
+    store._observers._spare_logs = Logs(snapshot._ids._opened()[1], snapshot._slots._opened()[1])
     return snapshot
 
 

@@ -1,0 +1,129 @@
+"""Which modules of a model are live tables, under which names, trained by which optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recckpt.errors import LiveTableError
+from recckpt.live.torch_embedding import TorchEmbedding
+from recckpt.live.torch_rules import KNOWN, rule_of
+from recckpt.sparse.split import parameters_of
+from recckpt.text import nearest
+from recckpt.types import LiveTable, check_table_name
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """A live table of a model.
+
+    Attributes:
+        live: the table.
+        path: of its module.
+        kind: of module.
+        keys: of its weight in the state dict of the model.
+        weights: the parameters that are its rows.
+        marks: how its changes are known: ``"gradient"``, or ``"none"`` where each save holds all rows.
+        is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
+        why: why that is not the best; None where it is.
+    """
+
+    live: LiveTable
+    path: str
+    kind: str
+    keys: tuple[str, ...]
+    weights: tuple[Tensor, ...]
+    marks: str
+    is_announced: bool
+    why: str | None = None
+
+
+def find_tables(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    min_rows: int,
+    names: dict[str, str],
+    exclude: Collection[str],
+) -> tuple[list[FoundTable], dict[str, str]]:
+    """Return the tables of a model, and path -> why of embeddings that stay dense.
+
+    Raises:
+        LiveTableError: tables cannot be saved so, or a path is not one of an embedding; all of it.
+    """
+    tables: list[FoundTable] = []
+    left: dict[str, str] = {}
+    problems: list[str] = []
+    keys: dict[int, tuple[str, ...]] = {}
+    for key, parameter in parameters_of(model):
+        keys[id(parameter)] = (*keys.get(id(parameter), ()), key)
+    embeddings = {
+        keys[id(module.weight)][0].removesuffix(".weight"): module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in keys
+    }
+    for path in (*names, *exclude):
+        if path not in embeddings:
+            problems.append(f"{path!r} is not the path of an embedding{nearest(path, embeddings)}")
+    for path, module in embeddings.items():
+        if path in exclude:
+            continue
+        if len(module.weight) < min_rows and path not in names:
+            left[path] = f"{len(module.weight)} rows, fewer than min_rows={min_rows}"
+            continue
+        try:
+            name = check_table_name(names.get(path, path))
+            tables.append(_torch_table(name, path, module, keys[id(module.weight)], optimizers))
+        except LiveTableError as error:
+            left[path] = str(error)
+    problems += _repeated(tables)
+    if problems:
+        raise LiveTableError("; ".join(problems))
+    return tables, left
+
+
+def _torch_table(
+    name: str,
+    path: str,
+    module: nn.Embedding | nn.EmbeddingBag,
+    keys: tuple[str, ...],
+    optimizers: Sequence[Optimizer],
+) -> FoundTable:
+    """Return the table of a module of torch.
+
+    Raises:
+        LiveTableError: its weight is to stay a dense tensor; says why.
+    """
+    weight = module.weight
+    own = [one for one in optimizers for group in one.param_groups if any(weight is each for each in group["params"])]
+    if len(own) > 1:
+        raise LiveTableError(f"{len(own)} of the optimizers train it, expected one")
+    optimizer = own[0] if own else None
+    rule = None if optimizer is None else rule_of(optimizer)
+    if optimizer is None and weight.requires_grad:
+        raise LiveTableError("none of the optimizers trains it: give live_tables the one that does, or freeze it")
+    if optimizer is not None and rule is None:
+        raise LiveTableError(f"{type(optimizer).__name__} is not an optimizer that is known: {', '.join(KNOWN)}")
+    if optimizer is not None and rule is not None:
+        group = next(group for group in optimizer.param_groups if any(weight is each for each in group["params"]))
+        if why := rule.refusal(group):
+            raise LiveTableError(f"{type(optimizer).__name__}: {why}")
+    live = TorchEmbedding(name, module, optimizer, rule)
+    why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
+    marks, kind = "none" if why else "gradient", type(module).__name__
+    return FoundTable(live, path, kind, keys, (weight,), marks, is_announced=optimizer is not None, why=why)
+
+
+def _repeated(tables: Sequence[FoundTable]) -> list[str]:
+    """Return messages of names that several tables have."""
+    paths: dict[str, list[str]] = {}
+    for table in tables:
+        paths.setdefault(table.live.name, []).append(table.path)
+    return [
+        f"{' and '.join(map(repr, of_name))} are both named {name!r}: tell them apart by names="
+        for name, of_name in paths.items()
+        if len(of_name) > 1
+    ]

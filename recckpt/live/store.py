@@ -1,0 +1,201 @@
+"""The rows of a live table as a store: what our own tables have in :class:`recckpt.sparse.table.row_store.RowStore`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from recckpt.errors import LiveTableError
+from recckpt.format.distinct import distinct
+from recckpt.live.row_range import RowRange
+from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.mark_set import HasMarkSets
+from recckpt.sparse.table.observers import Observers
+from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.store import Store
+from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+log = logging.getLogger("recckpt")
+_PIECE_ROWS = 1 << 20  # rows announced at a time, of a table of which any row may change
+
+
+class _Place(NamedTuple):
+    """Where a slot lies; the reference keeps its place from being given to other memory, and keeps no memory."""
+
+    spec: SlotSpec
+    address: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, column: Column) -> _Place:
+        [tensor] = column.blocks
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own has no types
+        return cls(column.spec, tensor.data_ptr(), storage)
+
+
+class LiveStore(Store):
+    """The rows of a live table that this rank saves, in the memory of their owner; and the door of its adapter.
+
+    Thread-safe. ``announce`` and the like come from the threads that train; they never raise.
+
+    Args:
+        table: whose tensors are asked for at each save and load.
+        is_announced: whether all that changes rows is announced; otherwise each snapshot is a copy.
+
+    Attributes:
+        lock: is taken while rows are announced, and while a snapshot is taken.
+    """
+
+    def __init__(self, table: LiveTable, *, is_announced: bool = True) -> None:
+        self.lock = threading.RLock()
+        self._table, self._is_announced, self._observers = table, is_announced, Observers()
+        self._box = table.box()
+        first, end = self._box.own_rows
+        self._begin = first - self._box.rows[0]  # of the rows of the box
+        self._ids = RowRange(first, end - first)
+        self._failure: Exception | None = None
+        self._memory: dict[str, _Place] = {}  # slot -> where it was at the last snapshot
+        self._noted_columns()
+
+    def __len__(self) -> int:
+        return self._ids.n
+
+    @property
+    def ids(self) -> RowRange:
+        """The ids in row order."""
+        return self._ids
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """The slots by name."""
+        return self.saved_columns
+
+    @property
+    def saved_columns(self) -> Mapping[str, Column]:
+        """The slots by name, over the memory of now.
+
+        Raises:
+            LiveTableError: a tensor is not one that can be saved.
+        """
+        tensors = self._table.tensors()
+        problems = [problem for name, tensor in tensors.items() if (problem := self._problem(name, tensor))]
+        if EMBEDDING not in tensors:
+            problems.append(f"found the slots {sorted(tensors)}, expected {EMBEDDING!r} among them")
+        if problems:
+            raise LiveTableError(f"table {self._table.name!r}: {'; '.join(problems)}")
+        return {name: self._column(name, tensor) for name, tensor in tensors.items()}
+
+    def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
+        """Return the rows as they are now, which stay so.
+
+        Raises:
+            LiveTableError: a tensor cannot be saved; or what the adapter has met since the last snapshot.
+        """
+        with self.lock:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise LiveTableError(f"table {self._table.name!r}: its changes were not seen: {failure!r}") from failure
+            columns = self._noted_columns()
+            if not self._is_announced:
+                self._observers.replaced()
+                columns = {slot: column.to(torch.device("cpu")) for slot, column in columns.items()}
+            return self._observers.snapshot(name, len(self), self._ids, columns, slots)
+
+    def track(self, marks: HasMarkSets) -> None:
+        """Note in these marks all that changes."""
+        with self.lock:
+            self._observers.track(marks)
+
+    def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
+        """Set slots of rows, all different, where they lie."""
+        with self.lock:
+            columns = self._noted_columns()
+            self._observers.announce(rows, len(self), with_ids=False)
+            for name, tensor in values.items():
+                columns[name].scatter(rows, tensor)
+
+    def announce(self, rows: Tensor) -> None:
+        """Let snapshots copy, and marks mark, rows of the box that are about to change."""
+        try:
+            own = self._own(rows.detach().to("cpu", torch.int64).numpy().reshape(-1))
+            with self.lock:
+                if self._observers.has_snapshot:  # which copies each row once
+                    own = distinct(own)
+                self._observers.announce(own, len(self), with_ids=False)
+        except Exception as error:
+            self.failed(error)
+
+    def announce_all(self) -> None:
+        """Let snapshots copy all rows that are still to be written, and marks take all for changed."""
+        try:
+            with self.lock:
+                for rows in self._all_rows() if self._observers.has_snapshot else ():
+                    self._observers.keep(rows, with_ids=False)
+                self._observers.replaced()
+        except Exception as error:
+            self.failed(error)
+
+    def replaced(self) -> None:
+        """Let marks take all rows for changed, and fail the snapshots: what they would read has been overwritten."""
+        with self.lock:
+            self._observers.replaced()
+            self._observers.fail_snapshots(
+                LiveTableError(
+                    f"table {self._table.name!r} was overwritten while it was being saved, by something other than its "
+                    "optimizer: save before, or wait for the save"
+                )
+            )
+
+    def failed(self, error: Exception) -> None:
+        """Take all rows for changed; the next snapshot raises the error, which is logged."""
+        log.error("table %r: its changes were not seen, and the next save fails: %r", self._table.name, error)
+        self.replaced()
+        self._failure = error
+
+    def _noted_columns(self) -> Mapping[str, Column]:
+        """Return the columns of now; where they lie elsewhere than before, all rows have changed."""
+        columns = self.saved_columns
+        memory = {slot: _Place.of(column) for slot, column in columns.items()}
+        if self._memory != memory:
+            self._observers.replaced()
+            self._memory = memory
+        return columns
+
+    def _own(self, rows: Int64s) -> Int64s:
+        """Return those rows of the box that this rank saves, counted from the first of them."""
+        if len(self) == self._box.rows[1] - self._box.rows[0]:
+            return rows
+        own = rows - self._begin
+        return own[(own >= 0) & (own < len(self))]
+
+    def _all_rows(self) -> Iterator[Int64s]:
+        return (np.arange(i, min(i + _PIECE_ROWS, len(self))) for i in range(0, len(self), _PIECE_ROWS))
+
+    def _column(self, name: str, tensor: Tensor) -> Column:
+        spec = SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:]))
+        return Column.over(spec, tensor.detach()[self._begin : self._begin + len(self)])
+
+    def _problem(self, name: str, tensor: Tensor) -> str | None:
+        """Return why a tensor cannot be saved."""
+        n_rows = self._box.rows[1] - self._box.rows[0]
+        form = f"{_dtype_name(tensor)} {tuple(tensor.shape)} on {tensor.device}"
+        if _dtype_name(tensor) not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:
+            return f"{name} is {form}, expected one of the dtypes {', '.join(ITEM_BYTES)}, and values in each row"
+        if len(tensor) != n_rows:
+            return f"{name} is {form}, expected {n_rows} rows, as its box has"
+        if tensor.device.type == "meta":
+            return f"{name} is {form}, expected memory: materialize it first"
+        return None if tensor.is_contiguous() else f"{name} is {form} and not contiguous: recckpt reads it in place"
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,135 @@
+"""The live tables of a model: found, named, and attached once; what a saver takes as ``tables=``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recckpt.live.attached import AttachedTable
+from recckpt.live.find import FoundTable, find_tables
+from recckpt.text import Table, count, plain
+from recckpt.types import EMBEDDING, SavableTable, is_list, positive_int
+
+_made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionary()  # by id of the model
+
+
+class LiveTables(Mapping[str, AttachedTable]):
+    """The live tables of a model by name; ``print`` shows what is saved how, and why not better.
+
+    Made by :func:`live_tables`.
+    """
+
+    def __init__(self, model: nn.Module | None, tables: Sequence[FoundTable], left: Mapping[str, str]) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._found = {table.live.name: table for table in tables}
+        self._tables = {
+            name: AttachedTable(table.live, is_announced=table.is_announced) for name, table in self._found.items()
+        }
+        self._left = left
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # each has doors of its own
+
+    def __getitem__(self, name: str) -> AttachedTable:
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose tables these are, while it is there."""
+        return None if self._model is None else self._model()
+
+    def joined(
+        self, tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
+    ) -> tuple[dict[str, SavableTable], dict[str, Any]]:
+        """Return the tables and the dense state of the model, with the weights of live tables among the tables.
+
+        Raises:
+            ValueError: a live table has the name of another table.
+        """
+        if twice := sorted(tables.keys() & self.keys()):
+            raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
+        keys = {key for found in self._found.values() for key in found.keys}
+        return {**tables, **self}, {key: value for key, value in dense.items() if key not in keys}
+
+    def is_live(self, parameter: Tensor) -> bool:
+        """Say whether a parameter is the weight of a live table."""
+        return any(parameter is weight for found in self._found.values() for weight in found.weights)
+
+    def without(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield those of named parameters that are not the weight of a live table."""
+        return ((name, parameter) for name, parameter in parameters if not self.is_live(parameter))
+
+    def close(self) -> None:
+        """End the announcements: what changes from now on is no longer noticed."""
+        for table in self.values():
+            table.close()
+
+    def __str__(self) -> str:
+        rows = [_row(found) for found in self._found.values()]
+        table = Table(("table", "rows x dim", "kind", "slots", "marks", "why"), rows)
+        left = [f"not a live table: {path}: {why}" for path, why in self._left.items()]
+        return "\n".join([*plain([table] if rows else ["no live tables"]), *left])
+
+    __repr__ = __str__
+
+
+NO_TABLES = LiveTables(None, (), {})
+
+
+def live_tables(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    min_rows: int = 1000,
+    names: Mapping[str, str] | None = None,
+    exclude: Sequence[str] = (),
+) -> LiveTables:
+    """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
+
+    Nothing of the model is replaced; hooks announce which rows change. Call it once the model is wrapped and the
+    optimizers are made, before training and restoring; a second call for the same model gives the same tables.
+
+    Args:
+        model: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` are tables.
+        optimizers: those that train them.
+        min_rows: smaller embeddings stay dense tensors.
+        names: path of a module -> name of its table; other tables are called as their paths.
+        exclude: paths of modules that stay dense.
+
+    Raises:
+        LiveTableError: tables cannot be saved so; says all that is wrong at once.
+        TypeError, ValueError: an argument is not what it can be.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
+    made = _made.get(id(model))
+    if made is not None and made.model is model:
+        return made
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    wrong = [type(one).__name__ for one in listed if not isinstance(one, Optimizer)]
+    if wrong:
+        raise TypeError(f"optimizers must be optimizers of torch, found a {wrong[0]}")
+    positive_int("min_rows", min_rows)
+    if not is_list(exclude) or not all(isinstance(path, str) for path in exclude):
+        raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
+    found, left = find_tables(model, listed, min_rows=min_rows, names=dict(names or {}), exclude=exclude)
+    tables = LiveTables(model, found, left)
+    _made[id(model)] = tables
+    return tables
+
+
+def _row(found: FoundTable) -> tuple[str, ...]:
+    table = found.live
+    tensors = table.tensors()
+    shape = f"{count(table.n_rows)} x {'x'.join(map(str, tensors[EMBEDDING].shape[1:]))}"
+    names = ", ".join(name for name in tensors if name != EMBEDDING) or "-"
+    return table.name, shape, found.kind, names, found.marks, found.why or ""

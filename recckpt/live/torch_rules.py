@@ -1,0 +1,104 @@
+"""The optimizers of torch whose states are slots of live tables: their names here, and which rows a step changes.
+
+Rows without a gradient that a step changes all the same were counted for each rule: docs/tables.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+Group = Mapping[str, Any]
+
+
+def _adam_keys(group: Group) -> list[str]:
+    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group.get("amsgrad") else [])]
+
+
+def _adam_reason(group: Group) -> str | None:
+    return "its moments move every row at each step"
+
+
+def _adagrad_reason(group: Group) -> str | None:
+    if group["weight_decay"]:
+        return "weight decay moves every row at each step"
+    return "with eps=0 or maximize, rows without a gradient change" if group["maximize"] or not group["eps"] else None
+
+
+def _sgd_reason(group: Group) -> str | None:
+    if group["weight_decay"] or group["momentum"]:
+        return f"{'weight decay' if group['weight_decay'] else 'momentum'} moves every row at each step"
+    return "with maximize, rows without a gradient may change" if group["maximize"] else None
+
+
+@dataclass(frozen=True)
+class TorchRule:
+    """One optimizer of torch.
+
+    Attributes:
+        prefix: of the names of its slots; its keys follow.
+        keys: of the states that have a value a row, by the settings of a group.
+        reason: why a step may change rows without a gradient, None where it does not.
+        refusal: why a group cannot be saved as a table, None where it can.
+    """
+
+    prefix: str
+    keys: Callable[[Group], list[str]]
+    reason: Callable[[Group], str | None]
+    refusal: Callable[[Group], str | None] = lambda group: None
+
+    def slots(self, group: Group) -> dict[str, str]:
+        """Return key of a state -> slot."""
+        return {key: f"{self.prefix}_{_SLOTS.get(key, key)}" for key in self.keys(group)}
+
+
+_SLOTS = {"momentum_buffer": "momentum"}
+_RULES: Mapping[type[Optimizer], TorchRule] = {  # of exactly these classes: a subclass may do anything
+    optim.SparseAdam: TorchRule("sparse_adam", _adam_keys, lambda group: None),
+    optim.Adam: TorchRule("sparse_adam", _adam_keys, _adam_reason),
+    optim.AdamW: TorchRule("sparse_adamw", _adam_keys, _adam_reason),
+    optim.Adagrad: TorchRule("sparse_adagrad", lambda group: ["sum"], _adagrad_reason),
+    optim.SGD: TorchRule(
+        "sparse_sgd",
+        lambda group: ["momentum_buffer"] if group["momentum"] else [],
+        _sgd_reason,
+        lambda group: "dampening spares its first step" if group["momentum"] and group["dampening"] else None,
+    ),
+}
+KNOWN = tuple(kind.__name__ for kind in _RULES)
+
+
+def rule_of(optimizer: Optimizer) -> TorchRule | None:
+    """Return what is known of an optimizer, None where that is nothing."""
+    return _RULES.get(type(optimizer))
+
+
+def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: TorchRule) -> None:
+    """Give a parameter the state that its first step would make, so that its slots are there from the beginning."""
+    state = optimizer.state[parameter]
+    for key in rule.keys(group):
+        if state.get(key) is None:
+            state[key] = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+    if "step" not in state and not isinstance(optimizer, optim.SGD):
+        state["step"] = 0 if isinstance(optimizer, optim.SparseAdam) else _zero_step(group, parameter)
+
+
+def set_step(optimizer: Optimizer, parameter: Tensor, step: int) -> None:
+    """Set the steps of a parameter, in place where torch keeps them in a tensor."""
+    state = optimizer.state[parameter]
+    if isinstance(state.get("step"), Tensor):
+        state["step"].fill_(step)
+    elif "step" in state:
+        state["step"] = step
+
+
+def _zero_step(group: Group, parameter: Tensor) -> Tensor:
+    """Return the step 0 as torch makes it."""
+    is_on_device = group.get("capturable") or group.get("fused")
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group.get("fused") else torch.float32
+    return torch.zeros((), dtype=dtype, device=parameter.device if is_on_device else None)

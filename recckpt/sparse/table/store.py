@@ -1,0 +1,84 @@
+"""What savers take of a table whose rows change through one door: snapshots, and marks of what has changed."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.mark_set import HasMarkSets
+from recckpt.sparse.table.snapshot import Snapshot
+
+
+class StoredIds(Protocol):
+    """The ids of the rows of a store, on the CPU."""
+
+    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the ids of the rows [begin, end), piece by piece."""
+
+    def gather(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Return the ids of ``rows``."""
+
+    def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of the ids of ``rows`` into ``target``."""
+
+    def to_tensor(self, n_rows: int) -> Tensor:
+        """Return the ids of the first rows."""
+
+
+class Store(ABC):
+    """Rows that change through one door, where snapshots copy and marks mark them before they do.
+
+    Attributes:
+        lock: is taken by whoever changes rows, and by whoever takes a snapshot.
+    """
+
+    lock: threading.RLock
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    @property
+    @abstractmethod
+    def ids(self) -> StoredIds:
+        """The ids in row order, on the CPU."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> Mapping[str, Column]:
+        """The slots by name."""
+
+    @property
+    @abstractmethod
+    def saved_columns(self) -> Mapping[str, Column]:
+        """The columns that a checkpoint has of these rows, by the names of slots."""
+
+    @abstractmethod
+    def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
+        """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
+
+    @abstractmethod
+    def track(self, marks: HasMarkSets) -> None:
+        """Note in these marks, for as long as somebody has them, all that changes."""
+
+
+class StoredTable(Protocol):
+    """A table whose rows are in a :class:`Store`."""
+
+    name: str
+
+    @property
+    def store(self) -> Store:
+        """The rows."""
+
+
+def is_stored(table: object) -> TypeGuard[StoredTable]:
+    """Say whether the rows of a table are in a :class:`Store`: of our own tables, and of live ones."""
+    return isinstance(getattr(table, "store", None), Store)
