@@ -120,7 +120,9 @@ class Saver(Registration):
         refuse_checkpoint(storage)
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         live = arguments.live_tables_of(model, tables)
-        extra = extra_registry(lambda obj: by_name(obj, lambda: parameters_of(model), live.is_live))
+        extra = extra_registry(
+            lambda obj: by_name(obj, lambda: parameters_of(model), lambda one: live.is_live(one, obj))
+        )
         self._extra, self._io_state = extra, io_registry()
         self.trainers = Trainers(model, sparse_optim, extra, choice, live)
         self._live = Live(model, sparse_optim, extra, self._io_state, choice, self.trainers, live)

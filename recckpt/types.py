@@ -109,6 +109,15 @@ class Box:
         return tuple(first + (end - first) * i // self.n_replicas for i in (self.replica, self.replica + 1))  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class IdRange:
+    """The ids [begin, end) of a table whose ids are 0 to ``size - 1``: what one rank saves of it."""
+
+    begin: int
+    end: int
+    size: int
+
+
 class Door(Protocol):
     """Through which an adapter says what is about to change in a live table. Thread-safe; recckpt implements it.
 
@@ -169,6 +178,14 @@ class LiveTable(Protocol):
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
         """Take over scalars and settings after a load, once its last row is in the tensors."""
+
+
+@runtime_checkable
+class WatchedTable(LiveTable, Protocol):
+    """A live table that notices some of the changes that it has not announced."""
+
+    def look(self) -> None:
+        """Call ``replaced`` of the door if there were any since it last looked; from any thread, beside training."""
 
 
 def is_optimizer_slot(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,11 +10,13 @@ from torch import Tensor
 
 from recckpt.errors import LiveTableError
 from recckpt.live.store import LiveStore
-from recckpt.types import EMBEDDING, LiveTable, check_table_name
+from recckpt.types import EMBEDDING, IdRange, LiveTable, WatchedTable, check_table_name
+
+Int64s = npt.NDArray[np.int64]
 
 
 class AttachedTable:
-    """A live table whose changes are announced from now on, until this is closed or garbage.
+    """A live table whose changes are announced from now on, for as long as somebody has this, or until it is closed.
 
     Args:
         live: the table.
@@ -30,8 +31,37 @@ class AttachedTable:
     def __init__(self, live: LiveTable, *, is_announced: bool = True) -> None:
         self.name, self.live = check_table_name(live.name), live
         self.store = LiveStore(live, is_announced=is_announced)
-        self.close = weakref.finalize(self, live.attach(self.store))
-        self.close.atexit = False
+        # Not at the end of this object, which may come in the middle of a step: hooks cannot be removed while they are
+        # called. Those without a door do nothing.
+        self._detach = live.attach(self.store)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the announcements; the table can be saved and loaded no more."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._detach()
+
+    def prepare(self) -> None:
+        """Bring the memory up to date, in the thread that calls the saver, before it is read or written.
+
+        Raises:
+            LiveTableError: this is closed, or the table cannot be read now.
+        """
+        if self._is_closed:
+            raise LiveTableError(f"table {self.name!r}: it was closed, and nobody notes its changes; call live_tables")
+        self.live.prepare()
+
+    def look(self) -> None:
+        """Take all rows for changed, and fail snapshots, where something wrote that was not announced."""
+        if isinstance(self.live, WatchedTable):
+            self.live.look()
+
+    @property
+    def share(self) -> IdRange:
+        """The rows that this rank saves, by their ids."""
+        first = self.store.ids.first
+        return IdRange(first, first + len(self.store), self.live.n_rows)
 
     def __len__(self) -> int:
         return len(self.store)
@@ -61,23 +91,26 @@ class AttachedTable:
         """Set slots of the rows of ``ids``, all different, where they lie; from any thread.
 
         Raises:
-            LiveTableError: there is no such row.
+            LiveTableError: there is no such row on this rank.
         """
-        self.check(ids.numpy())
-        self.store.write(ids.numpy() - self.store.ids.first, values)
+        first, end = self.store.box.rows
+        self._refuse_outside(ids.numpy(), first, end)
+        self.store.write(ids.numpy() - first, values)
 
-    def check(self, ids: npt.NDArray[np.int64]) -> None:
-        """Refuse ids that have no row here.
+    def check(self, ids: Int64s) -> None:
+        """Refuse ids that have no row on any rank.
 
         Raises:
             LiveTableError: there are some; says how many, and the first.
         """
-        first, n = self.store.ids.first, len(self)
-        outside = ids[(ids < first) | (ids >= first + n)]
+        self._refuse_outside(ids, 0, self.live.n_rows)
+
+    def _refuse_outside(self, ids: Int64s, first: int, end: int) -> None:
+        outside = ids[(ids < first) | (ids >= end)]
         if len(outside):
             raise LiveTableError(
                 f"table {self.name!r}: found {len(outside)} ids without a row, such as {int(outside[0])}, expected ids "
-                f"from {first} to {first + n - 1}"
+                f"from {first} to {end - 1}: make the table larger, or drop them by 'out_of_range': 'skip' in load_conf"
             )
 
     def clear(self) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.dense.optimizer_class import updater
+from recckpt.dense.sharded import is_sharded
 from recckpt.errors import LiveTableError
 from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.live.torch_rules import KNOWN, rule_of
-from recckpt.sparse.split import parameters_of
+from recckpt.sparse.split import parameters_of, unwrapped, wrappers_in
 from recckpt.text import nearest
 from recckpt.types import LiveTable, check_table_name
 
@@ -28,6 +30,7 @@ class FoundTable:
         weights: the parameters that are its rows.
         marks: how its changes are known: ``"gradient"``, or ``"none"`` where each save holds all rows.
         is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
+        optimizer: that trains it; None where it is frozen, or updates itself.
         why: why that is not the best; None where it is.
     """
 
@@ -38,7 +41,12 @@ class FoundTable:
     weights: tuple[Tensor, ...]
     marks: str
     is_announced: bool
+    optimizer: Optimizer | None = None
     why: str | None = None
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Say whether the table has the states that an optimizer keeps of its weights."""
+        return self.is_announced if self.optimizer is None else updater(optimizer) is self.optimizer
 
 
 def find_tables(
@@ -60,11 +68,7 @@ def find_tables(
     keys: dict[int, tuple[str, ...]] = {}
     for key, parameter in parameters_of(model):
         keys[id(parameter)] = (*keys.get(id(parameter), ()), key)
-    embeddings = {
-        keys[id(module.weight)][0].removesuffix(".weight"): module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in keys
-    }
+    embeddings = _embeddings(model, keys)
     for path in (*names, *exclude):
         if path not in embeddings:
             problems.append(f"{path!r} is not the path of an embedding{nearest(path, embeddings)}")
@@ -75,6 +79,10 @@ def find_tables(
             left[path] = f"{len(module.weight)} rows, fewer than min_rows={min_rows}"
             continue
         try:
+            if id(module.weight) not in keys:
+                raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved")
+            if is_sharded(module.weight):
+                raise LiveTableError("its weight is sharded over ranks, and saved in pieces")
             name = check_table_name(names.get(path, path))
             tables.append(_torch_table(name, path, module, keys[id(module.weight)], optimizers))
         except LiveTableError as error:
@@ -98,7 +106,8 @@ def _torch_table(
         LiveTableError: its weight is to stay a dense tensor; says why.
     """
     weight = module.weight
-    own = [one for one in optimizers for group in one.param_groups if any(weight is each for each in group["params"])]
+    inner = [one if _is_zero(one) else updater(one) for one in optimizers]
+    own = [one for one in inner for group in one.param_groups if any(weight is each for each in group["params"])]
     if len(own) > 1:
         raise LiveTableError(f"{len(own)} of the optimizers train it, expected one")
     optimizer = own[0] if own else None
@@ -114,7 +123,26 @@ def _torch_table(
     live = TorchEmbedding(name, module, optimizer, rule)
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
     marks, kind = "none" if why else "gradient", type(module).__name__
-    return FoundTable(live, path, kind, keys, (weight,), marks, is_announced=optimizer is not None, why=why)
+    return FoundTable(
+        live, path, kind, keys, (weight,), marks, is_announced=optimizer is not None, optimizer=optimizer, why=why
+    )
+
+
+def _embeddings(model: nn.Module, keys: Mapping[int, tuple[str, ...]]) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Return the embeddings of a model by path; those of a tied weight are one."""
+    wrappers = wrappers_in(model)
+    embeddings: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            of_weight = keys.get(id(module.weight))
+            path = of_weight[0].removesuffix(".weight") if of_weight else unwrapped(name, wrappers)
+            embeddings.setdefault(path, module)
+    return embeddings
+
+
+def _is_zero(optimizer: Optimizer) -> bool:
+    """Say whether the optimizer that updates has a part of the parameters only."""
+    return callable(getattr(optimizer, "consolidate_state_dict", None))
 
 
 def _repeated(tables: Sequence[FoundTable]) -> list[str]:

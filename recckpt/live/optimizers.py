@@ -33,7 +33,9 @@ class RowOptimizers:
         """Return the slots of all optimizers, the steps by the names of tables, and the groups."""
         own = self._sparse_optim.state_dict() if self._sparse_optim is not None else {}
         slots = {slot for table in self._tables.values() for slot in table.live.tensors() if slot != EMBEDDING}
-        steps = {name: {"step": int(step)} for name, table in self._tables.items() if (step := _step(table.live))}
+        steps = {
+            name: {"step": int(step)} for name, table in self._tables.items() if (step := _step(table.live)) is not None
+        }
         return {
             "slots": [*own.get("slots", ()), *sorted(slots - {*own.get("slots", ())})],
             "state": {**own.get("state", {}), **steps},

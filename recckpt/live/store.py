@@ -53,14 +53,15 @@ class LiveStore(Store):
 
     Attributes:
         lock: is taken while rows are announced, and while a snapshot is taken.
+        box: what of the table is on this rank; of equal copies each saves a part, and a load fills all of them.
     """
 
     def __init__(self, table: LiveTable, *, is_announced: bool = True) -> None:
         self.lock = threading.RLock()
         self._table, self._is_announced, self._observers = table, is_announced, Observers()
-        self._box = table.box()
-        first, end = self._box.own_rows
-        self._begin = first - self._box.rows[0]  # of the rows of the box
+        self.box = table.box()
+        first, end = self.box.own_rows
+        self._begin = first - self.box.rows[0]  # of the rows of the box
         self._ids = RowRange(first, end - first)
         self._failure: Exception | None = None
         self._memory: dict[str, _Place] = {}  # slot -> where it was at the last snapshot
@@ -76,23 +77,17 @@ class LiveStore(Store):
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """The slots by name."""
-        return self.saved_columns
-
-    @property
-    def saved_columns(self) -> Mapping[str, Column]:
-        """The slots by name, over the memory of now.
+        """The slots by name, over the memory of now, with all rows of the box.
 
         Raises:
             LiveTableError: a tensor is not one that can be saved.
         """
-        tensors = self._table.tensors()
-        problems = [problem for name, tensor in tensors.items() if (problem := self._problem(name, tensor))]
-        if EMBEDDING not in tensors:
-            problems.append(f"found the slots {sorted(tensors)}, expected {EMBEDDING!r} among them")
-        if problems:
-            raise LiveTableError(f"table {self._table.name!r}: {'; '.join(problems)}")
-        return {name: self._column(name, tensor) for name, tensor in tensors.items()}
+        return self._columns(0, self.box.rows[1] - self.box.rows[0])
+
+    @property
+    def saved_columns(self) -> Mapping[str, Column]:
+        """The same, with the rows that this rank saves."""
+        return self._columns(self._begin, len(self))
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         """Return the rows as they are now, which stay so.
@@ -116,10 +111,11 @@ class LiveStore(Store):
             self._observers.track(marks)
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set slots of rows, all different, where they lie."""
+        """Set slots of rows of the box, all different, where they lie."""
         with self.lock:
-            columns = self._noted_columns()
-            self._observers.announce(rows, len(self), with_ids=False)
+            self._noted_columns()
+            columns = self.columns
+            self._observers.announce(self._own(rows), len(self), with_ids=False)
             for name, tensor in values.items():
                 columns[name].scatter(rows, tensor)
 
@@ -138,7 +134,7 @@ class LiveStore(Store):
         """Let snapshots copy all rows that are still to be written, and marks take all for changed."""
         try:
             with self.lock:
-                for rows in self._all_rows() if self._observers.has_snapshot else ():
+                for rows in self._all_rows() if self._is_announced and self._observers.has_snapshot else ():
                     self._observers.keep(rows, with_ids=False)
                 self._observers.replaced()
         except Exception as error:
@@ -148,10 +144,13 @@ class LiveStore(Store):
         """Let marks take all rows for changed, and fail the snapshots: what they would read has been overwritten."""
         with self.lock:
             self._observers.replaced()
+            if not self._is_announced:  # then snapshots are copies
+                return
             self._observers.fail_snapshots(
                 LiveTableError(
-                    f"table {self._table.name!r} was overwritten while it was being saved, by something other than its "
-                    "optimizer: save before, or wait for the save"
+                    f"table {self._table.name!r}: its rows were changed while they were being saved, by something that "
+                    "recckpt does not see, which is not the optimizer that live_tables was given: call saver.settle() "
+                    "before such a change, or give live_tables the optimizer that makes it"
                 )
             )
 
@@ -172,21 +171,30 @@ class LiveStore(Store):
 
     def _own(self, rows: Int64s) -> Int64s:
         """Return those rows of the box that this rank saves, counted from the first of them."""
-        if len(self) == self._box.rows[1] - self._box.rows[0]:
-            return rows
         own = rows - self._begin
         return own[(own >= 0) & (own < len(self))]
 
     def _all_rows(self) -> Iterator[Int64s]:
         return (np.arange(i, min(i + _PIECE_ROWS, len(self))) for i in range(0, len(self), _PIECE_ROWS))
 
-    def _column(self, name: str, tensor: Tensor) -> Column:
-        spec = SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:]))
-        return Column.over(spec, tensor.detach()[self._begin : self._begin + len(self)])
+    def _columns(self, begin: int, n_rows: int) -> Mapping[str, Column]:
+        """Return so many rows of the box, from ``begin`` on."""
+        tensors = self._table.tensors()
+        problems = [problem for name, tensor in tensors.items() if (problem := self._problem(name, tensor))]
+        if EMBEDDING not in tensors:
+            problems.append(f"found the slots {sorted(tensors)}, expected {EMBEDDING!r} among them")
+        if problems:
+            raise LiveTableError(f"table {self._table.name!r}: {'; '.join(problems)}")
+        return {
+            name: Column.over(
+                SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:])), tensor.detach()[begin : begin + n_rows]
+            )
+            for name, tensor in tensors.items()
+        }
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
         """Return why a tensor cannot be saved."""
-        n_rows = self._box.rows[1] - self._box.rows[0]
+        n_rows = self.box.rows[1] - self.box.rows[0]
         form = f"{_dtype_name(tensor)} {tuple(tensor.shape)} on {tensor.device}"
         if _dtype_name(tensor) not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:
             return f"{name} is {form}, expected one of the dtypes {', '.join(ITEM_BYTES)}, and values in each row"

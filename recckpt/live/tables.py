@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.errors import LiveTableError
 from recckpt.live.attached import AttachedTable
 from recckpt.live.find import FoundTable, find_tables
 from recckpt.text import Table, count, plain
@@ -54,24 +55,61 @@ class LiveTables(Mapping[str, AttachedTable]):
 
         Raises:
             ValueError: a live table has the name of another table.
+            LiveTableError: the model has other weights by now.
         """
+        self._check_weights(dense)
         if twice := sorted(tables.keys() & self.keys()):
             raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
         keys = {key for found in self._found.values() for key in found.keys}
         return {**tables, **self}, {key: value for key, value in dense.items() if key not in keys}
 
-    def is_live(self, parameter: Tensor) -> bool:
-        """Say whether a parameter is the weight of a live table."""
-        return any(parameter is weight for found in self._found.values() for weight in found.weights)
+    def is_live(self, parameter: Tensor, optimizer: Optimizer) -> bool:
+        """Say whether what an optimizer keeps of a parameter is saved with the rows of a live table."""
+        return any(
+            parameter is weight and found.is_trained_by(optimizer)
+            for found in self._found.values()
+            for weight in found.weights
+        )
 
-    def without(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of named parameters that are not the weight of a live table."""
-        return ((name, parameter) for name, parameter in parameters if not self.is_live(parameter))
+    def without(self, parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Yield those of named parameters of which an optimizer has a state that is not saved with rows."""
+        return ((name, parameter) for name, parameter in parameters if not self.is_live(parameter, optimizer))
 
     def close(self) -> None:
-        """End the announcements: what changes from now on is no longer noticed."""
+        """Remove the hooks. Savers that have these tables refuse to save and load from now on; others can be made."""
         for table in self.values():
             table.close()
+        if (model := self.model) is not None and _made.get(id(model)) is self:
+            del _made[id(model)]
+
+    def check_same(self, tables: Sequence[FoundTable]) -> None:
+        """Refuse tables that are others than these.
+
+        Raises:
+            LiveTableError: they are.
+        """
+        before, now = (
+            {one.live.name: (one.path, one.optimizer) for one in some} for some in (self._found.values(), tables)
+        )
+        if before != now:
+            raise LiveTableError(
+                "the model has live tables already, and others are asked for, or other optimizers train them: close() "
+                "those, and make another saver"
+            )
+
+    def _check_weights(self, dense: Mapping[str, Any]) -> None:
+        """Refuse a model that has another tensor in the place of a table, as once its vocabulary was resized."""
+        other = [
+            name
+            for name, found in self._found.items()
+            for key in found.keys
+            if isinstance(there := dense.get(key), Tensor) and not _is_same(there, self[name].live.tensors()[EMBEDDING])
+        ]
+        if other:
+            raise LiveTableError(
+                f"{', '.join(map(repr, dict.fromkeys(other)))}: the model has other weights than those that live_tables "
+                "took: close() the live tables, call live_tables once more, and make another saver"
+            )
 
     def __str__(self) -> str:
         rows = [_row(found) for found in self._found.values()]
@@ -95,8 +133,9 @@ def live_tables(
 ) -> LiveTables:
     """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
 
-    Nothing of the model is replaced; hooks announce which rows change. Call it once the model is wrapped and the
-    optimizers are made, before training and restoring; a second call for the same model gives the same tables.
+    Nothing of the model is replaced; hooks announce which rows change, for as long as somebody, such as a saver, has
+    the tables, or until they are closed. Call it on each rank once the model is wrapped and the optimizers are made,
+    before training and restoring; a second call for the same model gives the same tables. Not thread-safe.
 
     Args:
         model: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` are tables.
@@ -111,9 +150,6 @@ def live_tables(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
-    made = _made.get(id(model))
-    if made is not None and made.model is model:
-        return made
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     wrong = [type(one).__name__ for one in listed if not isinstance(one, Optimizer)]
     if wrong:
@@ -122,9 +158,17 @@ def live_tables(
     if not is_list(exclude) or not all(isinstance(path, str) for path in exclude):
         raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
     found, left = find_tables(model, listed, min_rows=min_rows, names=dict(names or {}), exclude=exclude)
+    made = _made.get(id(model))
+    if made is not None and made.model is model:
+        made.check_same(found)
+        return made
     tables = LiveTables(model, found, left)
     _made[id(model)] = tables
     return tables
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
 def _row(found: FoundTable) -> tuple[str, ...]:

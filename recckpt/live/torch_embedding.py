@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.errors import LiveTableError
 from recckpt.live.hooks import WeakDoor
+from recckpt.live.torch_announcer import TorchAnnouncer
 from recckpt.live.torch_rules import TorchRule, make_state, set_step
+from recckpt.parallel.ranks import rank_and_size
 from recckpt.types import EMBEDDING, Box, Door
-
-_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
 
 
 class TorchEmbedding:
@@ -31,8 +31,9 @@ class TorchEmbedding:
     ) -> None:
         self.name, self.n_rows = name, len(module.weight)
         self._module, self._optimizer, self._rule = module, optimizer, rule
-        if optimizer is not None and rule is not None:
-            make_state(optimizer, self._group, module.weight, rule)
+        self._rank, self._n_ranks = rank_and_size()
+        self._announcer = TorchAnnouncer()
+        self._make_state()
 
     @property
     def weight(self) -> Tensor:
@@ -42,34 +43,42 @@ class TorchEmbedding:
     @property
     def reason(self) -> str | None:
         """Why rows may change that have no gradient; None where none does."""
-        return self._rule.reason(self._group) if self._rule else None
+        return self._rule.reason(self._group) if self._rule and self._group else None
 
     def box(self) -> Box:
-        """Return all rows."""
-        return Box((0, self.n_rows))
+        """Return all rows: each rank has a copy of them, as of all weights that are not sharded."""
+        return Box((0, self.n_rows), replica=self._rank, n_replicas=self._n_ranks)
 
     def prepare(self) -> None:
-        """Do nothing: the memory is what it seems."""
+        """Look for writes that nobody announced, and give a new weight, or a setting, the states that it needs.
+
+        Raises:
+            LiveTableError: the module has another weight by now, which its optimizer does not train.
+        """
+        if self._optimizer is not None and not self._group:
+            raise LiveTableError(
+                f"table {self.name!r}: its module has another weight than {type(self._optimizer).__name__} trains: give "
+                "the optimizer that one, or close() the live tables and call live_tables once more"
+            )
+        self._announcer.guard.settle()
+        self._make_state()
+
+    def look(self) -> None:
+        """Look for writes that nobody announced."""
+        self._announcer.guard.look()
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the weight and the states of the optimizer that have a value a row."""
         tensors = {EMBEDDING: self.weight.detach()}
-        if self._optimizer is not None and self._rule is not None:
-            state = self._optimizer.state.get(self.weight, {})
-            slots = self._rule.slots(self._group)
-            tensors |= {slot: state[key] for key, slot in slots.items() if isinstance(state.get(key), Tensor)}
-        return tensors
+        slots = self._rule.slots(self._group) if self._rule and self._group else {}
+        return tensors | {
+            slot: self._state[key] for key, slot in slots.items() if isinstance(self._state.get(key), Tensor)
+        }
 
     def attach(self, door: Door) -> Callable[[], object]:
         """Announce what a step, a load, and in forward passes ``max_norm`` are about to change."""
-        announcer = _Announcer(self, WeakDoor(door))
-        module: Any = self._module
-        handles = [module.register_load_state_dict_pre_hook(announcer.before_load)]
-        if self._optimizer is not None:
-            handles.append(self._optimizer.register_step_pre_hook(announcer.before_step))
-        if module.max_norm is not None:
-            handles.append(module.register_forward_pre_hook(announcer.before_forward))
-        return lambda: [handle.remove() for handle in handles]
+        self._announcer = TorchAnnouncer(self, WeakDoor(door))
+        return self._announcer.install(self._module, self._optimizer)
 
     def scalars(self) -> Mapping[str, int | float]:
         """Return the steps of the optimizer."""
@@ -88,7 +97,15 @@ class TorchEmbedding:
             set_step(self._optimizer, self.weight, int(scalars["step"]))
         group = self._group
         for key in group.keys() & settings.keys() - {"params"}:
-            group[key] = settings[key]
+            if isinstance(group[key], Tensor):  # as lr may be, for a compiled step
+                group[key].fill_(settings[key])
+            else:
+                group[key] = settings[key]
+        self._make_state()
+
+    def _make_state(self) -> None:
+        if self._optimizer is not None and self._rule is not None and self._group:
+            make_state(self._optimizer, self._group, self.weight, self._rule)
 
     @property
     def _state(self) -> Mapping[str, Any]:
@@ -99,45 +116,3 @@ class TorchEmbedding:
         """The group of the optimizer that has the weight."""
         groups = self._optimizer.param_groups if self._optimizer is not None else ()
         return next((group for group in groups if any(one is self.weight for one in group["params"])), {})
-
-
-class _Announcer:
-    """The hooks of one table; they never raise."""
-
-    def __init__(self, table: TorchEmbedding, door: WeakDoor) -> None:
-        self._table, self._door = table, door
-
-    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Announce the rows that have a gradient; where a closure makes it, once that has."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._announce_gradient()
-            return None
-
-        def announcing() -> Any:
-            loss = closure()
-            self._announce_gradient()
-            return loss
-
-        return ((args[0], announcing, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"})
-
-    def before_load(self, *args: Any) -> None:
-        """Announce that a state dict is about to be loaded."""
-        self._door.announce_all()
-
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Announce the rows that ``max_norm`` may shorten."""
-        self._door.announce(args[0])
-
-    def _announce_gradient(self) -> None:
-        grad = self._table.weight.grad
-        if grad is None:
-            return  # torch's optimizers leave such a parameter as it is
-        if self._table.reason is not None:
-            self._door.announce_all()
-        elif grad.is_sparse:
-            self._door.announce(grad._indices()[0])
-        else:
-            # By bits: a gradient of -0.0 may turn a weight of -0.0 into 0.0.
-            bits = grad.detach().contiguous().view(_INT[grad.element_size()])
-            self._door.announce(bits.flatten(1).any(1).nonzero())

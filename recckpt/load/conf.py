@@ -34,6 +34,7 @@ class Entry:
         strict: whether names must match both ways; None: those of ``dense``, where that group is named.
         on_mismatch: table or tensor pattern -> what to do where dtype or shape differ; a name goes before patterns.
         where: which rows are taken.
+        out_of_range: what becomes of ids that a table with a fixed number of rows has no row for.
         is_own: whether this is the run's own output dir, from which a run is resumed.
         keeps_settings: whether hyper-parameters of optimizers, and base rates of schedulers, stay those of this run.
         only: the names that may be taken at all, None for any.
@@ -50,6 +51,7 @@ class Entry:
     strict: bool | None = None
     on_mismatch: tuple[tuple[Pattern, str], ...] = ()
     where: RowFilter = field(default_factory=RowFilter)
+    out_of_range: str = "error"
     is_own: bool = False
     keeps_settings: bool = False
     only: frozenset[Name] | None = None
@@ -182,6 +184,12 @@ def _on_mismatch(value: Any) -> tuple[tuple[Pattern, str], ...]:
     return tuple((Pattern(str(name)), str(action)) for name, action in actions.items())
 
 
+def _out_of_range(value: Any) -> str:
+    if value not in ("error", "skip"):
+        raise ValueError(f"found {value!r}, expected 'error' or 'skip'")
+    return str(value)
+
+
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "load": _patterns,
     "exclude": _patterns,
@@ -193,4 +201,5 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "strict": _flag,
     "on_mismatch": _on_mismatch,
     "where": parse_row_filter,
+    "out_of_range": _out_of_range,
 }

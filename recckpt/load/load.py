@@ -216,6 +216,7 @@ def _table_loads(
             where=source.at.entry.where,
             is_update=there in source.updates,
             ages=targets[name].ages(source.at.checkpoint.manifest, step, entries[there].clock),
+            skips_outside=source.at.entry.out_of_range == "skip",
         )
         for (name, there), pairs in slots.items()
     ]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from recckpt.dense.registered import Registry
 from recckpt.format.manifest import Manifest
 from recckpt.format.names import ID, Pattern
+from recckpt.live.attached import AttachedTable
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.load import load as loading
 from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
@@ -187,7 +188,15 @@ def _whole_restore(
     taken = {(item.name.text, item.source) for item in items if item.offer is not None and item.name.is_slot}
     saved = {(name, name) for name in _slots(source.checkpoint.manifest)}
     names = {table.name for table in source.checkpoint.manifest.tables}
-    return source if _takes_all(source.entry) and taken == saved and names == tables.keys() else None
+    is_whole = _takes_all(source.entry) and taken == saved and names == tables.keys()
+    return source if is_whole and not _lacks_rows(tables, source.checkpoint.manifest) else None
+
+
+def _lacks_rows(tables: Mapping[str, SavableTable], manifest: Manifest) -> bool:
+    """Say whether a live table has rows that the checkpoint does not have, which stay as they are."""
+    rows = {table.name: table.rows for table in manifest.tables}
+    live = (table for table in tables.values() if isinstance(table, AttachedTable))
+    return any(rows[table.name] != table.live.n_rows for table in live)
 
 
 def _takes_all(entry: Entry) -> bool:

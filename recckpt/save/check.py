@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from recckpt.format.buckets import Slice
+from recckpt.live.attached import AttachedTable
 from recckpt.save.arguments import check_trained
 from recckpt.save.job import Live
 from recckpt.save.room import estimated_bytes
-from recckpt.types import SavableTable
+from recckpt.types import IdRange, SavableTable
 
-Owned = Mapping[Slice | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
+Owned = Mapping[Slice | IdRange | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def check(live: Live, tables: Mapping[str, SavableTable], dense: Mapping[str, An
 
 
 def _owned(tables: Mapping[str, SavableTable]) -> Owned:
-    names: dict[Slice | None, list[str]] = {}
+    names: dict[Slice | IdRange | None, list[str]] = {}
     for name, table in tables.items():
-        names.setdefault(getattr(table, "slice", None), []).append(name)
+        own = table.share if isinstance(table, AttachedTable) else getattr(table, "slice", None)
+        names.setdefault(own, []).append(name)
     return {own: tuple(of_slice) for own, of_slice in names.items()}

@@ -12,7 +12,7 @@ from recckpt.errors import RecckptError
 from recckpt.save.check import Owned
 from recckpt.save.choice import Choice
 from recckpt.save.full_or_delta import FULL, DeltaProposal, Kind, agreed_kind, spared_bytes
-from recckpt.save.owners import why_shared
+from recckpt.save.owners import why_missing, why_shared
 from recckpt.save.room import Room, shortage
 from recckpt.save.save_info import SaveInfo
 
@@ -166,7 +166,8 @@ def _difference(proposals: Sequence[Proposal]) -> Refusal | None:
     unmatched = frozenset.intersection(*(each.unmatched for each in proposals))
     if unmatched:
         return Refusal(0, Phase.AGREE, ValueError("; ".join(sorted(unmatched))))
-    problem = why_shared([each.owned for each in proposals]) if len(proposals) > 1 else None
+    owned = [each.owned for each in proposals]
+    problem = (why_shared(owned) if len(proposals) > 1 else None) or why_missing(owned)
     return None if problem is None else Refusal(0, Phase.AGREE, ValueError(problem))
 
 

@@ -1,4 +1,4 @@
-"""Whether each id of a table belongs to one rank; pure."""
+"""Whether each id of a table belongs to one rank, and each row of a live one to any; pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from recckpt.save.check import Owned
+from recckpt.types import IdRange
 
+_LIVE_REMEDY = "start the process group before live_tables is called on each rank, and save with all ranks"
 _Range = tuple[float, float, int]  # part of the ids from 0 to 1, and the rank that owns it
 
 
@@ -37,6 +39,8 @@ def why_shared(owned: Sequence[Owned]) -> str | None:
             problems.append(f"table {name!r}: ranks {min(two)} and {max(two)} own the same ids")
     if not problems:
         return None
+    if any(isinstance(own, IdRange) for of_rank in owned for own in of_rank):
+        return f"{'; '.join(problems)}: {_LIVE_REMEDY}"
     return (
         f"{'; '.join(problems)}: an id belongs to one rank, or it is saved several times and cannot be loaded; "
         "make the table a recckpt.sparse.ShardedHashTable, or give it slice=gen_slice(rank, ranks)"
@@ -49,3 +53,20 @@ def _overlap(ranges: list[_Range]) -> tuple[int, int] | None:
         if begin < end:
             return one, other
     return None
+
+
+def why_missing(owned: Sequence[Owned]) -> str | None:
+    """Return which rows of live tables no rank saves, and what to do; None where there are none."""
+    ranges: dict[tuple[str, int], list[IdRange]] = {}
+    for of_rank in owned:
+        for own, names in of_rank.items():
+            for name in names if isinstance(own, IdRange) else ():
+                ranges.setdefault((name, own.size), []).append(own)
+    problems = [
+        f"table {name!r}: found {n_saved} rows on {len(owned)} ranks, expected {size}"
+        for (name, size), of_table in sorted(ranges.items())
+        if (n_saved := sum(own.end - own.begin for own in of_table)) < size
+    ]
+    if not problems:
+        return None
+    return f"{'; '.join(problems)}: {_LIVE_REMEDY}"

@@ -30,6 +30,7 @@ from recckpt.save.job import Live
 from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.marks import Frozen, Tracker
+from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import is_stored
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import SavableTable
@@ -55,6 +56,7 @@ class Staged:
     n_evicted: int = 0  # rows that tables of ours have evicted by then
     evicted_to: dict[str, int | None] = field(default_factory=dict)  # tables of ours by name: up to which step
     clock: dict[str, ClockDates | None] = field(default_factory=dict)  # the same: when the clock has dated rows
+    live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables, as they are read
 
     @property
     def sparse_bytes(self) -> int:
@@ -72,7 +74,7 @@ class Staged:
         """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
         for table in tables.values():
             if isinstance(table, AttachedTable):
-                table.live.prepare()
+                table.prepare()
             with table.store.lock if is_stored(table) else nullcontext():  # slots and rows of one moment
                 of_table = choice.of_table(table)
                 chosen = None if of_table.is_everything else of_table.of(table.name, slots_of_table(table))
@@ -85,8 +87,20 @@ class Staged:
                     self.tables.append(self.frozen[table.name].snapshot)
                 else:
                     self.tables.append(source_to_save(table, slots, detached=detached))
+            if isinstance(table, AttachedTable) and isinstance(self.tables[-1], Snapshot):
+                self.live.append((table, self.tables[-1]))
             if chosen is not None:
                 self.choices[table.name] = chosen
+
+    def check_live(self) -> None:
+        """Make sure that all that was read of live tables is what was staged.
+
+        Raises:
+            LiveTableError: something has written to them meanwhile that was not announced.
+        """
+        for table, snapshot in self.live:
+            table.look()
+            snapshot.check()
 
     def written_as(self, kind: Kind) -> Staged:
         """Return what is to be written; a delta keeps only the rows that have changed, and releases the others."""

@@ -116,7 +116,7 @@ class Trainers:
         if any(saver._saves(optimizer) for saver in _alive(_savers)):
             return []
         left = set(_values_of(optimizer))
-        dense = self._live_tables.without(parameters_of(self._model))
+        dense = self._live_tables.without(parameters_of(self._model), optimizer)
         return [name for name, parameter in dense if id(parameter) in left]
 
     def _saves(self, optimizer: Optimizer) -> bool:

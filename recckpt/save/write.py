@@ -83,6 +83,7 @@ class RankWriter:
         with Outbox(to.storage, to.transfers) as outbox:
             shard = self._write_to(outbox, staged, progress)
             record, tables = shard.record(), _written_tables(staged, shard.catalog)
+            staged.check_live()
             staged.release()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
         n_bytes, write_sec = sum(file.n_bytes for file in record.files), time.perf_counter() - begin

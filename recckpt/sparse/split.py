@@ -55,13 +55,13 @@ def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]
         ValueError: as :func:`split_sparse_dense_state_dict`.
     """
     state, wrappers = model.state_dict(), wrappers_in(model)
-    return split_sparse_dense_state_dict({_unwrapped(key, wrappers): value for key, value in state.items()})
+    return split_sparse_dense_state_dict({unwrapped(key, wrappers): value for key, value in state.items()})
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model by the names that they have without wrappers; a tied one by each of them."""
     wrappers, named = wrappers_in(model), model.named_parameters(remove_duplicate=False)
-    return ((_unwrapped(name, wrappers), parameter) for name, parameter in named)
+    return ((unwrapped(name, wrappers), parameter) for name, parameter in named)
 
 
 def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -84,7 +84,8 @@ def _inner(module: nn.Module) -> str:
     return "_orig_mod." if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else ""
 
 
-def _unwrapped(name: Any, wrappers: list[tuple[str, str]]) -> Any:
+def unwrapped(name: Any, wrappers: list[tuple[str, str]]) -> Any:
+    """Return the name of a parameter or a module without the wrappers of :func:`wrappers_in`."""
     for before, inner in reversed(wrappers):
         if isinstance(name, str) and name.startswith(before + inner):
             name = before + name[len(before + inner) :]

@@ -29,6 +29,7 @@ class TableLoad:
     where: RowFilter
     is_update: bool  # whether the table holds what older links give, and nothing has changed since it was loaded
     ages: Ages
+    skips_outside: bool = False  # whether ids that the table cannot have a row of are left out; otherwise refused
 
     @property
     def table(self) -> SavableTable:

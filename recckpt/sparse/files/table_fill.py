@@ -32,7 +32,6 @@ class TableFiller:
         self._target, self._lock = load.target, load.target.lock
         self.n_rows = self.n_filtered = 0
         self._where = load.where.of([spec.name for spec in load.entry.slots])
-        self._slice = load.target.slice
         self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
         self._known = KnownIds()
         self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
@@ -99,8 +98,9 @@ class TableFiller:
 
     def check(self, rows: BatchRows) -> int:
         """Refuse rows as ``fill`` would, before ``start``, and change nothing."""
+        if not self.load.skips_outside:
+            self._target.check(rows.ids)
         ids, _ = self._owned(rows.ids, {})
-        self._target.check(ids)
         self._new_rows(ids, {}, rows.path)
         return len(ids)
 
@@ -118,7 +118,7 @@ class TableFiller:
         """Take rows that the table owns."""
         if not self._is_set and (self.load.with_rows or self._n_links > 1):
             ids, rows = self._new_rows(ids, rows, path)
-        ids, rows = self._kept(ids, rows)
+        ids, rows = self._kept(*self._placed(ids, rows))
         self._touched = True
         values = self.load.ages.of_rows({slot: rows[there] for slot, there in self.load.slots.items()})
         if not self.load.with_rows:
@@ -136,15 +136,23 @@ class TableFiller:
 
     def _owned(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the table owns."""
-        if self._slice is None or self._target.owns_all:
-            return ids, rows
-        return _rows_of(ids, rows, np.flatnonzero(self._slice.owns(ids)))
+        owned = self._target.owned(ids)
+        return (ids, rows) if owned is None else _rows_of(ids, rows, owned)
 
     def _new_rows(self, ids: Int64s, rows: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that no newer link has named."""
         with self._lock, self._refusing(path):
             new = self._known.new_rows(ids)
         return _rows_of(ids, rows, new)
+
+    def _placed(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that the table can have; where the others are not refused, they count as filtered."""
+        placed = self._target.placed(ids) if self.load.skips_outside else None
+        if placed is None:
+            return ids, rows
+        with self._lock:
+            self.n_filtered += len(ids) - len(placed)
+        return _rows_of(ids, rows, placed)
 
     def _kept(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the filter keeps."""

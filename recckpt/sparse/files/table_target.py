@@ -61,6 +61,21 @@ class LoadTarget:
         """Return what becomes of the dates of rows of a checkpoint; arguments as of :func:`ages_of`."""
         return Ages()
 
+    def owned(self, ids: Int64s) -> Int64s | None:
+        """Return at which places there are ids that the table owns; None for all."""
+        if self.slice is None or self.slice.is_everything:
+            return None
+        return np.flatnonzero(self.slice.owns(ids))
+
+    def placed(self, ids: Int64s) -> Int64s | None:
+        """Return at which places there are ids that the table can have a row of; None for all."""
+        return None
+
+    @property
+    def owns_all(self) -> bool:
+        """Whether the table owns every id."""
+        return self.slice is None or self.slice.is_everything
+
     def check(self, ids: Int64s) -> None:
         """Refuse ids that the table cannot have a row of, before anything has changed."""
 

@@ -97,6 +97,10 @@ class PreImages:
     def _fail(self, error: Exception) -> None:
         self._failure, self._open = error, None
 
+    def check(self) -> None:
+        """Raise what :meth:`fail` was given, or RuntimeError where this is closed."""
+        self._opened()
+
     def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         """Copy rows of columns into a target each; after ``is_last`` they may change, and are not read again.
 
@@ -257,6 +261,10 @@ class Snapshot:
         """Let whoever reads from now on get this error: rows changed before they were copied aside."""
         self._slots.fail(error)
         self._ids.fail(error)
+
+    def check(self) -> None:
+        """Raise what :meth:`fail` was given: some of what was read may be of another moment."""
+        self._slots.check()
 
     def close(self) -> None:
         """Let the table go: nothing is copied aside any more, and nothing may be read."""

@@ -1,0 +1,119 @@
+"""The hooks that announce what is about to change in the weight of an embedding of torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recckpt.live.hooks import WeakDoor
+from recckpt.live.write_guard import WriteGuard
+
+if TYPE_CHECKING:
+    from recckpt.live.torch_embedding import TorchEmbedding
+
+_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
+
+
+class TorchAnnouncer:
+    """The hooks of one table; they never raise, and keep neither table nor optimizer alive.
+
+    A copy, as in a deep copy or a pickle of the model, does nothing.
+    """
+
+    def __init__(self, table: TorchEmbedding | None = None, door: WeakDoor | None = None) -> None:
+        self._reference, self._door = None if table is None else weakref.ref(table), door or WeakDoor()
+        self.guard = WriteGuard(self._tensors, self._door.replaced)
+
+    def install(self, module: Any, optimizer: Optimizer | None) -> Callable[[], object]:
+        """Hook a module and the optimizer that trains it; return what removes the hooks."""
+        handles = [
+            module.register_load_state_dict_pre_hook(self.before_load),
+            module.register_load_state_dict_post_hook(self.after_write),
+        ]
+        if optimizer is not None:
+            handles += [
+                optimizer.register_step_pre_hook(self.before_step),
+                optimizer.register_step_post_hook(self.after_write),
+            ]
+        if module.max_norm is not None:
+            handles += [
+                module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+                module.register_forward_hook(self.after_write, always_call=True),
+            ]
+        return lambda: [handle.remove() for handle in handles]
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Announce the rows that have a gradient; where a closure makes it, once that has."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._announce_step()
+            return None
+
+        def announcing() -> Any:
+            loss = closure()
+            self._announce_step()
+            return loss
+
+        return ((args[0], announcing, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"})
+
+    def before_load(self, *args: Any) -> None:
+        """Announce that a state dict is about to be loaded."""
+        with self._known_write():
+            self._door.announce_all()
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Announce the rows that ``max_norm`` may shorten."""
+        with self._known_write():
+            self._door.announce(args[0] if args else kwargs["input"])
+
+    def after_write(self, *args: Any) -> None:
+        """Take what was written for known."""
+        self.guard.end()
+
+    def _announce_step(self) -> None:
+        with self._known_write():
+            table = self._table
+            grad = table.weight.grad if table is not None else None
+            if table is None or grad is None:
+                return  # torch's optimizers leave such a parameter as it is
+            if table.reason is not None:
+                self._door.announce_all()
+            elif grad.is_sparse:
+                self._door.announce(grad._indices()[0])
+            else:
+                self._door.announce(_rows_of(grad))
+
+    @contextmanager
+    def _known_write(self) -> Iterator[None]:
+        """Announce in the block a write that follows it; an error there is that of the next save."""
+        try:
+            self.guard.begin()
+            yield
+        except Exception as error:
+            self._door.failed(error)
+
+    @property
+    def _table(self) -> TorchEmbedding | None:
+        return None if self._reference is None else self._reference()
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        table = self._table
+        return {} if table is None else table.tensors()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchAnnouncer:
+        return TorchAnnouncer()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TorchAnnouncer, ()
+
+
+def _rows_of(grad: Tensor) -> Tensor:
+    """Return the rows of a dense gradient that are not zero by bits: -0.0 may turn a weight of -0.0 into 0.0."""
+    bits = grad.detach().contiguous().view(_INT[grad.element_size()])
+    return bits.flatten(1).any(1).nonzero()
