@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class FoundTable:
         path: of its module.
         kind: of module.
         keys: of its weight in the state dict of the model.
-        weights: the parameters that are its rows.
+        weights: returns the parameters that are its rows by now.
         marks: how its changes are known: ``"gradient"``, or ``"none"`` where each save holds all rows.
         is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
         optimizer: that trains it; None where it is frozen, or updates itself.
@@ -38,7 +38,7 @@ class FoundTable:
     path: str
     kind: str
     keys: tuple[str, ...]
-    weights: tuple[Tensor, ...]
+    weights: Callable[[], tuple[Tensor, ...]]
     marks: str
     is_announced: bool
     optimizer: Optimizer | None = None
@@ -79,7 +79,7 @@ def find_tables(
             left[path] = f"{len(module.weight)} rows, fewer than min_rows={min_rows}"
             continue
         try:
-            if id(module.weight) not in keys:
+            if dict(module.named_parameters(recurse=False)).get("weight") is None:
                 raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved")
             if is_sharded(module.weight):
                 raise LiveTableError("its weight is sharded over ranks, and saved in pieces")
@@ -124,7 +124,15 @@ def _torch_table(
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
     marks, kind = "none" if why else "gradient", type(module).__name__
     return FoundTable(
-        live, path, kind, keys, (weight,), marks, is_announced=optimizer is not None, optimizer=optimizer, why=why
+        live,
+        path,
+        kind,
+        keys,
+        lambda: (live.weight,),
+        marks,
+        is_announced=optimizer is not None,
+        optimizer=optimizer,
+        why=why,
     )
 
 
@@ -134,7 +142,7 @@ def _embeddings(model: nn.Module, keys: Mapping[int, tuple[str, ...]]) -> dict[s
     embeddings: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            of_weight = keys.get(id(module.weight))
+            of_weight = keys.get(id(dict(module.named_parameters(recurse=False)).get("weight")))
             path = of_weight[0].removesuffix(".weight") if of_weight else unwrapped(name, wrappers)
             embeddings.setdefault(path, module)
     return embeddings

@@ -68,7 +68,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         return any(
             parameter is weight and found.is_trained_by(optimizer)
             for found in self._found.values()
-            for weight in found.weights
+            for weight in found.weights()
         )
 
     def without(self, parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -107,8 +107,8 @@ class LiveTables(Mapping[str, AttachedTable]):
         ]
         if other:
             raise LiveTableError(
-                f"{', '.join(map(repr, dict.fromkeys(other)))}: the model has other weights than those that live_tables "
-                "took: close() the live tables, call live_tables once more, and make another saver"
+                f"{', '.join(map(repr, dict.fromkeys(other)))}: the model has other weights than those that "
+                "live_tables took: close() the live tables, call live_tables once more, and make another saver"
             )
 
     def __str__(self) -> str:

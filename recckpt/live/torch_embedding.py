@@ -57,8 +57,8 @@ class TorchEmbedding:
         """
         if self._optimizer is not None and not self._group:
             raise LiveTableError(
-                f"table {self.name!r}: its module has another weight than {type(self._optimizer).__name__} trains: give "
-                "the optimizer that one, or close() the live tables and call live_tables once more"
+                f"table {self.name!r}: its module has another weight than {type(self._optimizer).__name__} trains: "
+                "give the optimizer that one, or close() the live tables and call live_tables once more"
             )
         self._announcer.guard.settle()
         self._make_state()

@@ -80,10 +80,14 @@ def rule_of(optimizer: Optimizer) -> TorchRule | None:
 
 def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: TorchRule) -> None:
     """Give a parameter the state that its first step would make, so that its slots are there from the beginning."""
+    keys = rule.keys(group)
+    if not keys:  # SGD without momentum: optimizer.state would get an empty entry
+        return
     state = optimizer.state[parameter]
-    for key in rule.keys(group):
+    for key in keys:
         if state.get(key) is None:
-            state[key] = torch.zeros_like(parameter.detach(), memory_format=torch.preserve_format)
+            first = group.get("initial_accumulator_value", 0.0) if key == "sum" else 0.0
+            state[key] = torch.full_like(parameter.detach(), first, memory_format=torch.preserve_format)
     if "step" not in state and not isinstance(optimizer, optim.SGD):
         state["step"] = 0 if isinstance(optimizer, optim.SparseAdam) else _zero_step(group, parameter)
 

@@ -60,8 +60,9 @@ def why_missing(owned: Sequence[Owned]) -> str | None:
     ranges: dict[tuple[str, int], list[IdRange]] = {}
     for of_rank in owned:
         for own, names in of_rank.items():
-            for name in names if isinstance(own, IdRange) else ():
-                ranges.setdefault((name, own.size), []).append(own)
+            if isinstance(own, IdRange):
+                for name in names:
+                    ranges.setdefault((name, own.size), []).append(own)
     problems = [
         f"table {name!r}: found {n_saved} rows on {len(owned)} ranks, expected {size}"
         for (name, size), of_table in sorted(ranges.items())

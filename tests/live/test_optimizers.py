@@ -1,0 +1,156 @@
+"""The optimizers of all rows as one: their steps and settings are saved once, and go back where they belong."""
+
+import copy
+
+import pytest
+import torch
+from support.live_runs import DIM, OPTIMIZERS, Run, assert_same
+from torch import nn, optim
+
+from recckpt import CheckpointManager, Deltas, Saver
+from recckpt.live import live_tables
+from recckpt.sparse import HashTable, SparseAdagrad
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize("n_before", [0, 3])
+def test_steps_and_settings_are_restored(tmp_path, rule, n_before):
+    run = Run(tmp_path, rule)
+    run.train(n_before)
+    run.saver.save("a")
+    state = run.state()
+    run.row_optim.param_groups[0]["lr"] = 9.0
+    run.train(2)
+    run.saver.load(load_conf=None)
+    assert_same(run.state(), state)
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+def test_a_run_that_was_restored_elsewhere_goes_on_as_the_first_did(tmp_path, rule):
+    run, other = Run(tmp_path, rule), Run(tmp_path, rule, seed=1)
+    run.train(3)
+    run.saver.save("a")
+    other.saver.load()
+    other.random.set_state(run.random.get_state())
+    run.train(3)
+    other.train(3)
+    assert_same(other.state(), run.state())
+
+
+def mixed(tmp_path):
+    """Return a model of a table of ours, one of torch and a dense layer, where one optimizer trains the latter two."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"ours": HashTable(DIM, name="ours"), "theirs": nn.Embedding(20, DIM), "top": nn.Linear(DIM, 1)}
+    )
+    sparse_optim = SparseAdagrad([model["ours"]], lr=0.1)
+    optimizer = optim.Adagrad([*model["theirs"].parameters(), *model["top"].parameters()], lr=0.1)
+    tables = live_tables(model, optimizer, min_rows=1)
+    saver = Saver(model, sparse_optim, str(tmp_path), tables=tables, deltas=Deltas(max_dirty=1))
+    saver.register_for_checkpointing("optim", optimizer)
+    return model, sparse_optim, optimizer, saver
+
+
+def train(model, *optimizers):
+    for _ in range(2):
+        ids = torch.randint(0, 20, (5,))
+        model["top"](model["ours"](ids) + model["theirs"](ids)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+
+def state_of(model, sparse_optim, optimizer):
+    table = model["ours"]
+    order = table.ids().argsort()
+    rows = [table.ids()[order], table.embeddings()[order], *(values[order] for values in table.slots.values())]
+    dense = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return copy.deepcopy([rows, dense, optimizer.state_dict(), sparse_optim.state_dict()["state"]])
+
+
+def test_tables_of_ours_and_live_ones_are_saved_together(tmp_path, caplog):
+    model, sparse_optim, optimizer, saver = mixed(tmp_path)
+    train(model, sparse_optim, optimizer)
+    saver.save("a", step=1)
+    train(model, sparse_optim, optimizer)
+    state, record = state_of(model, sparse_optim, optimizer), saver.save("b", step=2)
+    assert record.kind == "delta"
+    train(model, sparse_optim, optimizer)
+    saver.load()
+    assert_same(state_of(model, sparse_optim, optimizer), state)
+    other = mixed(tmp_path)
+    other[3].load()
+    assert_same(state_of(*other[:3]), state)
+    assert not [record for record in caplog.records if "no registered object has its state" in record.getMessage()]
+
+
+def test_the_states_of_a_live_table_are_saved_once(tmp_path):
+    model, sparse_optim, optimizer, saver = mixed(tmp_path)
+    train(model, sparse_optim, optimizer)
+    saver.save("a")
+    names = saver.names()
+    assert not any(name.startswith("theirs.weight") for name in names)
+    assert any(name.startswith("theirs@sparse_adagrad_sum") for name in names)
+    assert any(name.startswith("top.weight@optim") for name in names)
+
+
+@pytest.mark.parametrize("first", [["theirs", "sparse_optim"], ["dense", "extra", "optim"]])
+def test_rows_and_the_rest_of_an_optimizer_are_loaded_in_either_order(tmp_path, first):
+    model, sparse_optim, optimizer, saver = mixed(tmp_path)
+    train(model, sparse_optim, optimizer)
+    saver.save("a")
+    state = state_of(model, sparse_optim, optimizer)
+    train(model, sparse_optim, optimizer)
+    saver.load(load_conf={"load": first, "hashtable_clear": True})
+    saver.load(load_conf={"load": ["*"], "exclude": first})
+    saver.load(load_conf={"load": ["sparse_optim"]})
+    assert_same(state_of(model, sparse_optim, optimizer), state)
+
+
+def warnings_of(caplog):
+    return [text for one in caplog.records if "no registered object has its state" in (text := one.getMessage())]
+
+
+def test_an_optimizer_that_trains_live_tables_alone_need_not_be_registered(tmp_path, caplog):
+    run = Run(tmp_path)
+    run.train(2)
+    run.saver.save("a")
+    assert warnings_of(caplog) == []
+
+
+def test_an_optimizer_that_trains_other_parameters_too_has_to_be_registered(tmp_path, caplog):
+    model = nn.ModuleDict({"theirs": nn.Embedding(20, DIM), "top": nn.Linear(DIM, 1)})
+    optimizer = optim.Adam(model.parameters())
+    saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer, min_rows=1))
+    model["top"](model["theirs"](torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    saver.save("a")
+    [text] = warnings_of(caplog)
+    assert text.startswith("Adam trains 2 parameters of the model ('top.weight', 'top.bias')")
+
+
+def test_a_weight_that_another_optimizer_comes_to_train_keeps_its_states_there(tmp_path):
+    model = nn.Sequential(nn.Embedding(20, DIM))
+    model[0].weight.requires_grad_(False)
+    tables = live_tables(model, [], min_rows=1)
+    saver = Saver(model, output_dir=str(tmp_path), tables=tables)
+    model[0].weight.requires_grad_(True)
+    optimizer = optim.Adam(model.parameters())
+    saver.register_for_checkpointing("late", optimizer)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    saver.save("a")
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    saver.load()
+    assert_same(optimizer.state_dict(), state)
+
+
+def test_settings_of_this_run_are_kept_where_that_is_asked_for(tmp_path):
+    run = Run(tmp_path)
+    run.saver.save("a")
+    run.row_optim.param_groups[0]["lr"] = 0.7
+    CheckpointManager(run.saver, 10).restore(hyper_parameters="keep")
+    assert run.row_optim.param_groups[0]["lr"] == 0.7
+    CheckpointManager(run.saver, 10).restore()
+    assert run.row_optim.param_groups[0]["lr"] == 0.1

@@ -1,0 +1,134 @@
+"""The live tables of a model: made once, for as long as somebody has them."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support.live_runs import Clicks, Run
+from torch import nn, optim
+
+from recckpt import Saver
+from recckpt.errors import LiveTableError
+from recckpt.live import live_tables
+from recckpt.sparse import HashTable
+
+
+def made(**options):
+    model = Clicks()
+    optimizer = optim.Adagrad(model.parameters())
+    return model, optimizer, live_tables(model, optimizer, min_rows=10, **options)
+
+
+def n_hooks(model, optimizer):
+    of_modules = [(m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks) for m in model.modules()]
+    hooks = [*of_modules, (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)]
+    return sum(len(some) for pair in hooks for some in pair)
+
+
+def test_a_second_call_gives_the_same_tables():
+    model, optimizer, tables = made()
+    n_before = n_hooks(model, optimizer)
+    assert live_tables(model, [optimizer], min_rows=10) is tables
+    assert n_hooks(model, optimizer) == n_before
+
+
+@pytest.mark.parametrize("other", ["optimizer", "names"])
+def test_a_second_call_that_asks_for_others_is_refused_until_the_first_are_closed(other):
+    model, optimizer, tables = made()
+    if other == "optimizer":
+        optimizer = optim.SGD(model.parameters())
+    names = {"users": "u"} if other == "names" else None
+    with pytest.raises(LiveTableError, match=r"has live tables already.*close\(\)"):
+        live_tables(model, optimizer, min_rows=10, names=names)
+    tables.close()
+    assert live_tables(model, optimizer, min_rows=10, names=names) is not tables
+
+
+def test_closing_removes_all_hooks_and_ends_what_savers_can_do(tmp_path):
+    model, optimizer, tables = made()
+    saver = Saver(model, output_dir=str(tmp_path), tables=tables)
+    tables.close()
+    tables.close()
+    assert n_hooks(model, optimizer) == 0
+    with pytest.raises(LiveTableError, match="'users': it was closed"):
+        saver.save("a")
+
+
+def test_once_nobody_has_the_tables_their_hooks_do_nothing_and_keep_nothing():
+    model, optimizer, tables = made()
+    store, of_optimizer = weakref.ref(tables["users"].store), weakref.ref(optimizer)
+    del tables
+    gc.collect()
+    assert store() is None
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    assert of_optimizer() is None
+    assert model.users.weight.grad is not None
+
+
+def test_a_saver_keeps_the_tables_for_its_own_life(tmp_path):
+    model, optimizer, tables = made()
+    saver, store = (
+        Saver(model, output_dir=str(tmp_path), tables=tables, deltas=True),
+        weakref.ref(tables["users"].store),
+    )
+    del tables
+    gc.collect()
+    saver.save("a")
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert saver.save("b").tables[0].delta.upserts == 1
+    saver.close()
+    assert store() is not None
+    del saver
+    gc.collect()
+    assert store() is None
+
+
+def test_two_savers_of_the_same_tables_count_each_for_itself(tmp_path):
+    run = Run(tmp_path / "one", "Adagrad", deltas=True)
+    other = run.new_saver(tmp_path / "two", deltas=True)
+    for saver in (run.saver, other):
+        saver.save("base")
+    for id_ in (3, 4):
+        run.model.users(torch.tensor([id_])).sum().backward()
+        run.step()
+        if id_ == 3:
+            assert run.saver.save("next").tables[0].delta.upserts == 1
+    upserts = {table.name: table.delta.upserts for table in other.save("next").tables}
+    assert upserts == {"users": 2, "items": 0}
+
+
+def test_tables_of_another_model_are_refused(tmp_path):
+    tables = made()[2]
+    with pytest.raises(ValueError, match="found those of another one"):
+        Saver(Clicks(), output_dir=str(tmp_path), tables=tables)
+    with pytest.raises(TypeError, match="found a dict"):
+        Saver(Clicks(), output_dir=str(tmp_path), tables={})
+
+
+def test_a_live_table_and_one_of_ours_have_different_names(tmp_path):
+    model = nn.ModuleDict({"a": nn.Embedding(20, 2), "b": HashTable(2, name="a")})
+    tables = live_tables(model, optim.SGD(model["a"].parameters()), min_rows=1)
+    with pytest.raises(ValueError, match="two tables are named 'a': give the live one another name by names="):
+        Saver(model, output_dir=str(tmp_path), tables=tables)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": "model"}, TypeError, "model must be a torch.nn.Module"),
+        ({"optimizers": ["adam"]}, TypeError, "optimizers must be optimizers of torch, found a str"),
+        ({"min_rows": 0}, ValueError, "min_rows"),
+        ({"exclude": "users"}, TypeError, "exclude must be a list of paths"),
+        ({"names": {"users": ""}}, ValueError, "a table name is a non-empty string"),
+    ],
+)
+def test_arguments_are_checked(arguments, error, text):
+    model = Clicks()
+    arguments = {"model": model, "optimizers": optim.SGD(model.parameters()), **arguments}
+    with pytest.raises(error, match=text):
+        live_tables(**arguments)

@@ -1,0 +1,288 @@
+"""Embeddings of torch as live tables: what changes their rows is announced, or noticed, or refused."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from support.live_runs import DIM, N_ROWS, Run, assert_same, read_rows
+from torch import nn, optim
+
+from recckpt.errors import LiveTableError
+from recckpt.live import live_tables
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path, "Adagrad", deltas=True, max_keep=None)
+    run.train(2)
+    run.saver.save("base", step=0)
+    return run
+
+
+def holds_all(saved):
+    """Say whether a save holds all rows of the users."""
+    kind, tables = saved
+    return kind == "full" or tables["users"] == (N_ROWS, True)
+
+
+def save(run, ckpt_id="next"):
+    """Save, check that the rows are those of now, and return the entries of the tables."""
+    rows, record = run.rows(), run.saver.save(ckpt_id, step=1)
+    assert read_rows(run, ckpt_id) == rows
+    deltas = {table.name: table.delta for table in record.tables}
+    return record.kind, {name: delta and (delta.upserts, delta.replaced) for name, delta in deltas.items()}
+
+
+def test_a_step_marks_the_rows_that_have_a_gradient(run):
+    run.model.users(torch.tensor([3, 5, 3])).sum().backward()
+    run.step()
+    assert save(run) == ("delta", {"users": (2, False), "items": (0, False)})
+
+
+def test_a_gradient_of_several_passes_is_announced_as_a_whole(run):
+    for id_ in (3, 5):
+        run.model.users(torch.tensor([id_])).sum().backward()
+    run.step()
+    assert save(run)[1]["users"] == (2, False)
+
+
+def test_a_gradient_that_was_clipped_is_that_of_its_rows(tmp_path):
+    run = Run(tmp_path, "sparse SGD", deltas=True)
+    run.saver.save("base")
+    run.backward()
+    for weight in run.row_optim.param_groups[0]["params"]:
+        weight.grad = weight.grad.coalesce() * 0.5
+    run.step()
+    assert save(run)[0] == "delta"
+
+
+@pytest.mark.parametrize("form", ["positional", "keyword"])
+def test_a_gradient_that_a_closure_makes_is_announced(run, form):
+    def closure():
+        run.row_optim.zero_grad()
+        run.model.users(torch.tensor([7])).sum().backward()
+        return torch.zeros(())
+
+    handle = run.saver.save_async("open", step=0)
+    rows = run.rows()
+    run.row_optim.step(closure) if form == "positional" else run.row_optim.step(closure=closure)
+    handle.wait()
+    assert rows != run.rows()
+    assert save(run)[1]["users"] == (1, False)
+
+
+def test_a_scaler_steps_through_the_same_hook(run):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(run.model.users(torch.tensor([7])).sum()).backward()
+    scaler.step(run.row_optim)
+    scaler.update()
+    assert save(run)[1]["users"] == (1, False)
+
+
+def test_a_schedule_of_learning_rates_leaves_the_hooks_alone(run):
+    schedule = optim.lr_scheduler.ExponentialLR(run.row_optim, 0.5)
+    run.model.users(torch.tensor([7])).sum().backward()
+    run.step()
+    schedule.step()
+    assert save(run)[1]["users"] == (1, False)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_zeroed_either_way(run, set_to_none):
+    run.model.users(torch.tensor([7])).sum().backward()
+    run.row_optim.step()
+    run.row_optim.zero_grad(set_to_none)
+    run.model.users(torch.tensor([8])).sum().backward()
+    run.row_optim.step()
+    assert save(run)[1]["users"] == (2, False)
+
+
+def test_a_group_that_is_added_later_changes_nothing_for_the_tables(run):
+    run.row_optim.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 1.0})
+    run.model.users(torch.tensor([7])).sum().backward()
+    run.step()
+    assert save(run)[1]["users"] == (1, False)
+
+
+def test_a_step_of_a_compiled_model_is_announced(tmp_path):
+    run = Run(tmp_path, "Adagrad", deltas=True)
+    compiled = torch.compile(run.model, backend="eager")
+    run.saver.save("base")
+    compiled(torch.tensor([[3, 4]])).sum().backward()
+    run.step()
+    assert save(run) == ("delta", {"users": (1, False), "items": (2, False)})
+
+
+@pytest.mark.parametrize("call", ["positional", "keyword"])
+def test_rows_that_a_forward_shortens_are_announced_also_without_training(tmp_path, call):
+    model = nn.Sequential(nn.Embedding(N_ROWS, DIM, max_norm=0.1))
+    run = Run(tmp_path)
+    run.model, run.row_optim = model, optim.SGD(model.parameters(), lr=0.1)
+    run.tables = live_tables(model, run.row_optim, min_rows=1)
+    run.saver = run.new_saver(tmp_path, deltas=True)
+    run.saver.save("base", step=0)
+    model.eval()
+    before = run.rows()
+    handle = run.saver.save_async("open", step=0)
+    with torch.no_grad():
+        model[0](torch.tensor([4, 5])) if call == "positional" else model[0](input=torch.tensor([4, 5]))
+    handle.wait()
+    assert read_rows(run, "open") == before != run.rows()
+    assert save(run) == ("delta", {"0": (2, False)})
+
+
+# -- writes that no hook announces --
+
+
+def fill(run):
+    with torch.no_grad():
+        run.model.users.weight[3].fill_(0)
+
+
+def fill_state(run):
+    run.row_optim.state[run.model.users.weight]["sum"][3] = 9
+
+
+@pytest.mark.parametrize("write", [fill, fill_state])
+def test_a_write_between_saves_that_nobody_announces_makes_the_next_save_hold_all_rows(run, write):
+    write(run)
+    assert holds_all(save(run))
+
+
+@pytest.mark.parametrize("write", [fill, fill_state])
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_a_write_beside_a_save_that_nobody_announces_fails_the_save(run, write, steps_after):
+    handle = run.saver.save_async("torn", step=1)
+    write(run)
+    run.train(steps_after)
+    with pytest.raises(LiveTableError, match=r"'users': its rows were changed .* saver.settle\(\)"):
+        handle.wait()
+    assert holds_all(save(run))
+
+
+def test_a_second_optimizer_that_steps_the_same_weights_is_noticed(run):
+    stranger = optim.SGD(run.model.users.parameters(), lr=1.0)
+    handle = run.saver.save_async("torn", step=1)
+    run.model.users(torch.tensor([3])).sum().backward()
+    stranger.step()
+    with pytest.raises(LiveTableError, match="give live_tables the optimizer that makes it"):
+        handle.wait()
+
+
+def test_a_step_that_raises_does_not_hide_a_later_write(run):
+    def closure():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.row_optim.step(closure)
+    run.saver.save("between", step=1)
+    fill(run)
+    assert holds_all(save(run))
+
+
+def test_a_frozen_weight_may_be_written_at_any_time_since_it_is_copied(tmp_path):
+    run = Run(tmp_path)
+    run.model.users.weight.requires_grad_(False)
+    run.tables.close()
+    run.tables = live_tables(run.model, [optim.SGD(run.model.items.parameters(), lr=0.1)], min_rows=1)
+    run.saver = run.new_saver(tmp_path, deltas=True)
+    rows, handle = run.rows(), run.saver.save_async("open")
+    run.model.users.weight.fill_(3)
+    handle.wait()
+    assert read_rows(run, "open") == rows != run.rows()
+    assert holds_all(save(run))
+
+
+# -- what puts other tensors, or other values, in the place of a table --
+
+
+def load_model(run):
+    run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
+
+
+def load_model_by_assigning(run):
+    run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()}, assign=True)
+    weights = [run.model.users.weight, run.model.items.weight]
+    run.row_optim.param_groups[0]["params"] = weights
+    run.row_optim.state = dict(zip(weights, run.row_optim.state.values(), strict=True))
+
+
+def load_optimizer(run):
+    run.row_optim.load_state_dict(copy.deepcopy(run.row_optim.state_dict()))
+
+
+def to_another_dtype(run):
+    run.model.to(torch.float64).to(torch.float32)
+
+
+def other_data(run):
+    run.model.users.weight.data = torch.ones(N_ROWS, DIM)
+
+
+REPLACING = [load_model, load_model_by_assigning, load_optimizer, to_another_dtype, other_data]
+
+
+@pytest.mark.parametrize("replace", REPLACING)
+def test_after_other_tensors_took_the_place_of_a_table_the_next_save_is_full_and_right(run, replace):
+    replace(run)
+    assert holds_all(save(run))
+    run.train()
+    save(run, "after")
+    state = run.state()
+    run.train()
+    run.saver.load(ckpt_id="after")
+    assert_same(run.state()["model"], state["model"])
+
+
+@pytest.mark.parametrize("replace", REPLACING)
+def test_a_save_goes_on_with_the_rows_of_its_moment_while_other_tensors_take_their_place(run, replace):
+    rows, handle = run.rows(), run.saver.save_async("open", step=1)
+    replace(run)
+    handle.wait()
+    assert read_rows(run, "open") == rows
+
+
+def test_a_new_weight_that_the_optimizer_does_not_train_is_refused_by_name(run):
+    run.model.users.weight = nn.Parameter(torch.zeros(N_ROWS, DIM))
+    with pytest.raises(LiveTableError, match="'users': its module has another weight than Adagrad trains"):
+        run.saver.save("next")
+
+
+def test_a_new_weight_that_the_optimizer_trains_is_saved_with_new_states(run):
+    run.model.users.weight = run.row_optim.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(N_ROWS, DIM))
+    run.row_optim.state.clear()
+    run.saver.save("next")
+    assert read_rows(run, "next")["users"][0].keys() == {"embedding", "sparse_adagrad_sum"}
+
+
+def test_another_module_in_the_place_of_a_table_is_refused_by_name(run):
+    run.model.users = nn.Embedding(N_ROWS + 1, DIM)  # as a resized vocabulary
+    with pytest.raises(LiveTableError, match="'users': the model has other weights than those that live_tables took"):
+        run.saver.save("next")
+
+
+# -- copies --
+
+
+def test_a_deep_copy_of_the_model_trains_without_a_word_to_the_tables_of_the_first(run):
+    twin = copy.deepcopy(run.model)
+    assert all(one is not run.row_optim for one in vars(twin).values())
+    optimizer = optim.SGD(twin.parameters(), lr=1.0)
+    twin(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert save(run) == ("delta", {"users": (0, False), "items": (0, False)})
+    assert torch.equal(live_tables(twin, optimizer, min_rows=1)["users"].embeddings(), twin.users.weight)
+
+
+def test_a_pickled_model_has_hooks_that_do_nothing(run):
+    data = io.BytesIO()
+    torch.save(run.model, data)
+    assert len(data.getvalue()) < 12_000  # the optimizer would come along
+    data.seek(0)
+    twin = torch.load(data, weights_only=False)
+    twin.load_state_dict(run.model.state_dict())
+    assert_same(twin.state_dict(), run.model.state_dict())
+    pickle.dumps(run.row_optim)
+    assert save(run)[0] == "delta"
