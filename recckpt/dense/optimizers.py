@@ -119,7 +119,9 @@ class NamedOptimizer:
 
     def _give(self, state: dict[str, Any]) -> None:
         tables = self._states_of_tables()
-        self.optimizer.load_state_dict({**state, "state": {**state["state"], **tables}} if tables else state)
+        if tables:
+            state = {**state, "state": dict(sorted({**state["state"], **tables}.items()))}
+        self.optimizer.load_state_dict(state)
 
     def _is_own(self, parameter: Tensor) -> bool:
         """Say whether this rank has the state of a parameter that is saved here."""

@@ -41,6 +41,7 @@ class LightningCallback(AveragedTables):
         saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3, "deltas": True}``.
         manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"async_save": True}``.
         restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
+        tables: more arguments of :func:`recckpt.live.live_tables`, ``{}`` for none; None leaves embeddings dense.
 
     Attributes:
         checkpoints: the manager, from the beginning of ``fit`` on.
@@ -57,8 +58,9 @@ class LightningCallback(AveragedTables):
         saver: Mapping[str, Any] = NONE,
         manager: Mapping[str, Any] = NONE,
         restore: Mapping[str, Any] = NONE,
+        tables: Mapping[str, Any] | None = None,
     ) -> None:
-        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore)
+        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
         self._sparse_optimizer: SparseOptimizer | None = None
         self._stepped = 0
         self._rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
@@ -74,9 +76,10 @@ class LightningCallback(AveragedTables):
         if optim is not None:
             _check(trainer, pl_module, optim)
         self.take_averages(trainer, pl_module)
-        self.checkpoints = manager = self._options.manager_of(pl_module, optim)
+        others = [one for one in parts_of(*trainer.optimizers) if not isinstance(one, SparseOptimizer)]
+        self.checkpoints = manager = self._options.manager_of(pl_module, optim, others)
         self.register_average(manager)
-        for number, dense in enumerate(o for o in parts_of(*trainer.optimizers) if not isinstance(o, SparseOptimizer)):
+        for number, dense in enumerate(others):
             manager.register_for_checkpointing(f"optimizer_{number}", dense)
         for number, config in enumerate(trainer.lr_scheduler_configs):
             manager.register_for_checkpointing(f"lr_scheduler_{number}", config.scheduler)

@@ -74,6 +74,7 @@ class TransformersCallback(TrainerCallback):
         saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3, "deltas": True}``.
         manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"async_save": True}``.
         restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
+        tables: more arguments of :func:`recckpt.live.live_tables`, ``{}`` for none; None leaves embeddings dense.
 
     Attributes:
         checkpoints: the manager, from the beginning of training on.
@@ -90,8 +91,9 @@ class TransformersCallback(TrainerCallback):
         saver: Mapping[str, Any] = NONE,
         manager: Mapping[str, Any] = NONE,
         restore: Mapping[str, Any] = NONE,
+        tables: Mapping[str, Any] | None = None,
     ) -> None:
-        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore)
+        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
         self._tables: _TablesBeside | None = None
         self._state = _State()
         self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
@@ -135,7 +137,7 @@ class TransformersCallback(TrainerCallback):
         sparse = self._options.optimizer_of(model)
         if sparse is not None:
             _check(optimizer, sparse)
-        self.checkpoints = manager = self._options.manager_of(model, sparse)
+        self.checkpoints = manager = self._options.manager_of(model, sparse, [optimizer])
         manager.register_for_checkpointing("optimizer", optimizer)
         manager.register_for_checkpointing("lr_scheduler", kwargs["lr_scheduler"])
         if getattr(optimizer, "scaler", None) is not None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import spec_reader
 from torch import Tensor, nn, optim
 
 from recckpt import Saver
 from recckpt.live import live_tables
+from support import spec_reader
 
 N_ROWS, DIM = 60, 3
 SPARSE: dict[str, Callable[[list[Tensor]], optim.Optimizer]] = {  # of sparse gradients
