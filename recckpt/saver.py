@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt.dense.optimizers import by_name
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.format.manifest import Manifest
 from recckpt.live.tables import LiveTables
@@ -35,7 +34,6 @@ from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.trainers import Trainers
-from recckpt.sparse.split import parameters_of
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE_SEC, transfers_of, uploads_of
 from recckpt.text import plural, shown
@@ -58,8 +56,7 @@ class Saver(Registration):
             the slowest rank writes longer than the fastest.
         min_free_bytes: a save that would leave less room, by an estimate, is refused; where the storage knows its room.
         max_uploads: how many files one host sends to the output dir at once, over all its ranks; None: one a thread.
-        max_upload_rate: how many bytes a second one host sends to the output dir, over all its ranks, such as
-            ``"200 MB"``.
+        max_upload_rate: how many bytes a second it sends there, over all its ranks, such as ``"200 MB"``.
         work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
             once they are there, though they still have to go up. Empty but while a save or load is at work.
         pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
@@ -114,32 +111,22 @@ class Saver(Registration):
             uploads, work_dir=work_dir, pre_download=pre_download, visible_sec=visible_sec, timeout_sec=timeout_sec
         )
         choice.check_dtypes(arguments.check_parts(model, sparse_optim))
+        live = arguments.live_tables_of(model, tables)
         storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
         name = arguments.name_of_run(run, storage.url)
         storage.prepare()  # late: it makes the output dir
         refuse_checkpoint(storage)
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
-        live = arguments.live_tables_of(model, tables)
-        extra = extra_registry(
-            lambda obj: by_name(obj, lambda: parameters_of(model), lambda one: live.is_live(one, obj))
-        )
+        extra = extra_registry(arguments.form_of_registered(model, live))
         self._extra, self._io_state = extra, io_registry()
         self.trainers = Trainers(model, sparse_optim, extra, choice, live)
         self._live = Live(model, sparse_optim, extra, self._io_state, choice, self.trainers, live)
-        fence, sparse = Fence(storage, self.made_at), SparseSaver(concurrency)
-        self._to = Destination(
-            storage, fence, transfers, sparse, concurrency, min_free_bytes, on_save, changes, progress
-        )
+        writers = Fence(storage, self.made_at), transfers, SparseSaver(concurrency)
+        self._to = Destination(storage, *writers, concurrency, min_free_bytes, on_save, changes, progress)
         self.forgetting, self.counted_run = Forgetting(self._to), CountedRun()
         of_loads = model, sparse_optim, extra, self._io_state, storage, concurrency, transfers.download_dir
-        self.loader = Loader(
-            *of_loads,
-            progress,
-            name,
-            before_own=self.forgetting.before_load,
-            on_whole_restore=changes.on_whole_restore if changes else None,
-            live_tables=live,
-        )
+        on_whole_restore = changes.on_whole_restore if changes else None
+        self.loader = Loader(*of_loads, progress, name, self.forgetting.before_load, on_whole_restore, live)
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
 
     def __setattr__(self, name: str, value: Any) -> None:

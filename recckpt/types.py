@@ -152,7 +152,7 @@ class LiveTable(Protocol):
     n_rows: int
 
     def box(self) -> Box:
-        """Return what of the table is on this rank; (0, 0) rows where that is nothing."""
+        """Return the part of the table that is on this rank; (0, 0) rows where that is nothing."""
 
     def prepare(self) -> None:
         """Bring the memory up to date before it is read or written: flush caches, wait for evictions.

@@ -72,6 +72,32 @@ def test_a_run_with_deltas_that_was_killed_ends_equal_to_one_that_was_not(tmp_pa
     resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run, "--deltas", "--max-keep", 3)
 
 
+def two_towers_resume(tmp_path: Path, demo: ModuleType, *options: object) -> None:
+    def train(output_dir: str, *more: object) -> subprocess.CompletedProcess[str]:
+        small = ("--steps", 12, "--save-interval", 5, "--batch-size", 64, "--output-dir", output_dir)
+        return warm_python.run(ROOT / "examples/train_embedding.py", *small, *options, *more, cwd=tmp_path)
+
+    assert train("straight").returncode == 0
+    assert train("crashed", "--crash-at", 8).returncode == -signal.SIGKILL
+    resumed = train("crashed")
+    assert "resuming at step 5" in resumed.stdout
+    assert "as a delta" in resumed.stderr
+    assert demo.compare(tmp_path / "straight/ckpt_12", tmp_path / "crashed/ckpt_12") == []
+    assert demo.compare(tmp_path / "straight/ckpt_12", tmp_path / "crashed/ckpt_10") != []
+
+
+def test_plain_embeddings_killed_between_two_saves_end_equal_to_those_that_were_not(
+    tmp_path: Path, demo: ModuleType
+) -> None:
+    two_towers_resume(tmp_path, demo)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
+def test_plain_embeddings_of_movie_ratings_resume_as_well(tmp_path: Path, demo: ModuleType) -> None:
+    two_towers_resume(tmp_path, demo, "--ratings", RATINGS)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
 def test_a_run_on_movie_ratings_resumes_as_well(tmp_path: Path, demo: ModuleType) -> None:

@@ -29,7 +29,7 @@ _CLASSES = {
 
 
 @dataclass(frozen=True)
-class Box:
+class StoredChunk:
     """A piece of a tensor, or the bytes of a value, and where it lies."""
 
     offsets: tuple[int, ...]
@@ -46,7 +46,7 @@ class StoredEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[StoredChunk, ...]
 
 
 class _StandIn:
@@ -115,7 +115,7 @@ def _entries(metadata: Any, files: SourceFiles) -> Iterator[StoredEntry]:
         yield StoredEntry(name, str(entry.properties.state[0]), shape, tuple(boxes))
 
 
-def _box(files: SourceFiles, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Box:
+def _box(files: SourceFiles, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> StoredChunk:
     if info is None:
         raise ConversionError(files.path(METADATA), name, found="no place for it", expected="a file and an offset")
     file, (at, n_bytes) = str(info.relative_path), _counts((info.offset, info.length))
@@ -123,7 +123,7 @@ def _box(files: SourceFiles, name: str, offsets: tuple[int, ...], sizes: tuple[i
     if at + n_bytes > files.size(file):
         found, expected = f"{files.size(file)} bytes", f"{at + n_bytes} at least, for {name!r}"
         raise ConversionError(files.path(file), "its size", found=found, expected=expected, remedy="the file is cut")
-    return Box(offsets, sizes, file, at, n_bytes)
+    return StoredChunk(offsets, sizes, file, at, n_bytes)
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ _FREE = np.iinfo(np.int64).max  # in place of the raw id of a place that has non
 
 
 @dataclass(frozen=True)
-class RowIds:
+class PlacedIds:
     """The id of each place of a matrix; None for the places themselves."""
 
     n_places: int
@@ -37,7 +37,7 @@ class RowIds:
         return self.ids[begin:end][kept], kept
 
 
-def row_ids(table: str, n_places: int, tensors: Mapping[str, SourceTensor], url: str) -> RowIds:
+def row_ids(table: str, n_places: int, tensors: Mapping[str, SourceTensor], url: str) -> PlacedIds:
     """Return the ids of a table; takes 8 bytes a row under ZCH.
 
     Raises:
@@ -49,7 +49,7 @@ def row_ids(table: str, n_places: int, tensors: Mapping[str, SourceTensor], url:
         remedy = "export its ids and rows with TorchRec, and import these"
         raise ConversionError(url, where, found="multi-probe hashing", expected="a sorted remap", remedy=remedy)
     if _RAW not in own:
-        return RowIds(n_places)
+        return PlacedIds(n_places)
     if _PLACES not in own:
         raise ConversionError(url, where, found=f"{_RAW} alone", expected=f"{_PLACES} beside it")
     raw = int64_ids(own[_RAW].whole(), url, where)
@@ -65,4 +65,4 @@ def row_ids(table: str, n_places: int, tensors: Mapping[str, SourceTensor], url:
         raise ConversionError(url, where, found="two ids in one place", expected="each in its own")
     ids = np.full(n_places, _FREE, np.int64)
     ids[places] = raw
-    return RowIds(n_places, ids)
+    return PlacedIds(n_places, ids)

@@ -43,7 +43,7 @@ class RowOptimizers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each optimizer its part of such a state; live tables take what there is for them."""
+        """Give each optimizer its part of a saved state; live tables take what there is for them."""
         groups = state["param_groups"]
         if self._sparse_optim is not None:
             ours = [group for group in groups if not {*group["tables"]} <= self._tables.keys()]
@@ -56,7 +56,7 @@ class RowOptimizers:
             table.live.finish(state["state"].get(name, {}), own)
 
     def set_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Give each optimizer the settings of such groups."""
+        """Give each optimizer the settings of saved groups."""
         groups = list(groups)
         own = self._sparse_optim.param_groups if self._sparse_optim is not None else []
         for now, before in zip(own, groups, strict=False):

@@ -60,15 +60,15 @@ class LiveTables(Mapping[str, AttachedTable]):
         self._check_weights(dense)
         if twice := sorted(tables.keys() & self.keys()):
             raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
-        keys = {key for found in self._found.values() for key in found.keys}
+        keys = {key for entry in self._found.values() for key in entry.keys}
         return {**tables, **self}, {key: value for key, value in dense.items() if key not in keys}
 
     def is_live(self, parameter: Tensor, optimizer: Optimizer) -> bool:
         """Say whether what an optimizer keeps of a parameter is saved with the rows of a live table."""
         return any(
-            parameter is weight and found.is_trained_by(optimizer)
-            for found in self._found.values()
-            for weight in found.weights()
+            parameter is weight and entry.is_trained_by(optimizer)
+            for entry in self._found.values()
+            for weight in entry.weights()
         )
 
     def without(self, parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -101,8 +101,8 @@ class LiveTables(Mapping[str, AttachedTable]):
         """Refuse a model that has another tensor in the place of a table, as once its vocabulary was resized."""
         other = [
             name
-            for name, found in self._found.items()
-            for key in found.keys
+            for name, entry in self._found.items()
+            for key in entry.keys
             if isinstance(there := dense.get(key), Tensor) and not _is_same(there, self[name].live.tensors()[EMBEDDING])
         ]
         if other:
@@ -112,7 +112,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             )
 
     def __str__(self) -> str:
-        rows = [_row(found) for found in self._found.values()]
+        rows = [_row(entry) for entry in self._found.values()]
         table = Table(("table", "rows x dim", "kind", "slots", "marks", "why"), rows)
         left = [f"not a live table: {path}: {why}" for path, why in self._left.items()]
         return "\n".join([*plain([table] if rows else ["no live tables"]), *left])
@@ -171,9 +171,9 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
 
 
-def _row(found: FoundTable) -> tuple[str, ...]:
-    table = found.live
+def _row(entry: FoundTable) -> tuple[str, ...]:
+    table = entry.live
     tensors = table.tensors()
     shape = f"{count(table.n_rows)} x {'x'.join(map(str, tensors[EMBEDDING].shape[1:]))}"
     names = ", ".join(name for name in tensors if name != EMBEDDING) or "-"
-    return table.name, shape, found.kind, names, found.marks, found.why or ""
+    return table.name, shape, entry.kind, names, entry.marks, entry.why or ""

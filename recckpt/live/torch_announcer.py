@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,22 @@ from torch.optim import Optimizer
 from recckpt.live.hooks import WeakDoor
 from recckpt.live.write_guard import WriteGuard
 
-if TYPE_CHECKING:
-    from recckpt.live.torch_embedding import TorchEmbedding
-
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
+
+
+class AnnouncedTable(Protocol):
+    """What the hooks have to know of a table."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of now."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why rows may change that have no gradient; None where none does."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return all tensors that have a value a row."""
 
 
 class TorchAnnouncer:
@@ -26,7 +38,7 @@ class TorchAnnouncer:
     A copy, as in a deep copy or a pickle of the model, does nothing.
     """
 
-    def __init__(self, table: TorchEmbedding | None = None, door: WeakDoor | None = None) -> None:
+    def __init__(self, table: AnnouncedTable | None = None, door: WeakDoor | None = None) -> None:
         self._reference, self._door = None if table is None else weakref.ref(table), door or WeakDoor()
         self.guard = WriteGuard(self._tensors, self._door.replaced)
 
@@ -99,7 +111,7 @@ class TorchAnnouncer:
             self._door.failed(error)
 
     @property
-    def _table(self) -> TorchEmbedding | None:
+    def _table(self) -> AnnouncedTable | None:
         return None if self._reference is None else self._reference()
 
     def _tensors(self) -> Mapping[str, Tensor]:

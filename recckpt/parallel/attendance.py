@@ -9,7 +9,7 @@ from typing import Protocol
 _SHORTEST_SLEEP_SEC, _LONGEST_SLEEP_SEC = 0.001, 0.05
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """A key-value store that all ranks share, such as one of ``torch.distributed``."""
 
     def set(self, key: str, value: str) -> None:
@@ -31,7 +31,7 @@ class Store(Protocol):
 class Attendance:
     """One place where ranks meet; its keys in the store begin with ``prefix``."""
 
-    def __init__(self, store: Store, rank: int, size: int, prefix: str = "") -> None:
+    def __init__(self, store: KeyValueStore, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size, self._prefix = store, rank, size, prefix
 
     def come(self) -> None:

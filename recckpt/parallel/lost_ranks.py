@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from recckpt.errors import RankLostError
-from recckpt.parallel.attendance import Attendance, Store, moments
+from recckpt.parallel.attendance import Attendance, KeyValueStore, moments
 from recckpt.parallel.waiting import Latch, start
 
 GRACE_SEC = 2.0  # twice of it, for those who answer and for the store, is less than the 5 s that a timeout may be late
@@ -22,7 +22,7 @@ class RollCall:
     Its keys need a part of the store of their own; a rank waits ``timeout_sec`` for the others.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout_sec: float) -> None:
         self._store, self._rank, self._timeout_sec = store, rank, timeout_sec
         self._ranks = Attendance(store, rank, size)
         self._lock = threading.Lock()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.dense.optimizers import by_name
 from recckpt.dense.state_copy import portable
 from recckpt.format import layout
 from recckpt.format.json_fields import COUNT_LIMIT
@@ -18,7 +19,7 @@ from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.policies.keep import as_keep
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
-from recckpt.sparse.split import state_of
+from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import SavableTable, flag, positive_int, positive_number
 
@@ -63,6 +64,11 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
         raise ValueError("tables must be the live tables of the model of the saver, found those of another one")
     tables.joined(*state_of(model))
     return tables
+
+
+def form_of_registered(model: nn.Module, live: LiveTables) -> Callable[[Any], Any]:
+    """Return what makes of a registered object the form in which its state is saved, as :func:`by_name`."""
+    return lambda obj: by_name(obj, lambda: parameters_of(model), lambda parameter: live.is_live(parameter, obj))
 
 
 def check_options(

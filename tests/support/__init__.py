@@ -28,6 +28,7 @@ interrupted_run: A run that trains and saves while Ctrl-C comes every few millis
 killed: Work that is killed at one of its calls of the local storage.
 late_storage: A local directory as a network file system shows it: what others have written appears after some looks.
 links: Manifests of full checkpoints, deltas and forms that no disk has seen.
+live_runs: A model of plain embeddings with optimizers of torch, trained at random, and copies of all that it is.
 memory_store: A key-value store as ranks share it, in this process.
 mutations: Bytes and JSON that are almost what was written.
 pages: Pages that may hold hostile names: nothing in them runs, and nothing is fetched.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recckpt.convert.dcp_metadata import METADATA, Box, StoredEntry, read_metadata
+from recckpt.convert.dcp_metadata import METADATA, StoredChunk, StoredEntry, read_metadata
 from recckpt.convert.pieces import SourceBox, put_together
 from recckpt.convert.source import Array, ImportOptions, SourceContents, SourceTensor
 from recckpt.convert.source_files import SourceFiles
@@ -49,9 +49,9 @@ class _Pieces:
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
-        self._last: tuple[Box, Array] | None = None
+        self._last: tuple[StoredChunk, Array] | None = None
 
-    def load(self, box: Box, name: str) -> Any:
+    def load(self, box: StoredChunk, name: str) -> Any:
         """Return what lies in a piece; ConversionError where it needs code or is damaged."""
         import pickle
 
@@ -68,7 +68,7 @@ class _Pieces:
             found = f"what torch does not read ({type(error).__name__}: {error!s:.100})"
             raise ConversionError(path, repr(name), found=found, expected="a tensor") from error
 
-    def array(self, entry: StoredEntry, box: Box) -> Array:
+    def array(self, entry: StoredEntry, box: StoredChunk) -> Array:
         """Return the values of a piece of a tensor."""
         import torch
 
@@ -85,7 +85,7 @@ class _Pieces:
             self._last = box, tensor.whole()
         return self._last[1]
 
-    def rows(self, entry: StoredEntry, box: Box, begin: int, end: int) -> Array:
+    def rows(self, entry: StoredEntry, box: StoredChunk, begin: int, end: int) -> Array:
         """Return rows of a piece; of a scalar its value."""
         values = self.array(entry, box)
         return values[begin:end] if entry.shape else values.reshape(1)

@@ -17,7 +17,7 @@ from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.sources.dcp import read_tensors
 from recckpt.convert.tensor_source import STEP_BYTES, slot_of
 from recckpt.convert.torch_file import load_torch_dict, split_values
-from recckpt.convert.torchrec_ids import RowIds, row_ids
+from recckpt.convert.torchrec_ids import PlacedIds, row_ids
 from recckpt.errors import ConversionError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.types import EMBEDDING
@@ -73,7 +73,7 @@ class TorchRecSource:
             raise ConversionError(url, "", found="no table of TorchRec", expected=expected)
         states = {name: match for name in tensors if (match := _STATE.fullmatch(name))}
         self._slots: dict[str, dict[str, SourceTensor]] = {}
-        self._ids: dict[str, RowIds] = {}
+        self._ids: dict[str, PlacedIds] = {}
         tables: list[SourceTable] = []
         left: list[LeftOut] = []
         steps: dict[str, int] = {}
