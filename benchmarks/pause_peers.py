@@ -255,6 +255,7 @@ class FullCopy:
 
     def _copy(self) -> StillTable:
         live = source_of(self._table)
+        assert isinstance(live.ids, Column)  # as of all tables but live ones
         columns = {"id": live.ids, **live.columns}
         copies = {
             name: self._columns.get(name) or Column(column.spec, column.device) for name, column in columns.items()

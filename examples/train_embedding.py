@@ -65,7 +65,7 @@ class Run:
             loss = binary_cross_entropy_with_logits(self.model(ids), labels)
             loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
             for optimizer in (self.row_optim, self.dense_optim):
-                optimizer.step()
+                optimizer.step()  # type: ignore[no-untyped-call]  # SparseAdam's has no types
                 optimizer.zero_grad()
             self.manager.step()
             step = self.manager.global_step

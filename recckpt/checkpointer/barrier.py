@@ -6,7 +6,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 
-from recckpt.parallel.attendance import Attendance, Store, moments
+from recckpt.parallel.attendance import Attendance, KeyValueStore, moments
 
 _log = logging.getLogger(__name__)
 _GOOD = b"good"
@@ -79,7 +79,7 @@ class StoreBarrier(Barrier):
         timeout_sec: how long a rank waits for the others each time.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout_sec: float) -> None:
         self._store, self._rank, self._size, self._timeout_sec = store, rank, size, timeout_sec
         self._save = self._question = 0
         self._before: str | None = None

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from recckpt.dense.keyed_optimizer import KeyedOptimizer, is_keyed
+from recckpt.dense.optimizer_class import updater
 
 NAMES = "param_names"  # part of the format, and torch's own word for it
 SHAPES = "param_shapes"  # part of the format: moments need not have the parameter's shape, so it is kept beside
@@ -129,8 +130,9 @@ class NamedOptimizer:
 
     def _states_of_tables(self) -> dict[int, Any]:
         """Return torch's index -> state of the parameters that are saved as tables."""
-        own = self.optimizer.state
-        return {i: own[one] for i, (_, one) in enumerate(self._flat()) if self._is_table(one) and one in own}
+        live = [(i, one) for i, (_, one) in enumerate(self._flat()) if self._is_table(one)]
+        own = updater(self.optimizer).state if live else {}
+        return {i: own[one] for i, one in live if one in own}
 
     def _flat(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) in the order of torch's indices."""

@@ -53,7 +53,7 @@ class LiveStore(Store):
 
     Attributes:
         lock: is taken while rows are announced, and while a snapshot is taken.
-        box: the part of the table that is on this rank; of equal copies each saves a part, and a load fills all of them.
+        box: the part of the table that is on this rank; each copy saves a part of it, and a load fills all.
     """
 
     def __init__(self, table: LiveTable, *, is_announced: bool = True) -> None:

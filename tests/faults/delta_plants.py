@@ -109,7 +109,8 @@ OF_MARKS = {
     "tombstones_in_both": Plant(
         f"{STORE}.erase",
         "marks.erase(erasure.ids, erasure.rows, len(rows))",
-        "marks.erase(*(erasure[1::-1] if marks is self._observers.mark_sets()[0] else (erasure.ids[:0],) * 2), len(rows))",
+        "marks.erase(*(erasure[1::-1] if marks is self._observers.mark_sets()[0] else (erasure.ids[:0],) * 2), "
+        "len(rows))",
     ),
     "replaced_kept_on_failure": Plant(
         f"{MARKS}:Marks.end",

@@ -203,7 +203,7 @@ def test_a_saver_without_deltas_is_told_nothing(tmp_path):
     save(start(tmp_path).train(5))
     run = resumed(tmp_path, deltas=False)
     assert save(run.train(1)).kind == "full"
-    assert all(table.store._marks == [] for table in run.model.tables)
+    assert all(table.store._observers.mark_sets() == [] for table in run.model.tables)
 
 
 def test_a_save_before_anything_was_restored_is_full(tmp_path):

@@ -248,7 +248,7 @@ def test_a_save_says_what_it_is(training):
 def test_where_no_deltas_are_asked_for_nothing_is_marked(tmp_path):
     training = Training(tmp_path, deltas=False)
     assert [training.save(str(number)).kind for number in range(2)] == ["full", "full"]
-    assert training.model.items.store._marks == []
+    assert training.model.items.store._observers.mark_sets() == []
     assert training.infos[1].why_full is None
 
 

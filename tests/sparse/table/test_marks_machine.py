@@ -348,11 +348,11 @@ def untold(method):
     """Return a method of the store that tells no marks."""
 
     def silent(store, *args, **more):
-        marks, store._marks = store._marks, []
+        marks, store._observers._marks = store._observers._marks, []
         try:
             return method(store, *args, **more)
         finally:
-            store._marks = marks
+            store._observers._marks = marks
 
     return silent
 
