@@ -28,7 +28,8 @@ class FoundTable:
         kind: of module.
         keys: of its weight in the state dict of the model.
         weights: returns the parameters that are its rows by now.
-        marks: how its changes are known: ``"gradient"``, or ``"none"`` where each save holds all rows.
+        marks: how its changes are known: ``"gradient"`` by the optimizer's step, ``"fingerprints"`` by looking at all
+            rows at a save, ``"none"`` not at all: each save holds all rows.
         is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
         optimizer: that trains it; None where it is frozen, or updates itself.
         why: why that is not the best; None where it is.
@@ -122,7 +123,7 @@ def _torch_table(
             raise LiveTableError(f"{type(optimizer).__name__}: {why}")
     live = TorchEmbedding(name, module, optimizer, rule)
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
-    marks, kind = "none" if why else "gradient", type(module).__name__
+    marks, kind = "fingerprints" if why else "gradient", type(module).__name__
     return FoundTable(
         live,
         path,

@@ -28,7 +28,10 @@ class LiveTables(Mapping[str, AttachedTable]):
         self._model = None if model is None else weakref.ref(model)
         self._found = {table.live.name: table for table in tables}
         self._tables = {
-            name: AttachedTable(table.live, is_announced=table.is_announced) for name, table in self._found.items()
+            name: AttachedTable(
+                table.live, is_announced=table.is_announced, says_what_changes=table.marks != "fingerprints"
+            )
+            for name, table in self._found.items()
         }
         self._left = left
 

@@ -13,8 +13,8 @@ from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 from recckpt.load.source import LocatedCheckpoint, locate_source
-from recckpt.sparse.table.marks import Tracker
 from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.tracker import Tracker
 
 
 class Followed:

@@ -13,8 +13,8 @@ from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.policies.deltas import Chain, Deltas, as_deltas
-from recckpt.sparse.table.marks import Tracker
 from recckpt.sparse.table.store import is_stored
+from recckpt.sparse.table.tracker import Tracker
 from recckpt.storage import Storage
 from recckpt.types import SavableTable, SlotSpec
 

@@ -14,7 +14,7 @@ from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas
 from recckpt.save.delta_base import Changes
 from recckpt.sparse.files.reduced_rows import TableChoice
 from recckpt.sparse.files.table_rows import TableSource
-from recckpt.sparse.table.marks import Frozen
+from recckpt.sparse.table.marks import FrozenRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ def delta_proposal(
     changes: Changes,
     chain: Chain | None,
     tables: Sequence[TableSource],
-    frozen: Mapping[str, Frozen],
+    frozen: Mapping[str, FrozenRows],
     choices: Mapping[str, TableChoice],
 ) -> DeltaProposal:
     """Return what a rank would write; ``choices`` has, by name, the tables that are not saved whole."""

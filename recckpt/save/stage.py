@@ -29,10 +29,11 @@ from recckpt.save.full_or_delta import FULL, Kind
 from recckpt.save.job import Live
 from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
-from recckpt.sparse.table.marks import Frozen, Tracker
+from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import is_stored
 from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.tracker import Tracker
 from recckpt.types import SavableTable
 
 
@@ -49,7 +50,7 @@ class Staged:
     sharded: ShardedState = field(default_factory=ShardedState)  # this rank's pieces of sharded tensors
     own_extra: dict[str, Any] = field(default_factory=dict)  # registered name -> state of this rank
     digest: RankDigest | None = None  # what other ranks compare with theirs; None where there are none
-    frozen: dict[str, Frozen] = field(default_factory=dict)  # tables by name whose changes are counted
+    frozen: dict[str, FrozenRows] = field(default_factory=dict)  # tables by name whose changes are counted
     kind: Kind = FULL  # whether it is written as a delta
     choices: dict[str, TableChoice] = field(default_factory=dict)  # by name, of tables that are not saved whole
     training: Training = field(default_factory=Training)  # the optimizers, and which of their state is not saved

@@ -124,9 +124,9 @@ OF_MARKS = {
         Plant(f"{SAVE}.full_or_delta:delta_proposal", " or base.slots.get(table.name) != slots", ""),
     ),
     "new_store_replaces": Plant(
-        f"{MARKS}:Tracker._of",
-        "marks = self._marks[table.name] = Marks(table.store)",
-        "before, marks = marks, Marks(table.store)\n"
+        "recckpt.sparse.table.tracker:Tracker._of",
+        "marks = self._marks[table.name] = _marks_of(table.store)",
+        "before, marks = marks, _marks_of(table.store)\n"
         "        self._marks[table.name] = marks\n"
         "        marks.begin(before._since.base if before else '')",
     ),

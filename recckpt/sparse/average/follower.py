@@ -13,8 +13,9 @@ from torch import Tensor
 from recckpt.format.distinct import distinct
 from recckpt.sparse.average.store import AverageStore
 from recckpt.sparse.table.first_values import embedding_reader, first_embeddings
-from recckpt.sparse.table.marks import Frozen, Tracker
+from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.row_table import RowTable
+from recckpt.sparse.table.tracker import Tracker
 from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]
@@ -60,7 +61,7 @@ class Follower:
             frozen.committed(_BASE)
             self._inserted, self._eras = [], (table.store.era, average.era)
 
-    def _take(self, table: RowTable, average: AverageStore, frozen: Frozen, kept: float) -> None:
+    def _take(self, table: RowTable, average: AverageStore, frozen: FrozenRows, kept: float) -> None:
         store = table.store
         if frozen.is_replaced(_BASE) or average.is_given:
             rows, own = np.arange(len(store)), average.ids.to_tensor(len(average)).numpy()

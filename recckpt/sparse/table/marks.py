@@ -1,23 +1,10 @@
-"""Which rows have changed since the checkpoint from which a saver counts: its base.
-
-A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at each save::
-
-    frozen = [tracker.freeze(table) for table in tables]     # the moment of the save; training may go on
-    replaced = [some.is_replaced(base) for some in frozen]   # then all ranks agree: replaced on one is on all;
-                                                             # some.n_changed is for the choice of a delta
-    sources = [some.snapshot or some.delta(base) ...]        # all rows, or what has changed; to be closed as ever
-    frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else it ends,
-    frozen[i].failed()                                       # also with an ephemeral commit: the base stays
-
-After a whole restore ``tracker.begin(table, save_id)``. Nothing is ever forgotten: a save that nobody ends has failed,
-and whatever the base of a table is not known to be, the table is replaced. A table without a tracker marks nothing.
-Thread-safe; but not to be called in the middle of a change by the same thread, as a signal handler might.
-"""
+"""Which rows have changed since the base of a saver, by a bit a row that the store sets before a row changes."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,35 +16,63 @@ from recckpt.format.distinct import distinct
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.mark_set import MarkSet, marked_rows
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
-from recckpt.sparse.table.store import Store, StoredTable
+from recckpt.sparse.table.store import Store
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Tracker:
-    """The marks of the tables of one saver; those of two savers know nothing of each other."""
+class FrozenRows(ABC):
+    """A table at the moment of a save, and which of its rows have changed by then since the base.
 
-    def __init__(self) -> None:
-        self._marks: dict[str, Marks] = {}
+    Attributes:
+        snapshot: all rows.
+    """
 
-    def begin(self, table: StoredTable, base: str) -> None:
+    snapshot: Snapshot
+
+    @abstractmethod
+    def is_replaced(self, base: str) -> bool:
+        """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
+
+    @property
+    @abstractmethod
+    def n_changed(self) -> int:
+        """About how many rows and erased ids a delta would hold: for the choice of a full."""
+
+    @abstractmethod
+    def delta(self, base: str) -> DeltaSource:
+        """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
+
+    @abstractmethod
+    def changes(self, base: str) -> DeltaSource:
+        """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
+
+    @abstractmethod
+    def committed(self, save_id: str) -> None:
+        """Make this checkpoint the base."""
+
+    @abstractmethod
+    def failed(self) -> None:
+        """Keep the base, and all that has changed since."""
+
+
+class SaverMarks(ABC):
+    """What one saver knows of the changes in one store."""
+
+    store: weakref.ref[Store]
+
+    @abstractmethod
+    def begin(self, base: str) -> None:
         """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
-        self._of(table).begin(base)
 
-    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> Frozen:
-        """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
-        return self._of(table).freeze(table.store, table.name, slots)
+    @abstractmethod
+    def is_unchanged(self, base: str) -> bool:
+        """Say whether nothing has changed since this base; never wrongly so."""
 
-    def is_unchanged(self, table: StoredTable, base: str) -> bool:
-        """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
-        return self._of(table).is_unchanged(base)
-
-    def _of(self, table: StoredTable) -> Marks:
-        marks = self._marks.get(table.name)
-        if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
-            marks = self._marks[table.name] = Marks(table.store)
-        return marks
+    @abstractmethod
+    def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
+        """Return the rows as they are now, and what has changed until now."""
 
 
 class _Since(NamedTuple):
@@ -67,7 +82,7 @@ class _Since(NamedTuple):
     sets: tuple[MarkSet, ...]
 
 
-class Marks:
+class Marks(SaverMarks):
     """What has changed in one store since the base of one saver. The store marks it, under its lock."""
 
     def __init__(self, store: Store) -> None:
@@ -106,8 +121,8 @@ class Marks:
                 self._since = _Since(before, sets[:1]) if base is None else _Since(base, sets[1:])
 
 
-class Frozen:
-    """A table at the moment of a save, and which of its rows have changed by then; made under the lock."""
+class Frozen(FrozenRows):
+    """The same by marks; made under the lock of the store."""
 
     def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
         self.snapshot, self.second = snapshot, second
@@ -134,7 +149,7 @@ class Frozen:
         """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
-        return DeltaSource(self.snapshot, self._bits, self._erased)
+        return DeltaSource(self.snapshot, lambda: self._bits, self._erased)
 
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""
@@ -152,18 +167,18 @@ class DeltaSource:
     takes no time, since training waits for it.
     """
 
-    def __init__(self, snapshot: Snapshot, bits: Bytes, erased: Sequence[Int64s]) -> None:
+    def __init__(self, snapshot: Snapshot, bits: Callable[[], Bytes], erased: Sequence[Int64s]) -> None:
         self.name, self.slots, self.n_all = snapshot.name, snapshot.slots, snapshot.n_rows
         self.snapshot, self._bits, self._erased = snapshot, bits, erased
 
     def narrow(self) -> None:
         """Let the other rows go: they are protected no longer, and cannot be read."""
-        self.snapshot.narrow(self._bits)
+        self.snapshot.narrow(self._bits())
 
     @cached_property
     def rows(self) -> Int64s:
         """The rows of the snapshot that have changed."""
-        return marked_rows(self._bits, self.n_all)
+        return marked_rows(self._bits(), self.n_all)
 
     @property
     def n_rows(self) -> int:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.mark_set import HasMarkSets, MarkSet
-from recckpt.sparse.table.snapshot import IdImages, Log, Logs, RowIds, Snapshot
+from recckpt.sparse.table.pre_images import Log
+from recckpt.sparse.table.snapshot import IdImages, Logs, RowIds, Snapshot
 from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]

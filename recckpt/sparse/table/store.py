@@ -37,9 +37,11 @@ class Store(ABC):
 
     Attributes:
         lock: is taken by whoever changes rows, and by whoever takes a snapshot.
+        says_what_changes: whether marks get to know which rows change; otherwise fingerprints find them.
     """
 
     lock: threading.RLock
+    says_what_changes = True
 
     @abstractmethod
     def __len__(self) -> int:

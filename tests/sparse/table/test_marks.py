@@ -16,8 +16,9 @@ from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.table.marks import DeltaSource, Tracker
+from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.tracker import Tracker
 from recckpt.storage import open_storage
 
 

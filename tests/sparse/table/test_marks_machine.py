@@ -19,9 +19,10 @@ from recckpt.sparse.files.ordered_rows import RepeatFinder
 from recckpt.sparse.files.table_rows import BucketOrder
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table.mark_set import MarkSet
-from recckpt.sparse.table.marks import DeltaSource, Frozen, Marks, Tracker
+from recckpt.sparse.table.marks import DeltaSource, Frozen, Marks
+from recckpt.sparse.table.pre_images import PreImages
 from recckpt.sparse.table.row_store import RowStore
-from recckpt.sparse.table.snapshot import PreImages
+from recckpt.sparse.table.tracker import Tracker
 
 Content = dict[int, tuple[float, ...]]  # id -> the values of its slots
 

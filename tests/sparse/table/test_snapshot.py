@@ -13,7 +13,7 @@ from support.sweeps import mostly_slow
 from recckpt.sparse import HashTable
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import observers as observers_module
-from recckpt.sparse.table import snapshot as snapshot_module
+from recckpt.sparse.table import pre_images as pre_images_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.snapshot import Snapshot
@@ -214,7 +214,7 @@ def test_without_memory_to_copy_to_the_snapshot_is_lost_and_training_goes_on(mon
 
 
 @pytest.mark.parametrize(
-    ("owner", "place"), [(Column, "copy_rows"), (IdIndex, "claim"), (snapshot_module, "keep_rows")]
+    ("owner", "place"), [(Column, "copy_rows"), (IdIndex, "claim"), (pre_images_module, "keep_rows")]
 )
 def test_who_is_interrupted_while_copying_aside_leaves_a_whole_snapshot(monkeypatch, owner, place):
     table = table_of(100)

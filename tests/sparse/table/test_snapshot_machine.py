@@ -39,12 +39,14 @@ from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_target import target_of
 from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table import pre_images as pre_images_module
 from recckpt.sparse.table import rows as rows_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.kernels import pick_marked
+from recckpt.sparse.table.pre_images import PreImages
 from recckpt.sparse.table.row_store import RowStore
-from recckpt.sparse.table.snapshot import Logs, PreImages, Snapshot
+from recckpt.sparse.table.snapshot import Logs, Snapshot
 from recckpt.storage import Storage, open_storage
 from recckpt.types import EMBEDDING
 
@@ -335,7 +337,7 @@ BUGS = {
     "adding a row tells nobody": (RowStore, "insert", without_telling(RowStore.insert)),
     "slots are not copied aside": (Snapshot, "keep_rows", lambda snapshot, rows: None),
     "what is copied aside is not laid over": (Column, "lay_over", lambda *args: None),
-    "rows are copied aside again": (snapshot_module, "keep_rows", lambda places, rows, marks: places.publish()),
+    "rows are copied aside again": (pre_images_module, "keep_rows", lambda places, rows, marks: places.publish()),
     "writing a row tells nobody": (RowStore, "write", without_telling(RowStore.write)),
     "erasing a row tells nobody": (RowStore, "erase", without_telling(RowStore.erase)),
     "writing tells too late": (RowStore, "write", told_too_late),

@@ -1,0 +1,52 @@
+"""Which rows have changed since the checkpoint from which a saver counts: its base.
+
+A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at each save::
+
+    frozen = [tracker.freeze(table) for table in tables]     # the moment of the save; training may go on
+    replaced = [some.is_replaced(base) for some in frozen]   # then all ranks agree: replaced on one is on all;
+                                                             # some.n_changed is for the choice of a delta
+    sources = [some.snapshot or some.delta(base) ...]        # all rows, or what has changed; to be closed as ever
+    frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else it ends,
+    frozen[i].failed()                                       # also with an ephemeral commit: the base stays
+
+After a whole restore ``tracker.begin(table, save_id)``. Nothing is ever forgotten: a save that nobody ends has failed,
+and whatever the base of a table is not known to be, the table is replaced. A table without a tracker marks nothing.
+Thread-safe; but not to be called in the middle of a change by the same thread, as a signal handler might.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from recckpt.sparse.table.marks import FrozenRows, Marks, SaverMarks
+from recckpt.sparse.table.print_marks import PrintMarks
+from recckpt.sparse.table.store import Store, StoredTable
+
+
+class Tracker:
+    """The marks of the tables of one saver; those of two savers know nothing of each other."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, SaverMarks] = {}
+
+    def begin(self, table: StoredTable, base: str) -> None:
+        """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
+        self._of(table).begin(base)
+
+    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
+        """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
+        return self._of(table).freeze(table.store, table.name, slots)
+
+    def is_unchanged(self, table: StoredTable, base: str) -> bool:
+        """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
+        return self._of(table).is_unchanged(base)
+
+    def _of(self, table: StoredTable) -> SaverMarks:
+        marks = self._marks.get(table.name)
+        if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
+            marks = self._marks[table.name] = _marks_of(table.store)
+        return marks
+
+
+def _marks_of(store: Store) -> SaverMarks:
+    return Marks(store) if store.says_what_changes else PrintMarks(store)
