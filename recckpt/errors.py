@@ -149,6 +149,24 @@ class LiveTableError(RecckptError, ValueError):
     """A table that is not recckpt's cannot be saved or loaded where it lies; says which, why, and what to do."""
 
 
+class MissedRowsError(LiveTableError):
+    """An audit found rows of a live table that changed without a mark: the save has failed, and no delta lacks them.
+
+    Attributes:
+        table: its name.
+        n_rows: how many rows there are.
+        ids: the first of them.
+    """
+
+    def __init__(self, table: str, n_rows: int, ids: Sequence[int]) -> None:
+        self.table, self.n_rows, self.ids = table, n_rows, list(ids)
+        super().__init__(
+            f"table {table!r}: found {n_rows} rows that changed and were not marked, such as {self.ids}: something "
+            "writes them that no hook sees. This save fails, the next one holds all rows, and fingerprints find what "
+            "changes from then on; marks='fingerprints' in live_tables does so from the beginning"
+        )
+
+
 class LoadConfError(RecckptError, ValueError):
     """A ``load_conf`` or model bank asks for what does not exist, or is malformed; says all that is wrong.
 

@@ -20,8 +20,9 @@ class AttachedTable:
 
     Args:
         live: the table.
-        is_announced: as of :class:`LiveStore`, as the next.
+        is_announced: as of :class:`LiveStore`, as the others.
         says_what_changes: whether marks are kept of the rows that change.
+        audit: at every how manyth save they are compared with fingerprints.
 
     Attributes:
         name: in checkpoints.
@@ -29,9 +30,11 @@ class AttachedTable:
         store: its rows.
     """
 
-    def __init__(self, live: LiveTable, *, is_announced: bool = True, says_what_changes: bool = True) -> None:
+    def __init__(
+        self, live: LiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
+    ) -> None:
         self.name, self.live = check_table_name(live.name), live
-        self.store = LiveStore(live, is_announced=is_announced, says_what_changes=says_what_changes)
+        self.store = LiveStore(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
         # Not at the end of this object, which may come in the middle of a step: hooks cannot be removed while they are
         # called. Those without a door do nothing.
         self._detach = live.attach(self.store)

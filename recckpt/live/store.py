@@ -51,14 +51,17 @@ class LiveStore(Store):
         table: whose tensors are asked for at each save and load.
         is_announced: whether all that changes rows is announced; otherwise each snapshot is a copy.
         says_what_changes: whether it is announced which rows change; otherwise fingerprints find them.
+        audit: at every how manyth save fingerprints say whether all of them were announced; 0 for never.
 
     Attributes:
         lock: is taken while rows are announced, and while a snapshot is taken.
         box: the part of the table that is on this rank; each copy saves a part of it, and a load fills all.
     """
 
-    def __init__(self, table: LiveTable, *, is_announced: bool = True, says_what_changes: bool = True) -> None:
-        self.lock, self.says_what_changes = threading.RLock(), says_what_changes
+    def __init__(
+        self, table: LiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
+    ) -> None:
+        self.lock, self.says_what_changes, self.audit = threading.RLock(), says_what_changes, audit
         self._table, self._is_announced, self._observers = table, is_announced, Observers()
         self.box = table.box()
         first, end = self.box.own_rows

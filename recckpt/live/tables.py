@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from recckpt.errors import LiveTableError
 from recckpt.live.attached import AttachedTable
 from recckpt.live.find import FoundTable, find_tables
-from recckpt.text import Table, count, plain
+from recckpt.text import Table, count, nearest, plain
 from recckpt.types import EMBEDDING, SavableTable, is_list, positive_int
 
 _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionary()  # by id of the model
@@ -24,12 +25,17 @@ class LiveTables(Mapping[str, AttachedTable]):
     Made by :func:`live_tables`.
     """
 
-    def __init__(self, model: nn.Module | None, tables: Sequence[FoundTable], left: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: nn.Module | None, tables: Sequence[FoundTable], left: Mapping[str, str], audit: int = 0
+    ) -> None:
         self._model = None if model is None else weakref.ref(model)
         self._found = {table.live.name: table for table in tables}
         self._tables = {
             name: AttachedTable(
-                table.live, is_announced=table.is_announced, says_what_changes=table.marks != "fingerprints"
+                table.live,
+                is_announced=table.is_announced,
+                says_what_changes=table.marks != "fingerprints",
+                audit=audit,
             )
             for name, table in self._found.items()
         }
@@ -133,6 +139,8 @@ def live_tables(
     min_rows: int = 1000,
     names: Mapping[str, str] | None = None,
     exclude: Sequence[str] = (),
+    marks: str | Mapping[str, str] = "auto",
+    audit: int = 0,
 ) -> LiveTables:
     """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
 
@@ -146,6 +154,10 @@ def live_tables(
         min_rows: smaller embeddings stay dense tensors.
         names: path of a module -> name of its table; other tables are called as their paths.
         exclude: paths of modules that stay dense.
+        marks: how changed rows are known: ``"auto"``; ``"fingerprints"``, of all rows at each save, whoever writes
+            them; ``"none"``, so that each save holds all rows. For all tables, or by the names of tables.
+        audit: every ``audit``-th save compares the marks of hooks with fingerprints, and fails where a row was missed;
+            0 for never.
 
     Raises:
         LiveTableError: tables cannot be saved so; says all that is wrong at once.
@@ -160,18 +172,40 @@ def live_tables(
     positive_int("min_rows", min_rows)
     if not is_list(exclude) or not all(isinstance(path, str) for path in exclude):
         raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
+    if type(audit) is not int or audit < 0:
+        raise ValueError(f"audit must be an int of at least 0, found {audit!r}")
     found, left = find_tables(model, listed, min_rows=min_rows, names=dict(names or {}), exclude=exclude)
+    found = _with_marks(found, marks)
     made = _made.get(id(model))
     if made is not None and made.model is model:
         made.check_same(found)
         return made
-    tables = LiveTables(model, found, left)
+    tables = LiveTables(model, found, left, audit)
     _made[id(model)] = tables
     return tables
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.data_ptr() == other.data_ptr()
+
+
+def _with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
+    """Return the tables with the marks that are wanted for them.
+
+    Raises:
+        ValueError: it is not a kind of marks, or a name is not one of a table.
+    """
+    by_name = dict.fromkeys((table.live.name for table in tables), marks) if isinstance(marks, str) else dict(marks)
+    names = [table.live.name for table in tables]
+    for name, kind in by_name.items():
+        if name not in names:
+            raise ValueError(f"marks: {name!r} is not a live table{nearest(name, names)}")
+        if kind not in ("auto", "fingerprints", "none"):
+            raise ValueError(f"marks: found {kind!r}, expected 'auto', 'fingerprints' or 'none'")
+    return [
+        table if by_name.get(table.live.name, "auto") == "auto" else replace(table, marks=by_name[table.live.name])
+        for table in tables
+    ]
 
 
 def _row(entry: FoundTable) -> tuple[str, ...]:

@@ -150,6 +150,7 @@ TESTS = {
     "sparse/table/recomputation.py": "sparse/test_recomputation.py",
     "sparse/table/row_table.py": "sparse/average/test_models.py sparse/average/test_row_average.py",
     "sparse/table/observers.py": "sparse/table/test_row_store.py sparse/table/test_marks.py",
+    "sparse/table/audited_marks.py": "sparse/table/test_print_marks.py",
     "sparse/table/pre_images.py": "sparse/table/test_snapshot.py",
     "sparse/table/tracker.py": "sparse/table/test_marks.py",
     "sparse/table/store.py": "sparse/table/test_row_store.py",

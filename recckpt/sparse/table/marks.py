@@ -122,13 +122,22 @@ class Marks(SaverMarks):
 
 
 class Frozen(FrozenRows):
-    """The same by marks; made under the lock of the store."""
+    """The same by marks; made under the lock of the store.
+
+    Attributes:
+        bits: 1 for each row that has changed, in whole words of 8 bytes.
+    """
 
     def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
         self.snapshot, self.second = snapshot, second
         self._marks, self._base = marks, None if first.is_replaced else base
-        self._bits, self._n_marked = first.share(snapshot.n_rows), first.n_marked
+        self.bits, self._n_marked = first.share(snapshot.n_rows), first.n_marked
         self._erased = tuple(first.erased)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether any row may have changed."""
+        return self._base is None
 
     def is_replaced(self, base: str) -> bool:
         """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
@@ -149,7 +158,7 @@ class Frozen(FrozenRows):
         """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
-        return DeltaSource(self.snapshot, lambda: self._bits, self._erased)
+        return DeltaSource(self.snapshot, lambda: self.bits, self._erased)
 
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""

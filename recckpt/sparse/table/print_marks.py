@@ -60,11 +60,14 @@ class PrintMarks(SaverMarks):
 
 
 class PrintedRows(Snapshot):
-    """A snapshot whose prints are taken before its rows are read. Thread-safe."""
+    """A snapshot whose prints are taken before its rows are read for the last time. Thread-safe.
 
-    def __init__(self, rows: Snapshot) -> None:
+    ``check`` may refuse them.
+    """
+
+    def __init__(self, rows: Snapshot, check: Callable[[Prints], object] = lambda prints: None) -> None:
         self.name, self.n_rows, self.slots = rows.name, rows.n_rows, rows.slots
-        self._rows, self._lock = rows, threading.Lock()
+        self._rows, self._check, self._lock = rows, check, threading.Lock()
         self._prints: Prints | None = None
 
     @property
@@ -72,7 +75,9 @@ class PrintedRows(Snapshot):
         """The prints of all rows."""
         with self._lock:
             if self._prints is None:
-                self._prints = fingerprints(self._rows)
+                prints = fingerprints(self._rows)
+                self._check(prints)
+                self._prints = prints
             return self._prints
 
     @property

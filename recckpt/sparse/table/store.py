@@ -38,10 +38,12 @@ class Store(ABC):
     Attributes:
         lock: is taken by whoever changes rows, and by whoever takes a snapshot.
         says_what_changes: whether marks get to know which rows change; otherwise fingerprints find them.
+        audit: at every how manyth save marks are compared with fingerprints; 0 for never.
     """
 
     lock: threading.RLock
     says_what_changes = True
+    audit = 0
 
     @abstractmethod
     def __len__(self) -> int:

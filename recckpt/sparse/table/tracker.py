@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from recckpt.sparse.table.audited_marks import AuditedMarks
 from recckpt.sparse.table.marks import FrozenRows, Marks, SaverMarks
 from recckpt.sparse.table.print_marks import PrintMarks
 from recckpt.sparse.table.store import Store, StoredTable
@@ -49,4 +50,6 @@ class Tracker:
 
 
 def _marks_of(store: Store) -> SaverMarks:
-    return Marks(store) if store.says_what_changes else PrintMarks(store)
+    if not store.says_what_changes:
+        return PrintMarks(store)
+    return AuditedMarks(store, store.audit) if store.audit else Marks(store)
