@@ -17,6 +17,8 @@ from recckpt.sparse.split import parameters_of, unwrapped, wrappers_in
 from recckpt.text import nearest
 from recckpt.types import LiveTable, check_table_name
 
+FINGERPRINTS = "fingerprints"  # of all rows, at each save
+
 
 @dataclass(frozen=True)
 class FoundTable:
@@ -28,8 +30,8 @@ class FoundTable:
         kind: of module.
         keys: of its weight in the state dict of the model.
         weights: returns the parameters that are its rows by now.
-        marks: how its changes are known: ``"gradient"`` by the optimizer's step, ``"fingerprints"`` by looking at all
-            rows at a save, ``"none"`` not at all: each save holds all rows.
+        marks: how its changes are known: ``"gradient"`` by the optimizer's step, or ``FINGERPRINTS`` by looking at
+            all rows at a save.
         is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
         optimizer: that trains it; None where it is frozen, or updates itself.
         why: why that is not the best; None where it is.
@@ -123,7 +125,7 @@ def _torch_table(
             raise LiveTableError(f"{type(optimizer).__name__}: {why}")
     live = TorchEmbedding(name, module, optimizer, rule)
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
-    marks, kind = "fingerprints" if why else "gradient", type(module).__name__
+    marks, kind = FINGERPRINTS if why else "gradient", type(module).__name__
     return FoundTable(
         live,
         path,

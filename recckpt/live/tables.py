@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from recckpt.errors import LiveTableError
 from recckpt.live.attached import AttachedTable
-from recckpt.live.find import FoundTable, find_tables
+from recckpt.live.find import FINGERPRINTS, FoundTable, find_tables
 from recckpt.text import Table, count, nearest, plain
 from recckpt.types import EMBEDDING, SavableTable, is_list, positive_int
 
@@ -34,7 +34,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             name: AttachedTable(
                 table.live,
                 is_announced=table.is_announced,
-                says_what_changes=table.marks != "fingerprints",
+                says_what_changes=table.marks != FINGERPRINTS,
                 audit=audit,
             )
             for name, table in self._found.items()
@@ -98,7 +98,8 @@ class LiveTables(Mapping[str, AttachedTable]):
             LiveTableError: they are.
         """
         before, now = (
-            {one.live.name: (one.path, one.optimizer) for one in some} for some in (self._found.values(), tables)
+            {one.live.name: (one.path, one.optimizer, one.marks) for one in some}
+            for some in (self._found.values(), tables)
         )
         if before != now:
             raise LiveTableError(
@@ -154,8 +155,8 @@ def live_tables(
         min_rows: smaller embeddings stay dense tensors.
         names: path of a module -> name of its table; other tables are called as their paths.
         exclude: paths of modules that stay dense.
-        marks: how changed rows are known: ``"auto"``; ``"fingerprints"``, of all rows at each save, whoever writes
-            them; ``"none"``, so that each save holds all rows. For all tables, or by the names of tables.
+        marks: how changed rows are known: ``"auto"``, or ``"fingerprints"``: by looking at all rows at each save,
+            whoever writes them. For all tables, or by the names of tables.
         audit: every ``audit``-th save compares the marks of hooks with fingerprints, and fails where a row was missed;
             0 for never.
 
@@ -200,12 +201,10 @@ def _with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) ->
     for name, kind in by_name.items():
         if name not in names:
             raise ValueError(f"marks: {name!r} is not a live table{nearest(name, names)}")
-        if kind not in ("auto", "fingerprints", "none"):
-            raise ValueError(f"marks: found {kind!r}, expected 'auto', 'fingerprints' or 'none'")
-    return [
-        table if by_name.get(table.live.name, "auto") == "auto" else replace(table, marks=by_name[table.live.name])
-        for table in tables
-    ]
+        if kind not in ("auto", FINGERPRINTS):
+            raise ValueError(f"marks: found {kind!r}, expected 'auto' or {FINGERPRINTS!r}")
+    printed = {name for name, kind in by_name.items() if kind == FINGERPRINTS}
+    return [replace(table, marks=FINGERPRINTS) if table.live.name in printed else table for table in tables]
 
 
 def _row(entry: FoundTable) -> tuple[str, ...]:
